@@ -1,0 +1,1 @@
+"""The Megatron-core policy: build, score, update, checkpoint."""

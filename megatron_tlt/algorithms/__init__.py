@@ -1,0 +1,1 @@
+"""Policy-gradient algorithms, one file each."""

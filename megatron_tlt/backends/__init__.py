@@ -1,0 +1,1 @@
+"""Rollout backends behind one interface."""

@@ -1,0 +1,1 @@
+"""The typed configuration tree: YAML in, frozen pydantic models out."""

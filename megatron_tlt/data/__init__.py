@@ -1,0 +1,1 @@
+"""Prompts, procedural tasks, tokenizers and sequence packing."""

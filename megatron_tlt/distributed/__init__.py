@@ -1,0 +1,1 @@
+"""The world: MPI launch, torch.distributed groups, rank grid."""

@@ -1,0 +1,61 @@
+"""All errors this package raises on purpose. `ConfigError` is also a `ValueError`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class TltError(Exception):
+    """Base of every error that a user or operator can act on."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing wrong with a configuration: where, what was given, what is allowed."""
+
+    path: str
+    value: object
+    allowed: str
+
+    def __str__(self) -> str:
+        return f"{self.path} = {self.value!r}: {self.allowed}"
+
+
+class ConfigError(TltError, ValueError):
+    """A configuration that cannot run. Carries every problem found, not only the first."""
+
+    def __init__(self, problems: list[ConfigProblem] | ConfigProblem):
+        self.problems = [problems] if isinstance(problems, ConfigProblem) else list(problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class CheckpointError(TltError):
+    """A checkpoint or model directory that is missing, torn, altered or contradicts its configuration."""
+
+
+class SyncError(TltError):
+    """A weight push that did not arrive whole, or arrived different."""
+
+
+class BackendError(TltError):
+    """A rollout engine that cannot serve: bad request, dead process, torn weights."""
+
+
+class RewardError(TltError):
+    """A reward function that cannot be loaded (a reward that fails on one sample is recorded, not raised)."""
+
+
+class DataError(TltError):
+    """Prompts or training records that cannot be read; names file and line."""
+
+
+class DistributedError(TltError):
+    """A collective that did not complete, or a world of the wrong size; names phase and missing ranks."""
+
+
+class CoordinatorError(TltError):
+    """The idle coordinator's protocol was broken."""
+
+
+class DrafterError(TltError):
+    """Drafter training failed; the loop goes on without it."""

@@ -1,0 +1,1 @@
+"""Decoder models of the rollout engine: configuration, weights, forward passes."""

@@ -1,0 +1,38 @@
+"""What one forward pass of a rollout decoder takes and gives.
+
+Legend: T new tokens of all sequences, packed; S sequences; R rows whose logits are wanted;
+V vocabulary; H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class DecoderInput:
+    """One ragged batch: prefill chunks and decode tokens are the same thing to the model.
+
+    Sequence `s` owns rows `query_start[s]:query_start[s+1]`; its row `i` attends to every cached position
+    `<= positions[i]` of the same sequence (the row's own key and value are written first).
+    """
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32, position in the sequence, used by RoPE and by causality
+    slot_mapping: Tensor  # [T] int32, block * block_size + offset: where this row's key and value go
+    query_start: Tensor  # [S + 1] int32
+    context_lens: Tensor  # [S] int32, cached tokens of the sequence after this forward
+    block_tables: Tensor  # [S, max_blocks] int32
+    logit_rows: Tensor  # [R] int32, rows of the T hidden states that go through the LM head
+
+
+@dataclass(slots=True)
+class DecoderOutput:
+    """Logits of the wanted rows and the post-final-norm hidden state of the same rows."""
+
+    logits: Tensor  # [R, V] float32, full vocabulary on every tensor-parallel rank
+    hidden: Tensor  # [R, H] in the compute type

@@ -1,0 +1,1 @@
+"""Logging, events, metrics and progress: everything a person looks at."""

@@ -1,0 +1,1 @@
+"""The embedded rollout engine: scheduler, paged KV cache, keyed sampling."""

@@ -1,0 +1,1 @@
+"""Weight transport from the actor's shards to every rollout engine."""
