@@ -1,0 +1,59 @@
+"""The Megatron-core policy: layout, precision, optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class ActorSection(Section):
+    """Parallel layout and precision of the policy update. Data parallel size = ranks / (tp * pp * cp)."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline parallel size."""
+    cp: PositiveInt = 1
+    """Context parallel size (needs Transformer Engine attention; 1 on CPU)."""
+    sequence_parallel: bool = False
+    """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Parameter and activation type. bf16 keeps fp32 master weights and reduces gradients in fp32."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: selective redoes core attention only, full redoes whole layers."""
+    distributed_optimizer: Literal["auto", "on", "off"] = "auto"
+    """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA, off on CPU."""
+    layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where CUDA and TE are there."""
+
+
+class OptimizerSection(Section):
+    """Optimizer, schedule and clipping."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Final learning rate of a decaying schedule."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps at which a decaying schedule reaches min_lr; default: the run's length."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay (not on norms and biases)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm to clip to; 0: off."""

@@ -1,0 +1,87 @@
+"""Prompts and rewards."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class TaskConfig(Section):
+    """One procedural task of `reasoning-gym`."""
+
+    name: str
+    """Name in reasoning-gym, for example chain_sum."""
+    weight: PositiveFloat = 1.0
+    """Share among the tasks."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the task's generator."""
+
+
+class PromptSourceConfig(Section):
+    """Where prompts come from."""
+
+    kind: Literal["tasks", "jsonl", "parquet", "hf"] = "tasks"
+    """tasks: procedural (seeded, infinite); jsonl or parquet files; hf: a datasets directory saved to disk."""
+    path: str | None = None
+    """File or directory (all kinds but tasks)."""
+    prompt_field: str = "prompt"
+    """Column of the question."""
+    answer_field: str = "answer"
+    """Column of the reference answer."""
+    tasks: tuple[TaskConfig, ...] = ()
+    """Procedural tasks to mix."""
+    seed: NonNegativeInt = 0
+    """Seed of the tasks, or of the shuffling of a finite source."""
+    shuffle: bool = True
+    """Shuffle a finite source anew each epoch."""
+
+
+class DataSection(Section):
+    """Training and held-out prompts."""
+
+    train: PromptSourceConfig = PromptSourceConfig()
+    """Training prompts."""
+    eval: PromptSourceConfig | None = None
+    """Held-out prompts; none: no evaluation."""
+    chat_template: bool = True
+    """Wrap prompts in the tokenizer's chat template if it has one."""
+    system_prompt: str | None = None
+    """System message of the chat template."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are dropped from a finite source and counted."""
+
+
+class RewardConfig(Section):
+    """One reward function."""
+
+    name: Literal["task", "math", "exact", "format", "python"]
+    """task: the procedural task's own verifier; math: math-verify; exact: string match; format: a regular
+    expression; python: a user's function."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    pattern: str | None = None
+    """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
+    path: str | None = None
+    """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response, metadata)."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """python: extra keyword arguments of the function."""
+    counts_as_correct: bool = True
+    """Whether a value >= `threshold` makes the answer count as correct in accuracy and pass@k."""
+    threshold: float = 1.0
+    """Value from which an answer is correct."""
+
+
+class RewardSection(Section):
+    """The sum of reward functions, run in a pool of processes with a timeout."""
+
+    functions: tuple[RewardConfig, ...] = (RewardConfig(name="task"),)
+    """Reward functions; their weighted values are added."""
+    timeout_s: PositiveFloat = 10.0
+    """A function that takes longer costs that sample a recorded failure."""
+    failure_value: float = 0.0
+    """Value recorded for a failed reward."""
+    workers: NonNegativeInt = 1
+    """Worker processes per rank; 0 runs built-in rewards in the rank itself, without a timeout."""

@@ -1,0 +1,46 @@
+"""Which model is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class ArchitectureConfig(Section):
+    """The shape of a model, for checks and estimates before its files are at hand."""
+
+    family: Literal["qwen2", "qwen3", "llama"]
+    """Decoder family: qwen2 (also Qwen2.5), qwen3 or llama (Llama 3)."""
+    vocab_size: PositiveInt
+    """Rows of the embedding."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_layers: PositiveInt
+    """Decoder layers."""
+    num_heads: PositiveInt
+    """Query heads."""
+    num_kv_heads: PositiveInt
+    """Key/value heads (GQA)."""
+    head_dim: PositiveInt
+    """Width of one head."""
+    intermediate_size: PositiveInt
+    """Width of the MLP."""
+    tie_word_embeddings: bool = False
+    """Whether the LM head is the embedding."""
+
+
+class ModelSection(Section):
+    """The model to train."""
+
+    path: str
+    """Hugging Face directory (config.json, *.safetensors, tokenizer files) the policy starts from. Relative
+    paths count from the working directory."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer; default: `path`."""
+    architecture: ArchitectureConfig | None = None
+    """Expected shape. Used by `check` when `path` is not on this machine; must agree with `path` when it is."""
+    max_context: PositiveInt = Field(default=4096)
+    """Longest prompt + answer in tokens."""

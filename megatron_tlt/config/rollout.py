@@ -1,0 +1,55 @@
+"""The rollout engine and how it samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class RolloutSection(Section):
+    """Sampling of answers and the engine that does it."""
+
+    backend: Literal["embedded"] = "embedded"
+    """Rollout engine."""
+    tp: PositiveInt = 1
+    """Tensor parallel size of one engine replica; ranks / tp replicas."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Weights and KV cache of the engine."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """CPU kernels: the native C decoder or PyTorch. auto: native on CPU when a C compiler is there."""
+    threads: PositiveInt = 1
+    """CPU threads of one rank."""
+    samples_per_prompt: PositiveInt = 8
+    """Answers to each prompt (the group size n)."""
+    temperature: NonNegativeFloat = 1.0
+    """Softmax temperature; the update scores at the same temperature."""
+    top_k: NonNegativeInt = 0
+    """Keep the k most likely tokens; 0: off."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass; 1: off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens below min_p times the most likely one's probability; 0: off."""
+    max_tokens: PositiveInt = 1024
+    """Longest answer in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer (kept in it)."""
+    block_size: PositiveInt = 16
+    """Tokens in one KV-cache block."""
+    kv_cache_mib: PositiveInt | None = None
+    """KV-cache memory of one rank; default: on CPU what max_running_requests need, on CUDA what is free."""
+    max_running_requests: PositiveInt = 256
+    """Most requests decoded in one forward."""
+    max_batched_tokens: PositiveInt = 2048
+    """Token budget of one forward; longer prompts are prefilled in chunks."""
+
+
+class SyncSection(Section):
+    """The push of new weights into the rollout engines."""
+
+    bucket_mib: PositiveInt = 256
+    """Size of one bucket: the peak extra memory of a push."""
+    verify: bool = False
+    """Compare checksums of every tensor on both sides and fail loudly."""

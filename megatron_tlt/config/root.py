@@ -1,0 +1,93 @@
+"""The two roots: `Config` of an RL run and `SftConfig` of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.config.base import Section
+from megatron_tlt.config.data import DataSection, RewardSection
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.config.run import (
+    CheckpointSection,
+    ClusterSection,
+    DistributedSection,
+    EvalSection,
+    ObserveSection,
+    TrainSection,
+)
+
+
+class Config(Section):
+    """An RL run (`megatron-tlt train`)."""
+
+    model: ModelSection
+    """The model to train."""
+    actor: ActorSection = ActorSection()
+    """The Megatron-core policy."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer."""
+    rollout: RolloutSection = RolloutSection()
+    """The rollout engine."""
+    sync: SyncSection = SyncSection()
+    """Weight pushes."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """The RL algorithm."""
+    data: DataSection = DataSection()
+    """Prompts."""
+    rewards: RewardSection = RewardSection()
+    """Rewards."""
+    train: TrainSection = TrainSection()
+    """The run."""
+    eval: EvalSection = EvalSection()
+    """Evaluation."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Checkpoints."""
+    distributed: DistributedSection = DistributedSection()
+    """The world."""
+    observe: ObserveSection = ObserveSection()
+    """Logs and progress."""
+    cluster: ClusterSection = ClusterSection()
+    """The machines."""
+
+
+class SftSection(Section):
+    """Supervised fine-tuning: records, length, output."""
+
+    train_path: str
+    """JSONL of {"prompt", "completion"} records."""
+    eval_path: str | None = None
+    """JSONL of held-out records; their loss is reported."""
+    out: str
+    """Hugging Face directory to write."""
+    num_steps: PositiveInt = 1000
+    """Optimizer steps."""
+    tokens_per_step: PositiveInt = 8192
+    """Tokens of one optimizer step, over all ranks."""
+    eval_every: PositiveInt = 100
+    """Steps between evaluations."""
+    chat_template: bool = True
+    """Wrap prompts in the tokenizer's chat template if it has one."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the data order."""
+    random_init: bool = False
+    """Start from random weights of the architecture in model.path/config.json instead of its tensors."""
+
+
+class SftConfig(Section):
+    """A supervised fine-tuning run (`megatron-tlt sft`)."""
+
+    model: ModelSection
+    """The model to train."""
+    sft: SftSection
+    """Data and length."""
+    actor: ActorSection = ActorSection()
+    """The Megatron-core policy."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """The optimizer."""
+    distributed: DistributedSection = DistributedSection()
+    """The world."""
+    cluster: ClusterSection = ClusterSection()
+    """The machines."""

@@ -1,0 +1,90 @@
+"""The run: length, evaluation, checkpoints, observation, cluster."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class TrainSection(Section):
+    """Length and seed of the run."""
+
+    num_steps: PositiveInt = 100
+    """RL steps."""
+    prompts_per_step: PositiveInt = 64
+    """Prompts in one step, over all ranks."""
+    seed: NonNegativeInt = 0
+    """Seed of sampling, data order and initialisation."""
+    run_dir: str = "runs/default"
+    """Where checkpoints, logs and events go."""
+    deterministic: bool = True
+    """Fix the order of every reduction, so that a resumed run equals an uninterrupted one bit for bit (fp32)."""
+
+
+class EvalSection(Section):
+    """Evaluation on held-out prompts."""
+
+    every: NonNegativeInt = 10
+    """Steps between evaluations, also before the first and after the last step; 0: never."""
+    num_prompts: PositiveInt = 64
+    """Held-out prompts, always the same ones."""
+    samples_per_prompt: PositiveInt = 1
+    """Answers to each; pass@k is estimated for every power of two up to this."""
+    temperature: NonNegativeFloat = 1.0
+    """Temperature of evaluation."""
+    max_tokens: PositiveInt | None = None
+    """Longest answer; default: rollout.max_tokens."""
+
+
+class CheckpointSection(Section):
+    """Checkpoints in megatron's distributed format."""
+
+    every: NonNegativeInt = 20
+    """Steps between checkpoints, also after the last step; 0: never."""
+    keep: PositiveInt = 3
+    """Newest checkpoints kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    resume: Literal["auto", "never"] | str = "auto"
+    """auto: from `latest` in run_dir when there is one; never; or the path of one checkpoint."""
+
+
+class DistributedSection(Section):
+    """The world."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda when there is a GPU."""
+    timeout_s: PositiveFloat = 600.0
+    """A collective that takes longer ends the job, naming the phase and the ranks that did not arrive."""
+
+
+class ObserveSection(Section):
+    """What is written and shown."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files under run_dir/tensorboard."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project."""
+    samples_per_step: NonNegativeInt = 2
+    """Sample rollouts written to run_dir/samples.jsonl each step."""
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """auto: a live table on a terminal, plain lines elsewhere."""
+
+
+class ClusterSection(Section):
+    """The machines this config is meant for; used by `check` when not inside a job."""
+
+    nodes: PositiveInt = 1
+    """Nodes."""
+    ranks_per_node: PositiveInt = 1
+    """Ranks of one node (GPUs, or CPU processes)."""
+    memory_gib: PositiveFloat | None = None
+    """Memory of one rank's device; `check` refuses a config that needs more."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node

@@ -1,0 +1,182 @@
+"""The world: MPI launches, torch.distributed carries tensors.
+
+Rank 0 opens a TCPStore on a free port and tells everyone over MPI; no MASTER_ADDR, no port races. The store
+doubles as the *phase board*: each rank notes what it is doing, so that a collective that times out can say who
+is missing and where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.errors import DistributedError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from megatron_tlt.config.run import DistributedSection
+
+
+@dataclass
+class _Phase:
+    """What this rank is doing. Mutable on purpose: the world around it is frozen."""
+
+    name: str = "start"
+    step: int = -1
+    order: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """Frozen context of one rank, handed to whoever needs it; there are no global getters."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    timeout_s: float
+    store: dist.Store
+    comm: MPI.Comm = field(repr=False)
+    _phase: _Phase = field(default_factory=_Phase, repr=False)
+
+    @classmethod
+    def start(cls, section: DistributedSection, threads: int | None = None) -> World:
+        """Initialises MPI and torch.distributed once. Collective.
+
+        Raises DistributedError if the world does not have the size that the launcher promised: a wrong pair
+        of launcher and MPI library silently gives N worlds of one rank.
+        """
+        comm = _start_mpi()
+        launch = detect_launch()
+        if launch.size is not None and comm.size != launch.size:
+            raise DistributedError(
+                f"{launch.launcher} promised {launch.size} ranks but MPI sees {comm.size}: launcher and MPI library "
+                "do not match (with Slurm try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI)"
+            )
+        hosts: list[str] = comm.allgather(socket.gethostname())
+        local = [r for r, host in enumerate(hosts) if host == hosts[comm.rank]]
+        local_rank = launch.local_rank if launch.local_rank is not None else local.index(comm.rank)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        device = _choose_device(section.device, local_rank)
+        store = _join(comm, hosts, device, section.timeout_s)
+        return cls(comm.rank, comm.size, local_rank, len(local), device, section.timeout_s, store, comm)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def phase_name(self) -> str:
+        """The phase this rank is in, for messages."""
+        return self._phase.name
+
+    @property
+    def step(self) -> int:
+        """The step this rank is in, for messages; -1 before the first."""
+        return self._phase.step
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Notes on the phase board what this rank does now. Microseconds; never waits for another rank."""
+        self._phase.name, self._phase.order = phase, self._phase.order + 1
+        if step is not None:
+            self._phase.step = step
+        self.store.set(f"phase/{self.rank}", f"{self._phase.order}|{self._phase.step}|{phase}")
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """`enter` for a block; an error inside keeps the phase's name for the report."""
+        before = self._phase.name
+        self.enter(name, step)
+        yield
+        self._phase.name = before
+
+    def barrier(self) -> None:
+        """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
+        dist.barrier()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Small Python values of every rank, by rank. Collective."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """A small Python value of rank `source`. Collective."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+    def missing_ranks(self) -> str:
+        """Ranks that have not reached this rank's phase, with where they are: for a timeout's message."""
+        mine, behind = self._phase.order, []
+        for rank in range(self.size):
+            key = f"phase/{rank}"
+            text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
+            order, step, phase = text.split("|", 2)
+            if int(order) < mine:
+                behind.append(f"rank {rank} (still in phase {phase}, step {step})")
+        return "; ".join(behind) if behind else "none: every rank reached this phase"
+
+    def abort(self, code: int = 1) -> None:
+        """Ends every rank of the job with a non-zero exit, at once."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.comm.Abort(code)
+
+    def close(self) -> None:
+        """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _start_mpi() -> MPI.Comm:
+    import mpi4py  # noqa: PLC0415  (mpi4py initialises MPI at import: only a World may cause that)
+
+    mpi4py.rc.thread_level = "multiple"
+    from mpi4py import MPI  # noqa: PLC0415
+
+    return MPI.COMM_WORLD.Dup()
+
+
+def _choose_device(wanted: str, local_rank: int) -> torch.device:
+    use_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
+    if not use_cuda:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DistributedError("distributed.device = 'cuda', but torch sees no CUDA device")
+    index = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: float) -> dist.Store:
+    timeout = timedelta(seconds=timeout_s)
+    one_host = len(set(hosts)) == 1
+    if one_host:
+        # Gloo otherwise binds whatever the host name resolves to, which on a laptop may be nothing.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    address: tuple[str, int] | None = None
+    if comm.rank == 0:
+        host = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        address = (host, server.port)
+    host, port = comm.bcast(address, root=0)
+    store = server if comm.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    group_store = dist.PrefixStore("world", store)
+    dist.init_process_group(backend, store=group_store, rank=comm.rank, world_size=comm.size, timeout=timeout)
+    return dist.PrefixStore("board", store)

@@ -1,0 +1,133 @@
+"""Protocols that let floors meet without knowing each other. Each method says what it mutates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from megatron_tlt.types import (
+        EngineStats,
+        Prompt,
+        RewardResult,
+        Sample,
+        SamplingParams,
+        TrainBatch,
+        TrainOutput,
+        WeightBucket,
+    )
+
+
+class Clock(Protocol):
+    """Time as the decision code sees it: wall time in production, virtual time in the simulator."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start; never goes back. Mutates nothing."""
+
+
+class ModelShape(Protocol):
+    """What placement and memory estimates need to know of an architecture."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that engines and rewards use."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens added. Mutates nothing."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of the chat template around one user message, open for the answer. Mutates nothing."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens. Mutates nothing."""
+
+
+@runtime_checkable
+class RolloutBackend(Protocol):
+    """An engine that answers prompts with one version of the policy."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: Callable[[int, int, int], None] | None = None,
+    ) -> list[Sample]:
+        """All samples of all prompts, sorted by (prompt_id, sample_index).
+
+        Returns when this replica has no live request. `on_progress(running, waiting, generated_tokens)` is
+        called now and then. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
+        """
+
+    def begin_update(self, version: int) -> None:
+        """Opens a push; until `finish_update` the engine refuses to generate. Mutates the version state."""
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Takes some full tensors of the open push. Mutates the weights."""
+
+    def finish_update(self) -> None:
+        """Closes the push: every tensor must have come. Mutates the version. Raises SyncError."""
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Checksum of every tensor as it was received in the last push (`sync.verify`). Mutates nothing."""
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call. Resets them."""
+
+    def close(self) -> None:
+        """Frees memory, processes and sockets. The backend cannot be used afterwards."""
+
+
+class RewardFn(Protocol):
+    """A verifier of answers."""
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult:
+        """Judges one sample. Mutates nothing; may raise (the pool records it)."""
+
+
+class Policy(Protocol):
+    """The trained model, sharded over this job's ranks."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def train_step(self, batch: TrainBatch) -> TrainOutput:
+        """One or more optimizer steps on this rank's share. Collective. Mutates weights, optimizer, version."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every full tensor under its Hugging Face name, in one order on every rank. Collective."""
+
+
+class WeightSync(Protocol):
+    """Carries the policy's weights into the local rollout engine."""
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
+        """Streams all tensors in buckets; all or nothing. Collective. Returns metrics. Raises SyncError."""

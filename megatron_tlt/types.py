@@ -1,0 +1,163 @@
+"""Values that cross floors. Torch-free: tensors stay inside the packages that own them.
+
+Legend: P prompt tokens, R response tokens, L = P + R.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. `temperature == 0` is greedy.
+
+    Masks apply in this order: temperature, top-k, top-p, min-p (the order of Hugging Face's warpers).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question, tokenized.
+
+    `prompt_id` is the ordinal in the prompt stream: unique for every draw, part of the sampling key, so the
+    second visit to the same question gets fresh noise. `dataset_id` names the question itself and is
+    the same on every visit.
+    """
+
+    prompt_id: int
+    dataset_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    task: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One answer. `logprobs[t]` is log softmax(logits / temperature) at the sampled token, before top-k/p masks."""
+
+    prompt_id: int
+    sample_index: int
+    token_ids: list[int]  # [R], with the stop token when one ended it
+    logprobs: list[float]  # [R]
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(slots=True)
+class RewardResult:
+    """The verdict on one sample. `failure` tells why a reward function gave none (the value is then its default)."""
+
+    value: float
+    correct: bool
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """All samples of one prompt with their rewards: what group-relative algorithms work on."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    rewards: list[RewardResult] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TrainSequence:
+    """One prompt + response with what the loss needs, response-aligned.
+
+    Arrays are numpy: `token_ids` int64 [L]; `advantages`, `loss_mask`, `rollout_logprobs` float32 [R].
+    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R).
+    """
+
+    prompt_id: int
+    sample_index: int
+    token_ids: np.ndarray
+    prompt_len: int
+    advantages: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    weight: float = 1.0
+
+    @property
+    def length(self) -> int:
+        """L, tokens of prompt and response together."""
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """What this data-parallel rank updates the policy with in one step.
+
+    `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be empty).
+    `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the algorithm from
+    the whole batch, so the gradient does not depend on how sequences are split over ranks or packs.
+    """
+
+    mini_batches: list[list[TrainSequence]]
+    denominators: list[float]
+    temperature: float = 1.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TrainOutput:
+    """What an update reports. `policy_version` counts updates of the weights since step 0."""
+
+    policy_version: int
+    metrics: dict[str, float]
+    skipped: bool = False
+
+
+@dataclass(slots=True)
+class WeightBucket:
+    """Some full (unsharded) tensors under their Hugging Face names, on their way to an engine."""
+
+    version: int
+    tensors: list[tuple[str, Tensor]]
+
+
+@dataclass(slots=True)
+class FeatureChunk:
+    """Hidden states of accepted positions of one sample, for the drafter (filled from issue 4 on)."""
+
+    prompt_id: int
+    sample_index: int
+    policy_version: int
+    token_ids: np.ndarray
+    hidden: Any
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of a rollout engine since its last reset."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    preemptions: int = 0
+    near_ties: int = 0
+    seconds: float = 0.0
+    running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)
