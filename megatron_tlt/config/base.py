@@ -9,5 +9,10 @@ class Section(BaseModel):
     """One section of the configuration. A field's docstring is its documentation (`docs/config.md`)."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )

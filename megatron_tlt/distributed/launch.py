@@ -13,31 +13,34 @@ class Launch:
 
     launcher: str
     size: int | None
+    rank: int | None
     local_rank: int | None
 
 
-# (variable that proves the launcher, its name, world size, local rank), most specific first
+# (launcher, world size, rank, local rank): the first whose size is set is the one that started us
 _LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "mpiexec (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_SIZE", "mpiexec", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("mpiexec (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
+_BATCH_STEP = "4294967291"  # Slurm's step id of the batch script itself, where only one process runs
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Reads the launcher's promise from the environment.
 
-    `srun` counts only inside a job step (SLURM_STEP_ID is set by sbatch's shell too, so SLURM_PROCID decides
-    together with SLURM_STEP_NUM_TASKS, which only a step has).
+    `srun` is believed only inside a step of its own: a batch script's shell carries most SLURM_ variables too.
+    Where srun itself speaks PMI (--mpi=pmi2) both are set and agree; where mpiexec runs inside an allocation
+    they differ, and the inner launcher counts.
     """
     env = os.environ if environ is None else environ
-    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != "4294967291":
-        # Inside mpiexec within a batch script the innermost launcher (PMI) is the one to believe.
-        if "PMI_SIZE" not in env or env["PMI_SIZE"] == env["SLURM_STEP_NUM_TASKS"]:
-            return Launch("srun", int(env["SLURM_STEP_NUM_TASKS"]), _int(env.get("SLURM_LOCALID")))
-    for proof, name, size, local in _LAUNCHERS:
-        if proof in env:
-            return Launch(name, _int(env.get(size)), _int(env.get(local)))
-    return Launch("none", 1, 0)
+    promised = env.get("SLURM_STEP_NUM_TASKS")
+    in_step = promised is not None and "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _BATCH_STEP
+    if in_step and env.get("PMI_SIZE", promised) == promised:
+        return Launch("srun", _int(promised), _int(env.get("SLURM_PROCID")), _int(env.get("SLURM_LOCALID")))
+    for name, size, rank, local in _LAUNCHERS:
+        if size in env:
+            return Launch(name, _int(env[size]), _int(env.get(rank)), _int(env.get(local)))
+    return Launch("none", 1, 0, 0)
 
 
 def _int(text: str | None) -> int | None:

@@ -144,10 +144,10 @@ class World:
 
 
 def _start_mpi() -> MPI.Comm:
-    import mpi4py  # noqa: PLC0415  (mpi4py initialises MPI at import: only a World may cause that)
+    import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
-    from mpi4py import MPI  # noqa: PLC0415
+    from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
 

@@ -1,0 +1,94 @@
+"""Core attention of the local layer spec: packed rows, causal inside each sequence, grouped-query, any device.
+
+Legend: T packed rows, n query heads, g key/value heads (of this TP rank), d width of a head.
+
+megatron's own DotProductAttention refuses packed sequences and asks for CUDA. One SDPA call per sequence makes no
+T x T mask and costs the sum of the squared lengths; a block-diagonal mask was 3-5 times slower on CPU.
+RoPE tables come per row (`PackedRotary`), so the layer runs its plain [T, 1, n, d] path and megatron's per-sequence
+RoPE loop, twice a layer, is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Packed-sequence parameters that also carry the bounds as Python ints (no device sync in every layer)."""
+
+    bounds: tuple[int, ...] = ()
+
+
+class PackedRotary(nn.Module):
+    """Stands in for megatron's rotary embedding: angles for the rows of the micro-batch in `positions`.
+
+    `positions` ([T] int64) is set before each forward. `inv_freq` ([d / 2] fp32) already holds any RoPE scaling.
+    """
+
+    def __init__(self, inv_freq: Tensor):
+        super().__init__()
+        self.inv_freq = inv_freq
+        self.positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Asked by GPTModel, not needed here."""
+        return 0
+
+    def forward(self, seq_len: int, **_: Any) -> Tensor:
+        """Angles [T, 1, 1, d]."""
+        assert self.positions is not None
+        angles = torch.outer(self.positions.float(), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class SDPACoreAttention(MegatronModule):
+    """softmax(q k^T / sqrt(d)) v within each packed sequence."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__(config=config)
+        assert config.context_parallel_size == 1 and not (attention_dropout or config.attention_dropout)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+    ) -> Tensor:
+        """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
+        assert packed_seq_params is not None and attention_bias is None
+        bounds = packed_seq_params.bounds
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [1, heads, T, d], views
+        grouped = q.size(1) != k.size(1)
+        sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        outputs = [
+            F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            for qi, ki, vi in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+        ]
+        packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return packed.permute(2, 0, 1, 3).flatten(2)

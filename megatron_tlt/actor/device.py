@@ -1,0 +1,120 @@
+"""Lets megatron-core run where there is no CUDA. Every module that imports megatron imports this one first.
+
+megatron-core asks `torch.cuda` for devices, streams and random states even in code that has a meaning on a CPU.
+Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is touched), and
+`cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads device "cuda" as "cpu".
+With CUDA all of it is inert. Found by experiment with megatron-core 0.16.1; which call needs which name is told below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+HAS_CUDA = torch.cuda.is_available()
+
+
+def cpu_as_cuda() -> contextlib.AbstractContextManager[Any]:
+    """Context in which megatron's literal "cuda" devices mean the CPU; enter it around every call into megatron.
+
+    Thread-local and re-entrant. Does nothing when CUDA is there.
+    """
+    return contextlib.nullcontext() if HAS_CUDA else _CpuAsCuda()
+
+
+def current_device() -> torch.device:
+    """Where this rank's parameters live."""
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else _CPU
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _CpuAsCuda(TorchFunctionMode):
+    """Rewrites explicit CUDA devices, and answers `tensor.type()` the way megatron's optimizers compare it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # clip_grads.py asserts on "torch.cuda.FloatTensor"; the check keeps nested modes idempotent.
+            name = func(*args)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _NoStream:
+    """A stream, an event and a stream context on a device where everything is already in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = record_stream = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has already happened."""
+        return event or _NoStream()
+
+    def query(self) -> bool:
+        """Whether the work is done: always."""
+        return True
+
+
+class _Generators:
+    """`torch.cuda.default_generators` for one device: the CPU's generator."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+
+def _run_now(callback: Callable[[], Any], **_: Any) -> Any:
+    return callback()
+
+
+def _install() -> None:
+    """Replaces what megatron asks of torch.cuda. Must happen before megatron is imported (recompute keeps a
+    reference to `_lazy_call`, and the original appends to a queue that nothing ever empties)."""
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("import megatron_tlt.actor.device before megatron: its CPU names are already bound")
+    cuda: Any = torch.cuda
+    stream = _NoStream()
+    cuda.current_device = lambda: _CPU  # device= of sequence parallel, pipeline receives, DDP buffers, RoPE
+    cuda.synchronize = lambda device=None: None  # pipeline sends, checkpoint saves
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda._lazy_call = _run_now  # recompute's random states
+    cuda.default_generators = _Generators()
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.Stream = cuda.Event = _NoStream  # checkpoint staging
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = lambda wanted=None: stream
+
+
+if not HAS_CUDA:
+    _install()

@@ -1,0 +1,90 @@
+"""The process groups of the actor, taken once from megatron and handed around: no global getters elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_tlt.actor import device
+from megatron_tlt.distributed.dims import Coordinates, Dims
+from megatron_tlt.distributed.world import World
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+
+@dataclass(frozen=True)
+class ActorGroups:
+    """Where this rank sits in the actor's grid, and the groups it talks in."""
+
+    dims: Dims
+    at: Coordinates
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    pipeline: tuple[int, ...]  # global ranks of this rank's pipeline, first stage first
+
+    @classmethod
+    def create(cls, world: World, dims: Dims, gloo_twins: bool = False) -> ActorGroups:
+        """Opens megatron's groups over the whole world. Collective.
+
+        megatron keeps its layout in module globals, so a process holds one layout at a time; a second call with
+        another layout replaces the first (tests do that). `gloo_twins` opens a gloo group beside every one, which
+        only the distributed optimizer's checkpoints need.
+        """
+        if world.device.type == "cpu" and device.HAS_CUDA:
+            allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
+            raise ConfigError(ConfigProblem("distributed.device", "cpu", allowed))
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            context_parallel_size=dims.cp,
+            create_gloo_process_groups=gloo_twins,
+            distributed_timeout_minutes=max(1, int(timedelta(seconds=world.timeout_s).total_seconds() // 60)),
+        )
+        # No dropout anywhere, so the tracker's fork (which needs CUDA random states) may be a no-op.
+        initialize_rng_tracker(inference_rng_tracker=True)
+        return cls(
+            dims=dims,
+            at=dims.coordinates(world.rank),
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            pipeline=tuple(dims.pipeline_ranks(world.rank)),
+        )
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the LM head and computes the loss."""
+        return self.at.pp == self.dims.pp - 1
+
+    @property
+    def tp_or_none(self) -> dist.ProcessGroup | None:
+        """The TP group where it has more than one member."""
+        return self.tp if self.dims.tp > 1 else None
+
+    def from_last_stage(self, value: Any) -> Any:
+        """A small Python value of the last stage, on every stage of the pipeline. Collective over the pipeline."""
+        if self.dims.pp == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.pipeline[-1], group=self.pp)
+        return box[0]
+
+    def over_data_parallel(self, value: Any) -> list[Any]:
+        """A small Python value of every data-parallel rank, by rank. Collective over data parallel."""
+        if self.dims.dp * self.dims.cp == 1:
+            return [value]
+        gathered: list[Any] = [None] * (self.dims.dp * self.dims.cp)
+        dist.all_gather_object(gathered, value, group=self.dp)
+        return gathered

@@ -1,0 +1,27 @@
+"""RMSNorm of the local layer spec: torch's kernel, also under sequence parallel (megatron's wrapper refuses that)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_tlt.actor.device import current_device
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in the signature megatron's layer specs call."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
+        # finalize_model_grads sums the gradients of weights so marked over the TP ranks: each saw its rows only.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        return F.rms_norm(x, self.shape, self.weight, self.eps)

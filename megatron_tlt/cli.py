@@ -1,0 +1,163 @@
+"""The command line: train, generate, eval, sft, check.
+
+The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
+the whole MPI job ends with a non-zero code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.errors import ConfigError, TltError
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+
+EXIT_FAILURE, EXIT_CONFIG = 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, 1 (failed) or 2 (the configuration or arguments are wrong)."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        # Every rank finds the same problems; one copy is enough.
+        if detect_launch().rank in (0, None):
+            print(f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:", file=sys.stderr)
+            print("\n".join(f"  {problem}" for problem in error.problems), file=sys.stderr)
+        return EXIT_CONFIG
+    except TltError as error:
+        print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-tlt", description=main.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("train", _train, "train a policy by reinforcement learning"),
+        ("sft", _sft, "fine-tune on prompts and completions"),
+        ("eval", _eval, "evaluate a model on a config's held-out prompts"),
+        ("check", _check, "say whether a config can run, where each rank sits and what it needs"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", type=Path, help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
+        command.set_defaults(run=run)
+        if name == "check":
+            command.add_argument("--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)")
+        if name == "eval":
+            command.add_argument("--out", type=Path, help="also write the result as JSON")
+    _add_generate(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    text = "answer the prompts of a JSONL file"
+    command = commands.add_parser("generate", help=text, description=text)
+    command.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    command.add_argument("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}')
+    command.add_argument("--out", type=Path, required=True, help="JSONL to write")
+    command.add_argument("--n", type=int, default=1, help="answers to each prompt")
+    command.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--max-tokens", type=int, default=512)
+    command.add_argument("--stop", action="append", default=[], help="string that ends an answer (repeatable)")
+    command.add_argument("--ignore-eos", action="store_true")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    command.add_argument("--kernels", choices=("auto", "native", "torch"), default="auto")
+    command.add_argument("--threads", type=int, default=1)
+    command.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
+    command.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
+    command.add_argument("--stats", type=Path, help="JSON of counters and speeds to write")
+    command.set_defaults(run=_generate)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import build_trainer
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import Config
+
+    config = load_config(args.config, args.overrides, Config)
+
+    def body(world: World) -> None:
+        trainer = build_trainer(config, world)
+        trainer.run()
+        trainer.close()
+
+    return _on_every_rank(config.distributed, config.rollout.threads, body)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import build_sft_trainer
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import SftConfig
+
+    config = load_config(args.config, args.overrides, SftConfig)
+    return _on_every_rank(config.distributed, None, lambda world: build_sft_trainer(config, world).run())
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import run_evaluation
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import Config
+
+    config = load_config(args.config, args.overrides, Config)
+    return _on_every_rank(config.distributed, config.rollout.threads, lambda w: run_evaluation(config, w, args.out))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import check_report
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import Config
+
+    print(check_report(load_config(args.config, args.overrides, Config), args.ranks))
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import run_generate
+    from megatron_tlt.config.run import DistributedSection
+
+    return _on_every_rank(DistributedSection(), args.threads, lambda world: run_generate(args, world))
+
+
+def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
+    """Runs `body(world)` on this rank of the job; any error ends every rank."""
+    from megatron_tlt.distributed.world import World
+
+    world = World.start(section, threads)
+    try:
+        body(world)
+        world.enter("exit")
+        world.close()
+    except ConfigError:
+        if world.size > 1:
+            world.enter("exit")  # every rank found the same problems: all leave by the same door
+        raise
+    except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
+        print(_failure(world, error), file=sys.stderr, flush=True)
+        world.abort(EXIT_FAILURE)
+    return 0
+
+
+def _failure(world: World, error: BaseException) -> str:
+    """What a person needs to know first: who, where, what; then, for our own mistakes, the traceback."""
+    lines = [
+        f"megatron-tlt: rank {world.rank} failed in phase {world.phase_name}, step {world.step}: "
+        f"{type(error).__name__}: {error}"
+    ]
+    if "imed out" in str(error) or "timeout" in str(error).lower():
+        lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}")
+    if not isinstance(error, TltError | KeyboardInterrupt):
+        lines.append("".join(traceback.format_exception(error)))
+    return "\n".join(lines)

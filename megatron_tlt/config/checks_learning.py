@@ -1,0 +1,121 @@
+"""Cross-checks of what is learned: algorithm, prompts, rewards, optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_tlt.config.actor import OptimizerSection
+from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import ConfigProblem
+
+Problems = Iterator[ConfigProblem]
+
+# Their baseline is the rest of the group, so a group of one answer has no advantage.
+GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
+
+
+def check_algorithm(config: Config) -> Problems:
+    """Group size, clipping, KL placement and DAPO's extras."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.name in GROUP_RELATIVE and rollout.samples_per_prompt < 2:
+        allowed = f"must be >= 2: {algorithm.name} compares the answers to one prompt"
+        yield ConfigProblem("rollout.samples_per_prompt", rollout.samples_per_prompt, allowed)
+    if algorithm.dynamic_sampling and rollout.samples_per_prompt < 2:
+        allowed = "needs rollout.samples_per_prompt >= 2, or every group has equal rewards and is dropped"
+        yield ConfigProblem("algorithm.dynamic_sampling", True, allowed)
+    if rollout.temperature == 0:
+        allowed = "must be > 0 for training: greedy answers to one prompt are all the same"
+        yield ConfigProblem("rollout.temperature", rollout.temperature, allowed)
+    if algorithm.ratio_clip_low is not None and algorithm.ratio_clip_low >= 1:
+        allowed = "must be < 1: the ratio's lower bound is 1 - low"
+        yield ConfigProblem("algorithm.ratio_clip_low", algorithm.ratio_clip_low, allowed)
+    if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
+        allowed = "needs algorithm.kl_coef > 0 (with 0 no reference policy is kept and there is no KL term)"
+        yield ConfigProblem("algorithm.kl_in", "reward", allowed)
+    if algorithm.overlong_buffer >= rollout.max_tokens:
+        allowed = f"must be < rollout.max_tokens ({rollout.max_tokens})"
+        yield ConfigProblem("algorithm.overlong_buffer", algorithm.overlong_buffer, allowed)
+    if 0 < algorithm.importance_cap < 1:
+        allowed = "must be 0 (off) or >= 1: a cap below 1 shrinks tokens on which both sides agree"
+        yield ConfigProblem("algorithm.importance_cap", algorithm.importance_cap, allowed)
+
+
+def check_data(config: Config) -> Problems:
+    """Sources name what they need; evaluation has somewhere to come from."""
+    yield from _check_source("data.train", config.data.train)
+    if config.data.eval is not None:
+        yield from _check_source("data.eval", config.data.eval)
+        train = config.data.train
+        if config.data.eval == train and train.kind == "tasks":
+            allowed = "must differ from data.train.seed, or evaluation asks the training questions"
+            yield ConfigProblem("data.eval.seed", config.data.eval.seed, allowed)
+
+
+def _check_source(path: str, source: PromptSourceConfig) -> Problems:
+    if source.kind == "tasks":
+        if not source.tasks:
+            yield ConfigProblem(f"{path}.tasks", [], "needs at least one task with kind: tasks")
+        if source.path is not None:
+            yield ConfigProblem(f"{path}.path", source.path, "has no meaning with kind: tasks")
+        names = [task.name for task in source.tasks]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ConfigProblem(f"{path}.tasks", name, "may name each task once")
+        return
+    if source.path is None:
+        yield ConfigProblem(f"{path}.path", None, f"is required with kind: {source.kind}")
+    if source.tasks:
+        yield ConfigProblem(f"{path}.tasks", [t.name for t in source.tasks], f"has no meaning with kind: {source.kind}")
+
+
+def check_rewards(config: Config) -> Problems:
+    """Every reward function has its parameters and prompts it can judge."""
+    functions = config.rewards.functions
+    if not functions:
+        yield ConfigProblem("rewards.functions", [], "needs at least one reward function")
+    elif not any(function.counts_as_correct for function in functions):
+        yield ConfigProblem("rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning")
+    for index, function in enumerate(functions):
+        path = f"rewards.functions.{index}"
+        if function.name == "task":
+            yield from _check_task_reward(path, config)
+        yield from _check_reward_parameters(path, function)
+        if config.rewards.workers == 0 and function.name == "python":
+            yield ConfigProblem("rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout")
+
+
+def _check_task_reward(path: str, config: Config) -> Problems:
+    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is not None and source.kind != "tasks":
+            allowed = f"needs {name}.kind: tasks (it is {source.kind!r}); use math, exact, format or python"
+            yield ConfigProblem(f"{path}.name", "task", allowed)
+
+
+def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
+    if function.name == "python":
+        if function.path is None or ":" not in function.path:
+            yield ConfigProblem(f"{path}.path", function.path, "is required: module:function or file.py:function")
+    elif function.path is not None or function.params:
+        yield ConfigProblem(f"{path}.name", function.name, "path and params are for name: python")
+    if function.name == "format" and function.pattern is None:
+        yield ConfigProblem(f"{path}.pattern", None, "is required with name: format")
+    if function.pattern is None:
+        return
+    try:
+        groups = re.compile(function.pattern).groups
+    except re.error as error:
+        yield ConfigProblem(f"{path}.pattern", function.pattern, f"is no regular expression: {error}")
+        return
+    if function.name in ("task", "math", "exact") and groups < 1:
+        yield ConfigProblem(f"{path}.pattern", function.pattern, "needs a group (...) around the answer")
+
+
+def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:
+    """Learning rate and schedule; `total_steps` counts optimizer steps of the run."""
+    if optimizer.min_lr > optimizer.lr:
+        yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"must be <= optimizer.lr ({optimizer.lr})")
+    end = optimizer.decay_steps or total_steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= end:
+        name = "optimizer.decay_steps" if optimizer.decay_steps else "the run's optimizer steps"
+        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps, f"must be < {name} ({end})")

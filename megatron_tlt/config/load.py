@@ -1,0 +1,144 @@
+"""From a YAML file and dotted overrides to a frozen configuration, with every problem found at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_tlt.config.base import Section
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.schema import element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
+from megatron_tlt.errors import ConfigError, ConfigProblem
+
+RootT = TypeVar("RootT", Config, SftConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[RootT] = Config) -> RootT:  # type: ignore[assignment]
+    """The configuration in `path` with `overrides` (`"a.b.c=value"`, values typed as in YAML) on top.
+
+    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. Raises ConfigError with all
+    problems of the file and of the overrides.
+    """
+    return build_config(read_config_file(Path(path)), overrides, root)
+
+
+def build_config(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    root: type[RootT] = Config,  # type: ignore[assignment]
+) -> RootT:
+    """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
+    tree = _copy(values)
+    problems: list[ConfigProblem] = []
+    for override in overrides:
+        try:
+            apply_override(tree, override)
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        config = root.model_validate(tree)
+    except ValidationError as error:
+        problems += _explain(error, root)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Section) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` reads it back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets one `path=value` in `tree`, making missing maps on the way. Mutates `tree`. Raises ConfigError."""
+    path, sign, text = override.partition("=")
+    path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
+    keys = path.split(".")
+    if not sign or not all(keys):
+        raise ConfigError(ConfigProblem("override", override, "must look like section.key=value"))
+    value = parse_yaml(text, path)
+    node: Any = tree
+    for depth, key in enumerate(keys[:-1]):
+        node = _child(node, key, ".".join(keys[: depth + 1]))
+    if isinstance(node, list):
+        node[_index(node, keys[-1], path)] = value
+    elif isinstance(node, dict):
+        node[keys[-1]] = value
+    else:
+        raise ConfigError(ConfigProblem(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section"))
+
+
+def _child(node: Any, key: str, path: str) -> Any:
+    """The map or list under `key`, made if it is missing."""
+    if isinstance(node, list):
+        return node[_index(node, key, path)]
+    if not isinstance(node, dict):
+        raise ConfigError(ConfigProblem(path, node, "is below a single value, not a section"))
+    if node.get(key) is None:
+        node[key] = {}
+    return node[key]
+
+
+def _index(node: list[Any], key: str, path: str) -> int:
+    if not key.isdigit() or int(key) >= len(node):
+        allowed = f"one of the indices 0 to {len(node) - 1}" if node else "nothing: the list is empty"
+        raise ConfigError(ConfigProblem(path, key, f"a list takes {allowed}"))
+    return int(key)
+
+
+def _copy(value: Any) -> Any:
+    """Deep copy of maps and lists, so that overrides never reach the caller's values."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _explain(error: ValidationError, root: type[BaseModel]) -> list[ConfigProblem]:
+    """pydantic's errors in our words, one for each path."""
+    problems: dict[str, ConfigProblem] = {}
+    for detail in error.errors():
+        problem = _problem(detail, root)
+        problems.setdefault(problem.path, problem)
+    return list(problems.values())
+
+
+def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
+    """Walks the model along the error's location; parts that are no names (union branches) end the path."""
+    annotation: Any = root
+    allowed = "mapping of sections"
+    steps: list[str] = []
+    for part in detail["loc"]:
+        section = section_of(annotation)
+        if isinstance(part, int):
+            annotation = element_of(annotation)
+        elif section is not None and part in section.model_fields:
+            field = section.model_fields[part]
+            annotation, allowed = field.annotation, field_allowed(field)
+        elif section is not None and detail["type"] == "extra_forbidden":
+            return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
+        else:
+            break
+        steps.append(str(part))
+    path = ".".join(steps) or "config"
+    if detail["type"] == "missing":
+        return ConfigProblem(path, None, f"is required: {allowed}")
+    return ConfigProblem(path, detail["input"], f"must be {allowed}")
+
+
+def _unknown_key(
+    root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any
+) -> ConfigProblem:
+    keys = list(section.model_fields)
+    path = f"{parent}.{key}" if parent else key
+    near = nearest_path(root, parent, keys, key)
+    hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
+    return ConfigProblem(path, value, f"unknown key; {hint}")

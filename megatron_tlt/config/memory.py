@@ -1,0 +1,172 @@
+"""Memory of one rank, estimated before anything is allocated.
+
+Legend: P parameters on this rank, T tokens of a micro-batch on this rank, H hidden, F intermediate, V vocabulary,
+d head width, A / K query / key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of
+an element (fp32 4, bf16 2). All sums are in bytes; the report shows GiB.
+
+* Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced in
+  fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the last term
+  by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed optimizer
+  documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
+* Activations: kept for backward by one decoder layer, counted tensor by tensor as Korthikanti et al., arXiv
+  2205.05198, section 4, do for GPT, here for GQA, SwiGLU and fused attention (no A*T*T term):
+  `T*e*(4H/s + (3A + 3K)d/t + 3F/t)`. Full recompute keeps `T*H*e/s` a layer and one layer in full (section 5).
+  1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
+  The last stage adds the logits, their fp32 copy and gradient: `T*(V/t)*(e + 8)`.
+* KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_tlt.config.checks import Device, longest_request, resolve_device
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+
+GIB = 2**30
+MIB = 2**20
+
+# CUDA context, NCCL channels and cuBLAS workspaces; an interpreter with torch and megatron imported.
+RUNTIME_BYTES: dict[Device, int] = {"cuda": 2 * GIB, "cpu": GIB // 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of every rank of one pipeline stage, by purpose."""
+
+    stage: int
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of "fp32" or "bf16"."""
+    return {"fp32": 4, "bf16": 2}[dtype]
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one decoder layer; biases and head norms (well under 1 %) are left out."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    return attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model."""
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return shape.num_layers * layer_parameters(shape) + embeddings + shape.hidden_size
+
+
+def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> int:
+    """P: parameters of one rank of a pipeline stage. A tied head on another stage is a second copy."""
+    count = shape.num_layers * layer_parameters(shape) // dims.pp
+    embedding = shape.vocab_size * shape.hidden_size
+    first, last = stage == 0, stage == dims.pp - 1
+    count += embedding * first
+    count += embedding * (last and not (shape.tie_word_embeddings and first))
+    return count // dims.tp
+
+
+def optimizer_bytes(config: Config | SftConfig, parameters: int, dims: Dims, device: Device) -> int:
+    """Master weights and moments of one rank."""
+    master = 4 if config.actor.dtype == "bf16" else 0
+    moments = 8 if config.optimizer.name == "adam" else 0
+    choice = config.actor.distributed_optimizer
+    sharded = choice == "on" or (choice == "auto" and device == "cuda")
+    return parameters * (master + moments) // (dims.dp * dims.cp if sharded else 1)
+
+
+def micro_batch_tokens(config: Config | SftConfig) -> int:
+    """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
+    longest = longest_request(config) if isinstance(config, Config) else config.model.max_context
+    return -(-max(config.actor.micro_batch_tokens, longest) // config.actor.cp)
+
+
+def activation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int) -> int:
+    """Activations that live at once on one rank of a stage; see the module's formulas."""
+    actor, tokens = config.actor, micro_batch_tokens(config)
+    size = element_bytes(actor.dtype)
+    hidden = shape.hidden_size / (dims.tp if actor.sequence_parallel else 1)
+    heads = 3 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = tokens * size * (4 * hidden + (heads + 3 * shape.intermediate_size) / dims.tp)
+    in_flight = dims.pp - stage
+    layers = shape.num_layers / dims.pp
+    if actor.recompute == "full":
+        total = in_flight * layers * tokens * size * hidden + layer
+    else:
+        total = in_flight * layers * layer
+    if stage == dims.pp - 1:
+        total += tokens * shape.vocab_size / dims.tp * (size + 8)
+    return int(total)
+
+
+def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """KV cache of one token of context on one rank of an engine."""
+    heads = -(-shape.num_kv_heads // config.rollout.tp)
+    return 2 * shape.num_layers * heads * shape.head_dim * element_bytes(config.rollout.dtype)
+
+
+def kv_cache_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """The configured cache; by default what all running requests need at full length (CPU), or one (CUDA).
+
+    On CUDA the engine takes what is free, so one request at full length is the least it must find.
+    """
+    if config.rollout.kv_cache_mib is not None:
+        return config.rollout.kv_cache_mib * MIB
+    requests = 1 if device == "cuda" else config.rollout.max_running_requests
+    return requests * longest_request(config) * kv_bytes_per_token(config, shape)
+
+
+def estimate_memory(
+    config: Config | SftConfig, shape: ModelShape, num_ranks: int, device: Device | None = None
+) -> list[RankMemory]:
+    """One entry a pipeline stage (all its ranks need the same). `tp * pp * cp` must divide `num_ranks`."""
+    device = resolve_device(config, device) or "cpu"
+    actor = config.actor
+    dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp)
+    stages = []
+    for stage in range(dims.pp):
+        count = stage_parameters(shape, dims, stage)
+        parts = {
+            "weights": count * element_bytes(actor.dtype),
+            "gradients": count * 4,
+            "optimizer": optimizer_bytes(config, count, dims, device),
+            "activations": activation_bytes(config, shape, dims, stage),
+        }
+        if isinstance(config, Config):
+            parts |= _rollout_parts(config, shape, count, device)
+        stages.append(RankMemory(stage, parts | {"runtime": RUNTIME_BYTES[device]}))
+    return stages
+
+
+def _rollout_parts(config: Config, shape: ModelShape, count: int, device: Device) -> dict[str, int]:
+    reference = count * element_bytes(config.actor.dtype) if config.algorithm.kl_coef > 0 else 0
+    engine = total_parameters(shape) // config.rollout.tp * element_bytes(config.rollout.dtype)
+    return {
+        "reference": reference,
+        "engine weights": engine,
+        "KV cache": kv_cache_bytes(config, shape, device),
+        "push bucket": config.sync.bucket_mib * MIB,
+    }
+
+
+def check_memory(
+    config: Config | SftConfig, shape: ModelShape, num_ranks: int, device: Device | None = None
+) -> list[ConfigProblem]:
+    """A problem for the fullest stage, if the config says how much memory a rank has and it needs more."""
+    limit = config.cluster.memory_gib
+    if limit is None:
+        return []
+    worst = max(estimate_memory(config, shape, num_ranks, device), key=lambda stage: stage.total)
+    if worst.total <= limit * GIB:
+        return []
+    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+    shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    allowed = f"a rank of pipeline stage {worst.stage} needs {worst.total / GIB:.1f} GiB ({shares}, ...)"
+    return [ConfigProblem("cluster.memory_gib", limit, allowed)]

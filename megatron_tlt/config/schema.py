@@ -1,0 +1,147 @@
+"""What the configuration models allow, as text: shared by error messages and `docs/config.md`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+
+# What users of verl, NeMo-RL, TRL and Megatron-LM type; their names are too far from ours for a spelling match.
+SYNONYMS = {
+    "tensor_model_parallel_size": "actor.tp",
+    "tensor_parallel_size": "rollout.tp",
+    "pipeline_model_parallel_size": "actor.pp",
+    "context_parallel_size": "actor.cp",
+    "learning_rate": "optimizer.lr",
+    "num_samples": "rollout.samples_per_prompt",
+    "num_generations": "rollout.samples_per_prompt",
+    "n": "rollout.samples_per_prompt",
+    "group_size": "rollout.samples_per_prompt",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "train_batch_size": "train.prompts_per_step",
+    "batch_size": "train.prompts_per_step",
+    "beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "clip_ratio_low": "algorithm.ratio_clip_low",
+    "clip_ratio_high": "algorithm.ratio_clip_high",
+    "epsilon_high": "algorithm.ratio_clip_high",
+    "recompute_granularity": "actor.recompute",
+    "model_name_or_path": "model.path",
+    "max_steps": "train.num_steps",
+    "output_dir": "train.run_dir",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One setting: its dotted path, what it allows, its default (`...` when required) and its documentation."""
+
+    path: str
+    allowed: str
+    default: Any
+    doc: str
+
+
+def strip_optional(annotation: Any) -> tuple[Any, list[Any], bool]:
+    """`(type, constraints, may be null)` of an annotation such as `Annotated[int, Gt(0)] | None`."""
+    constraints: list[Any] = []
+    optional = False
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *more = get_args(annotation)
+            constraints += more
+        elif get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation):
+            rest = tuple(a for a in get_args(annotation) if a is not type(None))
+            annotation, optional = Union[rest], True  # noqa: UP007 - built at run time
+        else:
+            return annotation, constraints, optional
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model class an annotation stands for, or None."""
+    plain, _, _ = strip_optional(annotation)
+    return plain if isinstance(plain, type) and issubclass(plain, BaseModel) else None
+
+
+def element_of(annotation: Any) -> Any:
+    """Element type of a tuple or list annotation, or None."""
+    plain, _, _ = strip_optional(annotation)
+    return get_args(plain)[0] if get_origin(plain) in (tuple, list) else None
+
+
+def _range_text(constraints: list[Any]) -> str:
+    signs = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+    parts = [
+        f"{sign} {getattr(c, attribute)}"
+        for cls, attribute, sign in signs
+        for c in constraints
+        if isinstance(c, cls)
+    ]
+    return " and ".join(parts)
+
+
+def allowed_text(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
+    """The values an annotation accepts: `integer > 0`, `one of 'fp32', 'bf16'`, `list of sections`."""
+    plain, constraints, optional = strip_optional(annotation)
+    origin = get_origin(plain)
+    if origin is Literal:
+        choices = get_args(plain)
+        text = ("one of " if len(choices) > 1 else "") + ", ".join(f"'{a}'" for a in choices)
+    elif origin in (Union, types.UnionType):
+        text = " or ".join(allowed_text(a) for a in get_args(plain))
+    elif origin in (tuple, list):
+        element = get_args(plain)[0]
+        section = section_of(element)
+        text = f"list of {section.__name__}" if section else f"list of {allowed_text(element)}"
+    elif origin is dict or section_of(plain):
+        text = "mapping"
+    else:
+        text = f"{_NAMES.get(plain, str(plain))} {_range_text([*constraints, *metadata])}".strip()
+    return f"{text} or null" if optional else text
+
+
+def field_allowed(field: FieldInfo) -> str:
+    """`allowed_text` of a model field."""
+    return allowed_text(field.annotation, field.metadata)
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
+    """Every setting below `model` that is not itself a section, depth first, in the order of definition."""
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from leaves(section, f"{path}.")
+        else:
+            default = ... if field.is_required() else field.get_default(call_default_factory=True)
+            yield Leaf(path, field_allowed(field), default, " ".join((field.description or "").split()))
+
+
+def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) -> str | None:
+    """Full path of the valid name that `key`, found under `parent`, most likely meant; None if nothing is near."""
+    everywhere = [leaf.path for leaf in leaves(root)]
+    if SYNONYMS.get(key) in everywhere:
+        return SYNONYMS[key]
+    near = get_close_matches(key, keys, n=1, cutoff=0.6)
+    if near:
+        return f"{parent}.{near[0]}" if parent else near[0]
+    same_name = [path for path in everywhere if path.rsplit(".", 1)[-1] == key]
+    if same_name:
+        return same_name[0]
+    full = f"{parent}.{key}" if parent else key
+    near = get_close_matches(full, everywhere, n=1, cutoff=0.6)
+    if near:
+        return near[0]
+    by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(everywhere)}
+    near = get_close_matches(key, list(by_name), n=1, cutoff=0.75)
+    return by_name[near[0]] if near else None

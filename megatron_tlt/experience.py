@@ -1,0 +1,155 @@
+"""From samples to a training batch: scoring, the step's table, and who trains on what.
+
+Everything that decides is computed from the same global table on every rank, so all ranks agree without a
+controller. Legend: N samples of the step over all ranks, R response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tlt.algorithms.base import RewardTable
+from megatron_tlt.data.packing import balance
+from megatron_tlt.distributed.exchange import gather_columns, redistribute
+from megatron_tlt.types import SampleGroup, TrainBatch, TrainSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.distributed.dims import Dims
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.types import Prompt, Sample
+
+_COLUMNS = (
+    ("prompt_id", np.int64),
+    ("sample_index", np.int64),
+    ("reward", np.float64),
+    ("correct", np.bool_),
+    ("length", np.int64),
+    ("truncated", np.bool_),
+    ("cost", np.int64),
+)
+
+
+def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[SampleGroup]:
+    """Samples under their prompts, in the prompts' order, by sample index."""
+    by_prompt: dict[int, list[Sample]] = {p.prompt_id: [] for p in prompts}
+    for sample in samples:
+        by_prompt[sample.prompt_id].append(sample)
+    return [SampleGroup(p, sorted(by_prompt[p.prompt_id], key=lambda s: s.sample_index)) for p in prompts]
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
+
+    `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained.
+    """
+
+    rewards: RewardTable
+    mini_batch: np.ndarray
+    dp_rank: np.ndarray
+
+    def members(self, mini_batch: int) -> np.ndarray:
+        """Rows of one mini-batch, int64."""
+        return np.flatnonzero(self.mini_batch == mini_batch)
+
+    def row_of(self) -> dict[tuple[int, int], int]:
+        """Row by (prompt_id, sample_index)."""
+        keys = zip(self.rewards.prompt_id.tolist(), self.rewards.sample_index.tolist(), strict=True)
+        return {key: row for row, key in enumerate(keys)}
+
+
+def place(prompt_id: np.ndarray, costs: np.ndarray, mini_batches: int, dp: int) -> tuple[np.ndarray, np.ndarray]:
+    """(mini-batch, replica) of every row: whole prompts per mini-batch, tokens balanced over replicas. Pure.
+
+    `costs` are tokens of prompt and response, int64 [N].
+    """
+    prompts = np.unique(prompt_id)
+    mini_batch = np.searchsorted(prompts, prompt_id) * mini_batches // max(len(prompts), 1)
+    dp_rank = np.zeros(len(prompt_id), dtype=np.int64)
+    for index in range(mini_batches):
+        members = np.flatnonzero(mini_batch == index)
+        dp_rank[members] = balance(costs[members].tolist(), dp)
+    return mini_batch, dp_rank
+
+
+def make_sequence(group: SampleGroup, sample: Sample) -> TrainSequence:
+    """A sample as training data; advantages and masks come from the algorithm."""
+    response = len(sample.token_ids)
+    return TrainSequence(
+        prompt_id=sample.prompt_id,
+        sample_index=sample.sample_index,
+        token_ids=np.array([*group.prompt.token_ids, *sample.token_ids], dtype=np.int64),
+        prompt_len=len(group.prompt.token_ids),
+        advantages=np.zeros(response, dtype=np.float32),
+        loss_mask=np.ones(response, dtype=np.float32),
+        rollout_logprobs=np.asarray(sample.logprobs, dtype=np.float32),
+    )
+
+
+class BatchAssembler:
+    """Turns scored groups into this replica's training batch."""
+
+    def __init__(self, world: World, dims: Dims, algorithm: Algorithm, temperature: float):
+        self._world, self._dims, self._algorithm, self._temperature = world, dims, algorithm, temperature
+        self._mini_batches = algorithm.config.mini_batches
+
+    def collect(self, groups: Sequence[SampleGroup]) -> StepTable:
+        """The step's table from every rank's scored groups. Collective."""
+        rows = [
+            (sample.prompt_id, sample.sample_index, shaped, reward.correct, len(sample.token_ids))
+            + (sample.finish_reason == "length", len(group.prompt.token_ids) + len(sample.token_ids))
+            for group in groups
+            for sample, reward, shaped in zip(group.samples, group.rewards, self._algorithm.shaped(group), strict=True)
+        ]
+        local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(_COLUMNS)}
+        columns = gather_columns(self._world, local)
+        order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
+        columns = {name: values[order] for name, values in columns.items()}
+        costs = columns.pop("cost")
+        mini_batch, dp_rank = place(columns["prompt_id"], costs, self._mini_batches, self._dims.dp)
+        return StepTable(RewardTable(kl_sum=np.zeros(len(order)), **columns), mini_batch, dp_rank)
+
+    def exchange(self, groups: Sequence[SampleGroup], table: StepTable) -> list[list[TrainSequence]]:
+        """Sends every sequence to the ranks of its replica; returns mine, by mini-batch. Collective."""
+        ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
+        row_of = table.row_of()
+        outgoing = []
+        for sequence in (make_sequence(group, sample) for group in groups for sample in group.samples):
+            row = row_of[(sequence.prompt_id, sequence.sample_index)]
+            outgoing.append(((int(table.mini_batch[row]), sequence), ranks[int(table.dp_rank[row])]))
+        mine = redistribute(self._world, outgoing)
+        mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
+        return [[seq for index, seq in mine if index == wanted] for wanted in range(self._mini_batches)]
+
+    def finish(
+        self, parts: list[list[TrainSequence]], table: StepTable, token_kl: list[np.ndarray] | None = None
+    ) -> TrainBatch:
+        """Advantages, masks and divisors. Collective.
+
+        `token_kl[i]`, float32 [R], belongs to the i-th sequence of all parts (KL in the reward).
+        """
+        flat = [sequence for part in parts for sequence in part]
+        rewards = table.rewards if token_kl is None else self._with_kl(table, flat, token_kl)
+        metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum_over_replicas)
+        divisors = [self._algorithm.denominator(rewards, table.members(i)) for i in range(len(parts))]
+        return TrainBatch(parts, divisors, self._temperature, metrics)
+
+    def _with_kl(
+        self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]
+    ) -> RewardTable:
+        row_of, kl_sum = table.row_of(), np.zeros(len(table.mini_batch))
+        for sequence, kl in zip(flat, token_kl, strict=True):
+            kl_sum[row_of[(sequence.prompt_id, sequence.sample_index)]] = kl.sum(dtype=np.float64)
+        return replace(table.rewards, kl_sum=self._sum_over_replicas(kl_sum))
+
+    def _sum_over_replicas(self, values: np.ndarray) -> np.ndarray:
+        """Sum over data-parallel replicas, in rank order, so that it is the same bits on every rank."""
+        parts = self._world.all_gather_object(values)
+        firsts = [self._dims.replica_ranks(dp)[0] for dp in range(self._dims.dp)]
+        return np.sum([parts[rank] for rank in firsts], axis=0, dtype=np.float64)

@@ -1,0 +1,209 @@
+"""The RL loop: the page to read first.
+
+The same text runs on every rank (SPMD under mpiexec or srun); there is no controller process. Each step:
+roll out my share of the prompts, wait for the slowest rank (the *idle* time that later trains the drafter),
+score, exchange sequences, update the policy, push its weights into the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.distributed.dims import rollout_replica
+from megatron_tlt.evaluation import EvalResult
+from megatron_tlt.experience import BatchAssembler, group_samples
+from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.checkpoint import CheckpointManager
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.evaluation import Evaluator
+    from megatron_tlt.experience import StepTable
+    from megatron_tlt.interfaces import RolloutBackend, WeightSync
+    from megatron_tlt.observe.observer import Observer
+    from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.types import Prompt, SamplingParams
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps of the loop besides policy, optimizer and schedule."""
+
+    step: int = 0  # steps done
+    evaluations: list[EvalResult] = field(default_factory=list)
+
+
+class RLTrainer:
+    """One rank of an RL run. Built by `build.build_trainer`; owns its parts and closes them."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        prompts: PromptStream,
+        rewards: RewardPool,
+        algorithm: Algorithm,
+        policy: MegatronPolicy,
+        backend: RolloutBackend,
+        sync: WeightSync,
+        evaluator: Evaluator | None,
+        checkpoints: CheckpointManager,
+        observer: Observer,
+        params: SamplingParams,
+    ):
+        self.config, self.world, self.params = config, world, params
+        self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
+        self.policy, self.backend, self.sync = policy, backend, sync
+        self.evaluator, self.checkpoints, self.observer = evaluator, checkpoints, observer
+        self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
+        self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
+        self.num_replicas = world.size // config.rollout.tp
+        self.progress = Progress()
+
+    def run(self) -> None:
+        """Trains to `train.num_steps`. Collective."""
+        self._resume()
+        with self._phase("push"):
+            self.sync.push(self.policy.named_weights(), version=self.policy.policy_version)
+        self._evaluate()
+        while self.progress.step < self.config.train.num_steps:
+            self._train_one()
+        self.checkpoints.wait()
+        self.observer.finish(self.world, self.progress.evaluations, self.checkpoints.latest())
+
+    def _train_one(self) -> None:
+        started = time.perf_counter()
+        groups, table = self._rollout()
+        with self._phase("exchange"):
+            parts = self.assembler.exchange(groups, table)
+        with self._phase("logprobs"):
+            batch = self.assembler.finish(parts, table, self._reward_kl(parts))
+        with self._phase("update"):
+            out = self._update(batch)
+        with self._phase("push"):
+            pushed = self.sync.push(self.policy.named_weights(), version=out.policy_version)
+        self.progress.step += 1
+        self._evaluate()
+        with self._phase("checkpoint"):
+            self.checkpoints.maybe_save(self.progress.step, self._state())
+        with self._phase("log"):
+            metrics = {**batch.metrics, **out.metrics, **pushed, **table_metrics(table)}
+            seconds = time.perf_counter() - started
+            self.observer.log_step(self.world, self.progress.step, seconds, metrics, self.backend.take_stats(), groups)
+
+    def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
+        """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
+        kept: list[SampleGroup] = []
+        wanted = self.config.train.prompts_per_step
+        rounds = self.config.algorithm.max_sampling_rounds if self.config.algorithm.dynamic_sampling else 1
+        for _ in range(rounds):
+            prompts = self.prompts.next_batch(wanted)[self.replica :: self.num_replicas]
+            with self._phase("rollout"):
+                samples = self.backend.generate(
+                    prompts, self.params, self.config.rollout.samples_per_prompt, self.observer.on_rollout
+                )
+            with self._phase("idle"):
+                self.world.barrier()
+            with self._phase("score"):
+                kept += self._score(prompts, samples)
+                ids = sorted(i for part in self.world.all_gather_object([g.prompt.prompt_id for g in kept]) for i in part)
+            if len(ids) >= wanted:
+                break
+        chosen = set(ids[:wanted])
+        with self._phase("exchange"):
+            groups = [g for g in kept if g.prompt.prompt_id in chosen]
+            return groups, self.assembler.collect(groups)
+
+    def _score(self, prompts: list[Prompt], samples: list[Any]) -> list[SampleGroup]:
+        """Groups worth training on. Ranks of one engine hold the same samples: its first one scores them."""
+        if self.tp_rank:
+            return []
+        groups = group_samples(prompts, samples)
+        self.rewards.score(groups)
+        return [g for g in groups if self.algorithm.keep_group(self.algorithm.shaped(g))]
+
+    def _reward_kl(self, parts: list[list[Any]]) -> list[np.ndarray] | None:
+        """Per-token KL to the reference where it is part of the reward; None otherwise."""
+        if not self.algorithm.needs_token_kl:
+            return None
+        flat = [sequence for part in parts for sequence in part]
+        temperature = self.config.rollout.temperature
+        mine = self.policy.logprobs(flat, temperature, which="policy")
+        frozen = self.policy.logprobs(flat, temperature, which="reference")
+        return [a - b for a, b in zip(mine, frozen, strict=True)]  # k1, the estimator for KL in the reward
+
+    def _update(self, batch: TrainBatch) -> TrainOutput:
+        if not any(batch.denominators):  # dynamic sampling found nothing to learn from
+            return TrainOutput(self.policy.policy_version, {"empty_step": 1.0}, skipped=True)
+        return self.policy.train_step(batch)
+
+    def _evaluate(self) -> None:
+        """Evaluates before the first step, every `eval.every` steps and after the last, once each."""
+        step, every, done = self.progress.step, self.config.eval.every, self.progress.evaluations
+        last = step == self.config.train.num_steps
+        if self.evaluator is None or not every or (step % every and not last) or (done and done[-1].step == step):
+            return
+        with self._phase("eval"):
+            result = self.evaluator.run(step)
+        self.backend.take_stats()  # evaluation is not rollout
+        done.append(result)
+        self.observer.log_eval(result)
+
+    def _state(self) -> Callable[[], dict[str, Any]]:
+        return lambda: {
+            "step": self.progress.step,
+            "prompts": self.prompts.state_dict(),
+            "evaluations": [e.to_json() for e in self.progress.evaluations],
+        }
+
+    def _resume(self) -> None:
+        state = self.checkpoints.load_latest()
+        if state is None:
+            self.observer.start(0)
+            return
+        self.prompts.load_state_dict(state["prompts"])
+        self.progress = Progress(state["step"], [EvalResult.from_json(e) for e in state["evaluations"]])
+        self.observer.start(self.progress.step)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Marks the phase on the world's board (for error messages) and in the event log (for people)."""
+        self.world.enter(name, self.progress.step)
+        with self.observer.span(name, self.progress.step):
+            yield
+
+    def close(self) -> None:
+        """Frees engine, reward workers and log files."""
+        self.backend.close()
+        self.rewards.close()
+        self.observer.close()
+
+
+def table_metrics(table: StepTable) -> dict[str, float]:
+    """Reward, accuracy and length statistics of one step over all ranks."""
+    rewards = table.rewards
+    if not len(rewards.reward):
+        return {"rollout/samples": 0.0}
+    length = rewards.length
+    return {
+        "rollout/samples": float(len(length)),
+        "reward/mean": float(rewards.reward.mean()),
+        "reward/std": float(rewards.reward.std()),
+        "reward/accuracy": float(rewards.correct.mean()),
+        "length/mean": float(length.mean()),
+        "length/median": float(np.median(length)),
+        "length/p95": float(np.quantile(length, 0.95)),
+        "length/max": float(length.max()),
+        "length/truncated": float(rewards.truncated.mean()),
+    }

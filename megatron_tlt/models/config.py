@@ -1,0 +1,270 @@
+"""What a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model looks like, read from and written to Hugging Face's config.json.
+
+No torch here: the simulator and `megatron-tlt check` read model shapes without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+
+Family = Literal["qwen2", "qwen3", "llama"]
+
+ARCHITECTURES: dict[str, Family] = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+}
+_DEFAULT_THETA = 10000.0
+_DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Llama 3.1 model card; Hugging Face `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shapes and constants of a dense decoder. Build it with `from_hf`."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = _DEFAULT_THETA
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
+        """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
+
+        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
+        model is not a dense Qwen2, Qwen3 or Llama that this decoder computes exactly.
+        """
+        return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """The config.json that `transformers` loads; `dtype` is that of the weights beside it."""
+        architecture = next(a for a, family in ARCHITECTURES.items() if family == self.family)
+        scaling = None
+        if self.rope_scaling is not None:
+            scaling = {"rope_type": "llama3"} | {key: getattr(self.rope_scaling, key) for key in _LLAMA3_KEYS}
+        eos = list(self.eos_token_ids)
+        out = {
+            "architectures": [architecture],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": dtype,
+            "use_cache": True,
+        }
+        if self.family != "qwen2":
+            out["attention_bias"] = False
+        return out
+
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's tensors; names without the `model.layers.{i}.` prefix."""
+        h, d, q, kv = self.hidden_size, self.head_dim, self.num_heads, self.num_kv_heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (h,),
+            "self_attn.q_proj.weight": (q * d, h),
+            "self_attn.k_proj.weight": (kv * d, h),
+            "self_attn.v_proj.weight": (kv * d, h),
+            "self_attn.o_proj.weight": (h, q * d),
+            "post_attention_layernorm.weight": (h,),
+            "mlp.gate_proj.weight": (self.intermediate_size, h),
+            "mlp.up_proj.weight": (self.intermediate_size, h),
+            "mlp.down_proj.weight": (h, self.intermediate_size),
+        }
+        if self.qkv_bias:
+            for name, heads in (("q", q), ("k", kv), ("v", kv)):
+                shapes[f"self_attn.{name}_proj.bias"] = (heads * d,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (d,)
+        return shapes
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor, in model order; no `lm_head.weight` when tied."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for i in range(self.num_layers):
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored parameters; tied embeddings count once."""
+        return sum(prod(shape) for shape in self.parameter_shapes().values())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path if path.suffix == ".json" else path / "config.json"
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise CheckpointError(f"cannot read the model's configuration {file}: {e.strerror}") from e
+    except ValueError as e:
+        raise CheckpointError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(loaded).__name__}")
+    return loaded
+
+
+def _parse(hf: Mapping[str, Any]) -> ModelConfig:
+    family = _family(hf)
+    problems = [*_missing(hf), *_unsupported(hf, family), *_rope_problems(hf)]
+    if problems:
+        raise ConfigError(problems)
+    heads = int(hf["num_attention_heads"])
+    rope = _rope(hf)
+    eos = hf.get("eos_token_id")
+    config = ModelConfig(
+        family=family,
+        vocab_size=int(hf["vocab_size"]),
+        hidden_size=int(hf["hidden_size"]),
+        num_layers=int(hf["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+        head_dim=int(hf.get("head_dim") or (128 if family == "qwen3" else int(hf["hidden_size"]) // heads)),
+        intermediate_size=int(hf["intermediate_size"]),
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta", _DEFAULT_THETA)),
+        rope_scaling=RopeScaling(**{k: rope[k] for k in _LLAMA3_KEYS}) if _rope_type(rope) == "llama3" else None,
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        max_position_embeddings=int(hf.get("max_position_embeddings", _DEFAULT_POSITIONS[family])),
+        bos_token_id=hf.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
+        pad_token_id=hf.get("pad_token_id"),
+    )
+    if late := list(_shape_problems(config)):
+        raise ConfigError(late)
+    return config
+
+
+def _family(hf: Mapping[str, Any]) -> Family:
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if not names and hf.get("model_type") in ARCHITECTURES.values():
+        return hf["model_type"]
+    allowed = f"this engine runs dense models only: {', '.join(ARCHITECTURES)}"
+    if names:
+        raise ConfigError(ConfigProblem("architectures", list(names), allowed))
+    raise ConfigError(ConfigProblem("model_type", hf.get("model_type"), allowed))
+
+
+def _missing(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        value = hf.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield ConfigProblem(field, value, "a positive integer is required")
+
+
+def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hf.get(field):
+            yield ConfigProblem(field, hf[field], "mixture-of-experts models are not supported")
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield ConfigProblem("hidden_act", hf["hidden_act"], "must be 'silu'")
+    if family != "qwen2" and hf.get("attention_bias"):
+        yield ConfigProblem("attention_bias", True, f"must be false for {family}")
+    if hf.get("mlp_bias"):
+        yield ConfigProblem("mlp_bias", True, "must be false")
+    if hf.get("quantization_config"):
+        yield ConfigProblem("quantization_config", "...", "quantised weights are not supported; give fp32, fp16 or bf16")
+    if _uses_window(hf):
+        yield ConfigProblem(
+            "sliding_window", hf.get("sliding_window"), "sliding-window attention is not supported; full attention only"
+        )
+
+
+def _uses_window(hf: Mapping[str, Any]) -> bool:
+    """A window is in use when a layer has one that is shorter than the longest sequence."""
+    window = hf.get("sliding_window")
+    if window is None or window >= hf.get("max_position_embeddings", 0) > 0:
+        return False
+    if (types := hf.get("layer_types")) is not None:
+        return any(t != "full_attention" for t in types)
+    return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0)
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """One dictionary from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
+    merged: dict[str, Any] = {}
+    if hf.get("rope_theta") is not None:
+        merged["rope_theta"] = hf["rope_theta"]
+    return merged | dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    rope = _rope(hf)
+    kind = _rope_type(rope)
+    where = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    if kind not in ("default", "llama3"):
+        yield ConfigProblem(f"{where}.rope_type", kind, "must be 'default' or 'llama3'")
+    elif kind == "llama3":
+        for key in _LLAMA3_KEYS:
+            if key not in rope:
+                yield ConfigProblem(f"{where}.{key}", None, "is required by rope_type 'llama3'")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield ConfigProblem("partial_rotary_factor", rope["partial_rotary_factor"], "must be 1.0")
+
+
+def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:
+    if config.num_heads % config.num_kv_heads:
+        yield ConfigProblem(
+            "num_key_value_heads", config.num_kv_heads, f"must divide num_attention_heads ({config.num_heads})"
+        )
+    if config.head_dim % 2:
+        yield ConfigProblem("head_dim", config.head_dim, "must be even (rotary embedding)")
+    if config.hidden_size % 2:
+        yield ConfigProblem("hidden_size", config.hidden_size, "must be even")

@@ -1,0 +1,229 @@
+/* Paged attention with fixed order.
+ *
+ * The cache is made of tiles of 16 positions. A key tile is [D][16] (bf16: [D/2][16][2]): a product with a query
+ * gives 16 scores at once and needs no horizontal sums. A value tile is [16][D] (bf16: [8][D][2]). Both are read
+ * once for all query heads of a kv head and for several rows of a prefill chunk.
+ *
+ * A row's result depends on its own query and the cache up to its position only: the context is walked in chunks
+ * that start at absolute positions 0, 512, 1024, ..., the maximum is carried from chunk to chunk, sums run in
+ * ascending position, and positions past a row's own contribute exact zeros.
+ */
+#include "attention.h"
+
+#include <math.h>
+
+#include "tlt.h"
+
+#define MQ MR            /* queries (rows x heads) handled together */
+#define CHUNK 512        /* positions */
+#define CHUNK_TILES (CHUNK / TILE)
+#define SCORE_TILES 4    /* key tiles a score kernel takes at once */
+#define VALUE_VECTORS 4  /* vectors of D a value kernel takes at once */
+
+typedef struct {
+    float score[MQ][CHUNK];
+    float weight[MQ][CHUNK]; /* exp(score - max) as activations (fp32, or bf16 pairs in the first half) */
+    float acc[MQ][TLT_MAX_HEAD_DIM];
+    char query[MQ][TLT_MAX_HEAD_DIM * 4];
+    float max[MQ];
+    vf sum[MQ];
+    const char *k_tile[CHUNK_TILES], *v_tile[CHUNK_TILES];
+} __attribute__((aligned(64))) Work;
+
+/* score[m][tile t .. t+NT) = query[m] . keys, for M queries. */
+INLINE void score_kernel(const int kind, const int M, const int NT, Work *w, long t, long steps) {
+    vf acc[12][SCORE_TILES * TV];
+    const char *k[SCORE_TILES];
+    const long step_bytes = act_step_bytes(kind);
+#pragma GCC unroll 16
+    for (int i = 0; i < NT; i++) k[i] = w->k_tile[t + i];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NT * TV; v++) acc[m][v] = vzero();
+    const char *q = w->query[0];
+    for (long d = 0; d < steps; d++, q += step_bytes) {
+        vu b[SCORE_TILES * TV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NT * TV; v++) b[v] = vloadu32(k[v / TV] + d * TILE * 4 + (v % TV) * VW * 4);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+            for (int v = 0; v < NT * TV; v++) acc[m][v] = act_mac(kind, acc[m][v], q + m * sizeof w->query[0], b[v]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NT * TV; v++) vstore(&w->score[m][t * TILE + v * VW], acc[m][v]);
+}
+
+/* acc[m][first .. first + NC vectors) += weights[m] . values over `count` positions of the chunk. */
+INLINE void value_kernel(const int kind, const int M, const int NC, Work *w, long first, long dim, long count) {
+    vf acc[12][VALUE_VECTORS];
+    const long per_tile = kind == KIND_F32 ? TILE : TILE / 2, step_bytes = act_step_bytes(kind);
+    const long steps = act_steps(kind, count);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NC; v++) acc[m][v] = vload(&w->acc[m][(first + v) * VW]);
+    const char *p = (const char *)w->weight[0];
+    for (long done = 0, t = 0; done < steps; t++) {
+        const char *value = w->v_tile[t] + first * VW * 4;
+        long now = steps - done < per_tile ? steps - done : per_tile;
+        for (long j = 0; j < now; j++, p += step_bytes, value += dim * 4) {
+            vu b[VALUE_VECTORS];
+#pragma GCC unroll 16
+            for (int v = 0; v < NC; v++) b[v] = vloadu32(value + v * VW * 4);
+            if (kind != KIND_F32 && 2 * (done + j) + 1 == count) {
+                /* The pair's second position may never have been written: it must not even be multiplied by 0. */
+#pragma GCC unroll 16
+                for (int v = 0; v < NC; v++) b[v] &= 0xffffu;
+            }
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+                for (int v = 0; v < NC; v++) acc[m][v] = act_mac(kind, acc[m][v], p + m * sizeof w->weight[0], b[v]);
+        }
+        done += now;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 16
+        for (int v = 0; v < NC; v++) vstore(&w->acc[m][(first + v) * VW], acc[m][v]);
+}
+
+#define CASES(M, WIDE_T, WIDE_C) \
+    static __attribute__((noinline)) void score_##M(int f32, Work *w, long tiles, long steps) { \
+        long t = 0; \
+        for (; t + WIDE_T <= tiles; t += WIDE_T) \
+            if (f32) score_kernel(KIND_F32, M, WIDE_T, w, t, steps); \
+            else score_kernel(KIND_BF16, M, WIDE_T, w, t, steps); \
+        for (; t < tiles; t++) \
+            if (f32) score_kernel(KIND_F32, M, 1, w, t, steps); \
+            else score_kernel(KIND_BF16, M, 1, w, t, steps); \
+    } \
+    static __attribute__((noinline)) void value_##M(int f32, Work *w, long dim, long count) { \
+        long c = 0; \
+        for (; c + WIDE_C <= dim / VW; c += WIDE_C) \
+            if (f32) value_kernel(KIND_F32, M, WIDE_C, w, c, dim, count); \
+            else value_kernel(KIND_BF16, M, WIDE_C, w, c, dim, count); \
+        for (; c < dim / VW; c++) \
+            if (f32) value_kernel(KIND_F32, M, 1, w, c, dim, count); \
+            else value_kernel(KIND_BF16, M, 1, w, c, dim, count); \
+    }
+
+CASES(1, 4, 4) CASES(2, 4, 4) CASES(3, 4, 4) CASES(4, 4, 4) CASES(5, 4, 4) CASES(6, 4, 4)
+CASES(7, 2, 2) CASES(8, 2, 2) CASES(9, 2, 2) CASES(10, 2, 2) CASES(11, 2, 2) CASES(12, 2, 2)
+
+typedef void (*ScoreFn)(int, Work *, long, long);
+typedef void (*ValueFn)(int, Work *, long, long);
+static const ScoreFn SCORE[12] = {score_1, score_2, score_3, score_4, score_5, score_6,
+                                  score_7, score_8, score_9, score_10, score_11, score_12};
+static const ValueFn VALUE[12] = {value_1, value_2, value_3, value_4, value_5, value_6,
+                                  value_7, value_8, value_9, value_10, value_11, value_12};
+
+/* Turns the scores of query m into weights; `valid` of the chunk's `count` positions are the row's to see. */
+static void soften(int kind, Work *w, long m, long valid, long count, float scale) {
+    float *score = w->score[m];
+    const long padded = (count + TILE - 1) / TILE * TILE;
+    if (valid <= 0) {
+        memset(w->weight[m], 0, (size_t)(padded * act_bytes(kind)));
+        return;
+    }
+    for (long j = valid; j < padded; j++) score[j] = -INFINITY;
+    vf top = vload(score);
+    for (long j = VW; j < padded; j += VW) top = vmax(top, vload(score + j));
+    float old = w->max[m], now = vmax_lanes(top);
+    if (old > now) now = old;
+    if (old != now && old != -INFINITY) {
+        vf shrink = vexp2(vset((old - now) * scale));
+        for (long d = 0; d < TLT_MAX_HEAD_DIM; d += VW) vstore(&w->acc[m][d], vload(&w->acc[m][d]) * shrink);
+        w->sum[m] = w->sum[m] * shrink;
+    }
+    w->max[m] = now;
+    vf sum = w->sum[m], peak = vset(now), factor = vset(scale);
+    for (long j = 0; j < padded; j += VW) {
+        vf p = vexp2((vload(score + j) - peak) * factor);
+        sum = sum + p;
+        act_store(kind, w->weight[m], j, p);
+    }
+    w->sum[m] = sum;
+}
+
+static void find_tiles(const Attention *a, Work *w, long head, long start, long tiles, const int32_t *table) {
+    const long per_block = a->block_size / TILE, bytes = tile_bytes(a->kind, a->padded_dim);
+    for (long t = 0; t < tiles; t++) {
+        long tile = start / TILE + t;
+        long index = tile_index(a->kv_heads, a->block_size, head, table[tile / per_block], tile % per_block);
+        w->k_tile[t] = (const char *)a->k_plane + index * bytes;
+        w->v_tile[t] = (const char *)a->v_plane + index * bytes;
+    }
+}
+
+/* `queries` queries: rows x heads of one group; query m belongs to row m / group_heads. */
+static void attend_group(const Attention *a, Work *w, long queries, long group_heads, long head,
+                         const int32_t *positions, const int32_t *table) {
+    const long rows = queries / group_heads, dim = a->padded_dim;
+    const float scale = 1.44269504088896341f / sqrtf((float)a->head_dim); /* scores in powers of two */
+    const int f32 = a->kind == KIND_F32;
+    long context = 0;
+    for (long r = 0; r < rows; r++) context = positions[r] + 1 > context ? positions[r] + 1 : context;
+    for (long m = 0; m < queries; m++) {
+        w->max[m] = -INFINITY;
+        w->sum[m] = vzero();
+        memset(w->acc[m], 0, sizeof w->acc[m]);
+    }
+    for (long start = 0; start < context; start += CHUNK) {
+        long count = context - start < CHUNK ? context - start : CHUNK;
+        long tiles = (count + TILE - 1) / TILE;
+        find_tiles(a, w, head, start, tiles, table);
+        SCORE[queries - 1](f32, w, tiles, act_steps(a->kind, dim));
+        for (long m = 0; m < queries; m++) {
+            long valid = positions[m / group_heads] + 1 - start;
+            soften(a->kind, w, m, valid < count ? valid : count, count, scale);
+        }
+        VALUE[queries - 1](f32, w, dim, count);
+    }
+}
+
+void tlt_attend(const Attention *a, long row, long rows, long head, const int32_t *positions,
+                const int32_t *block_table) {
+    Work w;
+    const long group = a->heads / a->kv_heads, item = act_bytes(a->kind), q_bytes = a->padded_dim * item;
+    const long most = group < MQ ? group : MQ;
+    for (long g0 = 0; g0 < group; g0 += most) {
+        long now = group - g0 < most ? group - g0 : most, first_head = head * group + g0;
+        for (long m = 0; m < rows * now; m++) {
+            long at = ((row + m / now) * a->heads + first_head + m % now) * a->padded_dim;
+            memcpy(w.query[m], (const char *)a->q + at * item, (size_t)q_bytes);
+        }
+        attend_group(a, &w, rows * now, now, head, positions, block_table);
+        for (long m = 0; m < rows * now; m++) {
+            vf norm = vset(1.0f / vsum(w.sum[m]));
+            char *out = (char *)a->out + ((row + m / now) * a->out_stride + (first_head + m % now) * a->head_dim) * item;
+            char tmp[TLT_MAX_HEAD_DIM * 4];
+            for (long d = 0; d < a->padded_dim; d += VW) act_store(a->kind, tmp, d, vload(&w.acc[m][d]) * norm);
+            memcpy(out, tmp, (size_t)(a->head_dim * item));
+        }
+    }
+}
+
+void tlt_store_key(int kind, void *tile, long lane, long padded_dim, const float *key) {
+    if (kind == KIND_F32) {
+        float *k = (float *)tile + lane;
+        for (long d = 0; d < padded_dim; d++) k[d * TILE] = key[d];
+        return;
+    }
+    uint32_t *k = (uint32_t *)tile + lane;
+    for (long d = 0; d < padded_dim; d += 2)
+        k[d / 2 * TILE] = f32_to_bf16(key[d]) | (uint32_t)f32_to_bf16(key[d + 1]) << 16;
+}
+
+void tlt_store_value(int kind, void *tile, long lane, long padded_dim, const float *value) {
+    if (kind == KIND_F32) {
+        memcpy((float *)tile + lane * padded_dim, value, (size_t)padded_dim * sizeof(float));
+        return;
+    }
+    uint16_t *v = (uint16_t *)tile + lane / 2 * padded_dim * 2 + lane % 2;
+    for (long d = 0; d < padded_dim; d++) v[2 * d] = f32_to_bf16(value[d]);
+}

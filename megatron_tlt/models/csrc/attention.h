@@ -1,0 +1,33 @@
+/* Attention of a few query rows of one sequence over the paged KV cache. */
+#ifndef TLT_ATTENTION_H
+#define TLT_ATTENTION_H
+
+#include "act.h"
+
+typedef struct {
+    int kind;
+    long heads, kv_heads, head_dim, padded_dim; /* padded_dim: head_dim up to a multiple of 16 */
+    long num_blocks, block_size;
+    const void *k_plane, *v_plane; /* this layer's [num_blocks][kv_heads][block_size/16] tiles */
+    const void *q;                 /* activations [row][heads][padded_dim] */
+    void *out;                     /* activations [row][out_stride], head after head, unpadded */
+    long out_stride;
+} Attention;
+
+/* Bytes of one tile: 16 positions x padded_dim. */
+INLINE long tile_bytes(int kind, long padded_dim) { return TILE * padded_dim * (kind == KIND_F32 ? 4 : 2); }
+
+/* The tile that holds `slot` (block * block_size + offset) for a kv head, counted in tiles of the plane. */
+INLINE long tile_index(long kv_heads, long block_size, long head, long block, long tile_in_block) {
+    return (block * kv_heads + head) * (block_size / TILE) + tile_in_block;
+}
+
+/* Rows [row, row + rows) at `positions`, all of one sequence, for kv head `head` and its query heads. */
+void tlt_attend(const Attention *a, long row, long rows, long head, const int32_t *positions,
+                const int32_t *block_table);
+
+/* Writes one head of one row into the cache; key and value are float [padded_dim], zero-padded. */
+void tlt_store_key(int kind, void *tile, long lane, long padded_dim, const float *key);
+void tlt_store_value(int kind, void *tile, long lane, long padded_dim, const float *value);
+
+#endif

@@ -1,0 +1,24 @@
+/* y[T][N] = act[T][K] * W[N][K]^T on packed panels, with the epilogue fused. */
+#ifndef TLT_GEMM_H
+#define TLT_GEMM_H
+
+#include "act.h"
+
+enum { EPI_STORE, EPI_BIAS, EPI_ADD, EPI_SILU };
+
+typedef struct {
+    int kind, epilogue;
+    long rows, n, k;         /* n: columns, for EPI_SILU twice the intermediate size as interleaved panels */
+    const void *a;           /* activations */
+    long a_stride;           /* elements between rows of a */
+    const void *w;           /* packed panels */
+    const float *bias;       /* EPI_BIAS: padded to panels, may be NULL */
+    void *out;               /* float, or activations for EPI_SILU */
+    long out_stride;         /* elements */
+    int out_is_padded;       /* rows of out may be written up to a whole panel */
+} Gemm;
+
+/* Called by every thread of the team; units come from the shared counter. The caller sets the barriers. */
+void tlt_gemm(const Gemm *g, int threads);
+
+#endif

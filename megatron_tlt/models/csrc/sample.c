@@ -1,0 +1,126 @@
+/* Keyed Gumbel sampling: token = argmax(logits / T + G), G from a counter-based hash of (row key, token id).
+ *
+ * x = mix(key + (token + 1) * 0x9E3779B97F4A7C15) with the finaliser of splitmix64, m = x >> 40 (24 bits),
+ * u = (m + 1/2) / 2^24, G = -log(-log u). For m >= 2^23 the number m + 1/2 does not fit 24 bits: rounding u
+ * to fp32 would give u = 1 and G = inf once in 2^24 draws. So u near 1 is handled through 1 - u, which is exact.
+ *
+ * The vocabulary is cut into chunks at fixed places; chunks are shared over threads and combined in order, so
+ * the result does not depend on the thread count.
+ */
+#include <math.h>
+
+#include "pool.h"
+#include "simd.h"
+#include "tlt.h"
+
+#define PIECE 4096 /* tokens per unit of work */
+
+typedef struct {
+    float max, sum; /* of logits / T: maximum, and sum of exp(x - max) */
+    float best, best_logit;
+    int32_t token;
+} Partial;
+
+typedef struct {
+    const float *logits;
+    int64_t rows, vocab, stride, pieces;
+    const float *temperature;
+    const uint64_t *keys;
+    Partial *partial; /* [rows][pieces] */
+} Sampling;
+
+/* Gumbel noise of VW tokens from `token` on. */
+static vf gumbel(uint64_t key, int64_t token) {
+    float mantissa[VW];
+    for (int i = 0; i < VW; i++) {
+        uint64_t z = key + (uint64_t)(token + i + 1) * 0x9E3779B97F4A7C15ull;
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+        z ^= z >> 31;
+        mantissa[i] = (float)(int32_t)(z >> 40);
+    }
+    const vf unit = vset(5.9604644775390625e-8f); /* 2^-24 */
+    vf m = vload(mantissa);
+    vi upper = m >= vset(8388608.0f);
+    /* 1 - u, exact in the upper half; u itself, exact in the lower half. */
+    vf w = (vset(16777215.0f) - m + vset(0.5f)) * unit;
+    vf u = (m + vset(0.5f)) * unit;
+    vi near_one = w < vset(0.29289f);
+    vf f = vselect(near_one, -w, vset(1.0f) - (w + w)); /* u = 1 + f, or u = (1 + f) / 2 */
+    vf e = vselect(near_one, vzero(), vset(-1.0f));
+    vf log_upper = vlog_parts(e, f), log_lower = vlog(u);
+    return -vlog(-vselect(upper, log_upper, log_lower));
+}
+
+static void sample_piece(const Sampling *s, int64_t row, int64_t piece) {
+    const float *logits = s->logits + row * s->stride;
+    const int64_t first = piece * PIECE, last = first + PIECE < s->vocab ? first + PIECE : s->vocab;
+    const float t = s->temperature[row];
+    const vf divisor = vset(t > 0 ? t : 1.0f);
+    Partial out = {-INFINITY, 0, -INFINITY, -INFINITY, (int32_t)first};
+    vf top = vset(-INFINITY), best = vset(-INFINITY), best_x = vset(-INFINITY), sum = vzero();
+    vi best_at = (vi){0} + (int32_t)first;
+    float x[PIECE];
+    int64_t count = (last - first + VW - 1) / VW * VW;
+    memcpy(x, logits + first, (size_t)(last - first) * sizeof(float));
+    for (int64_t i = last - first; i < count; i++) x[i] = -INFINITY;
+    for (int64_t i = 0; i < count; i += VW) {
+        vf scaled = vload(x + i) / divisor;
+        vstore(x + i, scaled);
+        top = vmax(top, scaled);
+    }
+    out.max = vmax_lanes(top);
+    if (out.max > -INFINITY) {
+        vi lane;
+        for (int i = 0; i < VW; i++) lane[i] = i;
+        for (int64_t i = 0; i < count; i += VW) {
+            vf scaled = vload(x + i);
+            sum = sum + vexp(scaled - vset(out.max));
+            vf noisy = t > 0 ? scaled + gumbel(s->keys[row], first + i) : scaled;
+            vi better = noisy > best;
+            best = vselect(better, noisy, best);
+            best_x = vselect(better, scaled, best_x);
+            best_at = (best_at & ~better) | ((lane + (int32_t)(first + i)) & better);
+        }
+    }
+    out.sum = vsum(sum);
+    for (int i = 0; i < VW; i++)
+        if (best[i] > out.best || (best[i] == out.best && best_at[i] < out.token)) {
+            out.best = best[i];
+            out.best_logit = best_x[i];
+            out.token = best_at[i];
+        }
+    s->partial[row * s->pieces + piece] = out;
+}
+
+static void sample_task(void *arg, int thread, int threads) {
+    const Sampling *s = arg;
+    (void)thread, (void)threads;
+    FOR_UNITS(unit, s->rows * s->pieces) sample_piece(s, unit / s->pieces, unit % s->pieces);
+}
+
+int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab) {
+    return rows * ((vocab + PIECE - 1) / PIECE) * (int64_t)sizeof(Partial);
+}
+
+/* logits [rows][vocab] fp32 (row length `stride`), temperature [rows] (0: greedy), keys [rows]; scratch of
+ * tlt_sample_scratch_bytes. Writes the token and log_softmax(logits / (T or 1))[token]. */
+void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
+                      const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads) {
+    Sampling s = {logits, rows, vocab, stride, (vocab + PIECE - 1) / PIECE, temperature, keys, scratch};
+    if (rows * s.pieces < threads) threads = (int)(rows * s.pieces);
+    if (threads < 1) return;
+    tlt_pool_run(sample_task, &s, threads);
+    for (int64_t r = 0; r < rows; r++) {
+        const Partial *p = s.partial + r * s.pieces, *best = p;
+        double max = -INFINITY, sum = 0;
+        for (int64_t i = 0; i < s.pieces; i++) {
+            if (p[i].best > best->best) best = &p[i];
+            if (p[i].max > max) max = p[i].max;
+        }
+        for (int64_t i = 0; i < s.pieces; i++)
+            if (p[i].sum > 0) sum += (double)p[i].sum * exp((double)p[i].max - max);
+        token[r] = best->token;
+        logprob[r] = (float)((double)best->best_logit - max - log(sum));
+    }
+}

@@ -1,0 +1,76 @@
+/* What Python and C share: the model, one step, and the functions called through ctypes.
+ *
+ * Legend: T rows (tokens) of a step, S sequences, R rows whose logits are wanted, H hidden size,
+ * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary (this rank's part), L layers.
+ * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
+ * The field order is repeated in native_abi.py; tlt_abi_version guards against a mismatch.
+ */
+#ifndef TLT_H
+#define TLT_H
+
+#include <stdint.h>
+
+#define TLT_ABI 1
+#define TLT_MAX_HEAD_DIM 256
+#define TLT_MAX_THREADS 256
+
+typedef struct {
+    const void *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */
+    const float *qkv_bias;                /* padded to panels, or NULL */
+    const float *input_norm, *post_norm;  /* [Hp] zero-padded */
+    const float *q_norm, *k_norm;         /* [D] or NULL */
+} TltLayer;
+
+typedef struct {
+    int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab, embed_rows;
+    int32_t max_rows, rope_len, tp;
+    float eps;
+    const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
+    const void *embed;       /* [embed_rows][H] row-major, fp32 or bf16 */
+    const void *head;        /* packed panels */
+    const float *final_norm; /* [Hp] */
+    const TltLayer *layer;   /* [L] */
+    /* Buffers of max_rows rows; row lengths are padded to a multiple of 64 floats. */
+    float *resid, *part, *qkv_out;
+    void *x, *q, *att, *mid; /* inputs of matrix products: "activations", see act.h */
+    int32_t *units;          /* [max_rows][3]: first row, rows, sequence */
+    int32_t *picked;         /* [max_rows][2]: logit index, row */
+} TltModel;
+
+typedef struct {
+    int32_t tokens, seqs, logits_rows, max_blocks, num_blocks, block_size;
+    const int32_t *token_ids, *positions, *slots, *query_start, *context_lens, *block_tables, *logit_rows;
+    void *kv;      /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
+    float *logits; /* [R][V] */
+    void *hidden;  /* [R][H] fp32 or bf16 */
+    int64_t logits_stride;
+} TltStep;
+
+/* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
+typedef int (*TltAllReduce)(float *buf, int64_t count);
+
+enum {
+    TLT_OK = 0,
+    TLT_BAD_TOKEN = 1,
+    TLT_BAD_POSITION = 2,
+    TLT_BAD_SLOT = 3,
+    TLT_BAD_BLOCK = 4,
+    TLT_BAD_ROW = 5,
+    TLT_BAD_SHAPE = 6,
+    TLT_REDUCE_FAILED = 7
+};
+
+int tlt_abi_version(void);
+const char *tlt_isa(void);
+int tlt_panel_width(void);
+int tlt_activation_bytes(int is_bf16);
+int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
+void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t rows, int64_t cols, int64_t ld,
+              int64_t first, int64_t panel_step, int64_t panel_offset, int threads);
+void tlt_copy_blocks(void *kv, int64_t planes, int64_t num_blocks, int64_t block_bytes, const int32_t *src,
+                     const int32_t *dst, int64_t count);
+void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
+                      const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads);
+int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab);
+
+#endif

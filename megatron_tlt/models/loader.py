@@ -1,0 +1,199 @@
+"""Hugging Face model directories: reading weights one tensor at a time, and writing them.
+
+Reading: a single `model.safetensors` or shards with `model.safetensors.index.json`; names and shapes are
+checked against the configuration before the first tensor is read. Writing is atomic per directory entry: shards
+go to a temporary directory first, and config.json, which makes the directory a model, is moved last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHOWN = 8  # names listed in one error
+
+
+def weight_files(directory: str | Path) -> dict[str, Path]:
+    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
+    root = Path(directory)
+    if (root / INDEX).exists():
+        try:
+            mapping = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError) as e:
+            raise CheckpointError(f"{root / INDEX} cannot be read: {e!r}") from e
+        absent = sorted({f for f in mapping.values() if not (root / f).exists()})
+        if absent:
+            raise CheckpointError(f"{root / INDEX} names files that are missing: {_list(absent)}")
+        return {name: root / file for name, file in mapping.items()}
+    single = root / SINGLE
+    if not single.exists():
+        raise CheckpointError(f"{root} has neither {SINGLE} nor {INDEX}")
+    with _open(single) as f:
+        return dict.fromkeys(f.keys(), single)
+
+
+def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]:
+    """Compares names and shapes on disk with `config.parameter_shapes()`; returns name -> file.
+
+    A stored `lm_head.weight` of a tied model and rotary buffers are tolerated. Raises CheckpointError that names
+    missing, unexpected and misshapen tensors, all at once.
+    """
+    files, wanted = weight_files(directory), config.parameter_shapes()
+    problems = []
+    if missing := [n for n in wanted if n not in files]:
+        problems.append(f"missing: {_list(missing)}")
+    if extra := [n for n in files if n not in wanted and not is_ignorable(n, config)]:
+        problems.append(f"unexpected: {_list(extra)}")
+    for file in sorted(set(files.values())):
+        with _open(file) as f:
+            stored = set(f.keys())
+            here = [n for n, where in files.items() if where == file and n in wanted]
+            if absent := [n for n in here if n not in stored]:
+                problems.append(f"in the index but not in {file.name}: {_list(absent)}")
+            for name in here:
+                if name in stored and (shape := tuple(f.get_slice(name).get_shape())) != wanted[name]:
+                    problems.append(f"{name} has shape {shape}, the configuration says {wanted[name]}")
+    if problems:
+        raise CheckpointError(f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:_SHOWN]))
+    return files
+
+
+def is_ignorable(name: str, config: ModelConfig) -> bool:
+    """Tensors that some exporters add and that carry no information."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def iter_weights(directory: str | Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, CPU tensor as stored), one in memory at a time, in file order.
+
+    Everything is checked before the first tensor is yielded (see `check_weights`).
+    """
+    config = config or ModelConfig.from_hf(directory)
+    files, wanted = check_weights(directory, config), config.parameter_shapes()
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(files[name], []).append(name)
+    for file, names in by_file.items():
+        with _open(file) as f:
+            for name in names:
+                yield name, f.get_tensor(name)
+
+
+def save_hf(
+    directory: str | Path,
+    config: ModelConfig,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Writes safetensors (sharded above `max_shard_bytes`), the index if sharded, and config.json.
+
+    Holds one shard in memory. An existing model in `directory` is replaced only once the new one is complete on
+    disk; other files there (tokenizer, ...) stay. Raises CheckpointError on missing, extra or misshapen tensors.
+    """
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    try:
+        shards = _write_shards(scratch, config, named_tensors, dtype, max_shard_bytes)
+        names = _name_shards(scratch, shards)
+        config_file = scratch / "config.json"
+        config_file.write_text(json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2) + "\n")
+        for file in scratch.iterdir():
+            _fsync(file)
+        _replace(scratch, target, names)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_shards(
+    scratch: Path, config: ModelConfig, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int
+) -> list[dict[str, int]]:
+    """Writes shard-0, shard-1, ...; returns for each its tensors' names and bytes."""
+    wanted, seen = config.parameter_shapes(), set()
+    shards: list[dict[str, int]] = []
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if pending:
+            save_file(pending, str(scratch / f"shard-{len(shards)}"), metadata={"format": "pt"})
+            shards.append({n: t.nbytes for n, t in pending.items()})
+            pending.clear()
+
+    for name, tensor in named:
+        if is_ignorable(name, config):
+            continue
+        if tuple(tensor.shape) != wanted.get(name):
+            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted.get(name)}")
+        stored = tensor.detach().to("cpu", dtype).contiguous()
+        if pending and sum(t.nbytes for t in pending.values()) + stored.nbytes > limit:
+            flush()
+        pending[name] = stored.clone() if stored.data_ptr() == tensor.data_ptr() else stored
+        seen.add(name)
+    flush()
+    if missing := [n for n in wanted if n not in seen]:
+        raise CheckpointError(f"cannot save {scratch.parent}: missing {_list(missing)}")
+    return shards
+
+
+def _name_shards(scratch: Path, shards: list[dict[str, int]]) -> list[str]:
+    """Gives shards their final names and writes the index if there are several; returns the file names."""
+    if len(shards) == 1:
+        (scratch / "shard-0").rename(scratch / SINGLE)
+        return [SINGLE]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        (scratch / f"shard-{i}").rename(scratch / name)
+    total = sum(sum(s.values()) for s in shards)
+    weight_map = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (scratch / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return [*names, INDEX]
+
+
+def _replace(scratch: Path, target: Path, names: list[str]) -> None:
+    """Takes the old config.json away, moves the weights in, removes stale shards, moves config.json in last.
+
+    A crash in between leaves a directory without config.json, which is refused when read, never a mixture.
+    """
+    (target / "config.json").unlink(missing_ok=True)
+    for stale in [*target.glob("*.safetensors"), target / INDEX]:
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+    for name in [*names, "config.json"]:
+        os.replace(scratch / name, target / name)
+    _fsync(target)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _open(file: Path):  # type: ignore[no-untyped-def]  # safetensors exports no type for it
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} is not a readable safetensors file: {e}") from e
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,63 @@
+"""One step's work as the scheduler decides it, and what the model made of it. Torch-free.
+
+Legend: D decoding rows, C prefill chunks, T tokens = D + all chunks, F first tokens to draw, R = D + F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_tlt.rollout.request import Prefill, Request
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `start:end` of one prefill."""
+
+    prefill: Prefill
+    start: int
+    end: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the chunk's last row has the logits of the children's first tokens."""
+        return self.end == len(self.prefill.tokens) and not self.prefill.sampled
+
+
+@dataclass(slots=True)
+class Batch:
+    """Decoding rows come first (one token each), then the chunks in queue order."""
+
+    num_decode: int
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy (from, to) before the forward
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is one token of a running request."""
+        return not self.chunks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.num_decode == 0 and not self.chunks
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_decode + sum(c.end - c.start for c in self.chunks)
+
+    @property
+    def first_draws(self) -> list[Request]:
+        """The F requests that draw their first token in this step, in the order of the result's rows."""
+        return [child for chunk in self.chunks if chunk.draws for child in chunk.prefill.children]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Sampled tokens of the R rows: decoding rows, then `Batch.first_draws`."""
+
+    tokens: np.ndarray  # int32 [R]
+    logprobs: np.ndarray  # float32 [R]

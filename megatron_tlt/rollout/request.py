@@ -1,0 +1,79 @@
+"""What waits for the engine, and what runs in it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from megatron_tlt.rollout.keys import request_key
+from megatron_tlt.types import FinishReason, SamplingParams
+
+
+class StopStrings(Protocol):
+    """Watches one answer for its stop strings."""
+
+    def push(self, token_id: int) -> bool:
+        """Takes the next token; true when a stop string is now complete. Mutates the watcher."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One answer in the making.
+
+    `order` is the place in the queue (unique, never changes): smaller arrived earlier. While the request runs
+    (`row >= 0`) its newest tokens are in the scheduler's arrays; `output` is filled when it leaves them.
+    """
+
+    prompt: np.ndarray  # int32 [P], shared by the samples of one prompt
+    params: SamplingParams
+    prompt_id: int
+    sample_index: int
+    order: int
+    stop_token_ids: frozenset[int]
+    stop_strings: StopStrings | None = None
+    row: int = -1
+    slot: int = -1
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def key(self) -> int:
+        """The request's sampling key, uint64."""
+        return request_key(self.params.seed, self.prompt_id, self.sample_index)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether sampling must mask tokens (top-k, top-p or min-p). Greedy answers never need to."""
+        p = self.params
+        return p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """Tokens to bring into the cache, once, and the requests that go on from there.
+
+    A new prompt is one `Prefill` with its n samples as `children`; they draw their first tokens from the same
+    row of logits. A preempted request comes back as a `Prefill` of its own, `sampled` already.
+    """
+
+    tokens: np.ndarray  # int32 [L]
+    children: list[Request]  # not yet started, in order
+    sampled: bool = False  # the children have a first token already
+    blocks: list[int] = field(default_factory=list)
+    done: int = 0  # tokens in the cache
+
+    @property
+    def order(self) -> int:
+        """The place in the queue: that of the first child still to start."""
+        return self.children[0].order
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens are in the cache."""
+        return self.done == len(self.tokens)
+
+    def __lt__(self, other: Prefill) -> bool:
+        return self.order < other.order

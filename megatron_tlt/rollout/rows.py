@@ -1,0 +1,133 @@
+"""The running requests as arrays, so that a step costs a few vector operations whatever their number. Torch-free.
+
+Row `r < num_rows` is one running request; rows are dense (the last one moves into a hole), so the model's inputs
+are plain views. A *slot* is where a request's output collects; it stays put while the request runs.
+
+Legend: N most running requests, T most tokens of a step, W output width, K blocks of the longest context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_tlt.rollout.request import Request
+
+
+class RunningRows:
+    """Structure of arrays. Everything a pure decoding step reads or writes is preallocated here."""
+
+    def __init__(self, max_rows: int, max_step_tokens: int, max_blocks: int, vocab_size: int):
+        width = max(max_rows, max_step_tokens)
+        # One array, so that a step advances all four by a single addition.
+        self.counters = np.zeros((4, width), np.int32)
+        self.positions: np.ndarray = self.counters[0]  # [T] of the token to feed
+        self.context_lens: np.ndarray = self.counters[1]  # [N] cached tokens after the forward
+        self.slot_mapping: np.ndarray = self.counters[2]  # [T] block * block_size + offset
+        self.output_len: np.ndarray = self.counters[3]  # [N] tokens drawn so far = position of the next one
+        self.token_ids = np.zeros(width, np.int32)  # [T] to feed
+        self.block_tables = np.zeros((max_rows, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_rows, np.int32)
+        self.write_at = np.zeros(max_rows, np.int64)  # flat index of the next output element
+        self.limit = np.zeros(max_rows, np.int32)  # max_tokens
+        self.keys = np.zeros(max_rows, np.uint64)
+        self.temperature = np.zeros(max_rows, np.float32)
+        self.top_k = np.zeros(max_rows, np.int32)
+        self.top_p = np.ones(max_rows, np.float64)  # exact: it is compared as 1 - p
+        self.min_p = np.zeros(max_rows, np.float32)
+        self.requests: list[Request] = []
+        self.num_masked = 0
+        self.num_watched = 0  # rows with stop strings
+        self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
+        self._row_arrays = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.keys)
+        self._row_params = (self.temperature, self.top_k, self.top_p, self.min_p)
+        self._free_slots = list(range(max_rows - 1, -1, -1))
+        self._resize_output(64)
+
+    @property
+    def num_rows(self) -> int:
+        """Running requests."""
+        return len(self.requests)
+
+    def start(self, request: Request, blocks: Sequence[int], cached: int, slot_mapping: int) -> None:
+        """Gives `request` the next row: `cached` tokens are in `blocks`, its last output token is fed next."""
+        row, params = len(self.requests), request.params
+        assert request.output and request.row < 0
+        if params.max_tokens > self._width:
+            self._resize_output(params.max_tokens)
+        request.row, request.slot = row, self._free_slots.pop()
+        self.requests.append(request)
+        length = len(request.output)
+        self.counters[:, row] = cached, cached + 1, slot_mapping, length
+        self.token_ids[row] = request.output[-1]
+        self.block_tables[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+        self.outputs[request.slot, :length] = request.output
+        self.logprobs[request.slot, :length] = request.logprobs
+        self.write_at[row] = request.slot * self._width + length
+        self.limit[row] = params.max_tokens
+        self.keys[row] = request.key
+        self.temperature[row] = params.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
+        self.num_masked += request.is_masked
+        self.num_watched += request.stop_strings is not None
+        for token in request.stop_token_ids:
+            if 0 <= token < len(self.is_stop):
+                self.is_stop[token] = True
+
+    def stop(self, request: Request) -> list[int]:
+        """Takes `request` out, its output filled in; returns its blocks. The last row moves into the hole."""
+        row, last = request.row, len(self.requests) - 1
+        length = int(self.output_len[row])
+        request.output = self.outputs[request.slot, :length].tolist()
+        request.logprobs = self.logprobs[request.slot, :length].tolist()
+        blocks: list[int] = self.block_tables[row, : self.num_blocks[row]].tolist()
+        if row != last:
+            self._move(last, row)
+        self.requests.pop()
+        self._free_slots.append(request.slot)
+        self.num_masked -= request.is_masked
+        self.num_watched -= request.stop_strings is not None
+        request.row = request.slot = -1
+        return blocks
+
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Appends one token to every row; returns bool [D], rows that may be at their end (a superset)."""
+        count = len(self.requests)
+        at = self.write_at[:count]
+        self._flat_outputs[at] = tokens
+        self._flat_logprobs[at] = logprobs
+        at += 1
+        self.token_ids[:count] = tokens
+        self.counters[:, :count] += 1
+        ended: np.ndarray = self.output_len[:count] >= self.limit[:count]
+        ended |= self.is_stop[tokens]
+        return ended
+
+    def add_block(self, row: int, block: int) -> None:
+        """Appends a block to a row's table."""
+        self.block_tables[row, self.num_blocks[row]] = block
+        self.num_blocks[row] += 1
+
+    def _move(self, source: int, target: int) -> None:
+        blocks = self.num_blocks[source]
+        self.block_tables[target, :blocks] = self.block_tables[source, :blocks]
+        self.counters[:, target] = self.counters[:, source]
+        for array in self._row_arrays:
+            array[target] = array[source]
+        for array in self._row_params:
+            array[target] = array[source]
+        self.requests[target] = moved = self.requests[source]
+        moved.row = target
+
+    def _resize_output(self, width: int) -> None:
+        """Widens the output buffers [N, W]; rare, since the first long request settles it."""
+        rows = len(self.limit)
+        outputs, logprobs = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.float32)
+        if self.requests:
+            outputs[:, : self._width], logprobs[:, : self._width] = self.outputs, self.logprobs
+        self._width, self.outputs, self.logprobs = width, outputs, logprobs
+        self._flat_outputs, self._flat_logprobs = outputs.reshape(-1), logprobs.reshape(-1)
+        for row, request in enumerate(self.requests):
+            self.write_at[row] = request.slot * width + self.output_len[row]

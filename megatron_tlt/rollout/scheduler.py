@@ -1,0 +1,281 @@
+"""Continuous batching: who computes what in the next step. Torch-free and without a clock, so that the simulator
+runs this very code.
+
+    waiting ──admit──> prefilling ──prompt done──> ready ──row and block free──> running ──> finished
+       ^                    │                        │                              │
+       └────────────────────┴───────preempt (latest arrival first)──────────────────┘
+
+First come, first served: what holds blocks always arrived before what waits, and under memory pressure the latest
+arrival gives its blocks back and is computed again later. So the oldest request always makes progress.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
+from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.request import Prefill, Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Sizes that bound a step."""
+
+    max_running: int
+    max_batched_tokens: int
+    max_context: int
+    vocab_size: int
+
+
+class Scheduler:
+    """Decides every step from its own state only: equal calls give equal decisions on every rank."""
+
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager):
+        self.limits = limits
+        self.blocks = blocks
+        max_blocks = blocks.blocks_for(limits.max_context)
+        self.rows = RunningRows(limits.max_running, limits.max_batched_tokens, max_blocks, limits.vocab_size)
+        self.num_preemptions = 0
+        self._waiting: list[Prefill] = []  # heap by order
+        self._prefilling: list[Prefill] = []  # in order, blocks allocated
+        self._ready: list[Prefill] = []  # in order, all in the cache, children to start
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return self.rows.num_rows
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have come and do not decode yet."""
+        return sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not (self.rows.requests or self._waiting or self._prefilling or self._ready)
+
+    def add(self, prefill: Prefill) -> None:
+        """Queues the samples of one prompt. Raises BackendError if they could never run."""
+        self._check(prefill)
+        heapq.heappush(self._waiting, prefill)
+
+    def schedule(self) -> Batch:
+        """The next step: every running request decodes one token, and prompts fill the rest of the token budget.
+
+        Mutates block tables and queues; each call is followed by one `commit` of the same batch.
+        """
+        self._grow()
+        batch = Batch(0)
+        if self._ready:
+            self._start_children(batch)
+        batch.num_decode = self.rows.num_rows
+        budget = self.limits.max_batched_tokens - batch.num_decode
+        for prefill in self._prefilling:
+            budget = self._take_chunk(batch, prefill, budget)
+        while self._waiting and budget > 0 and not self._ready and self._may_admit(self._waiting[0]):
+            prefill = heapq.heappop(self._waiting)
+            prefill.blocks = self.blocks.allocate(self.blocks.blocks_for(len(prefill.tokens)))
+            self._prefilling.append(prefill)
+            budget = self._take_chunk(batch, prefill, budget)
+        return batch
+
+    def commit(self, batch: Batch, result: StepResult) -> list[Request]:
+        """Takes the step's tokens; returns the requests that ended, by order, their blocks free again."""
+        finished = self._commit_rows(result) if batch.num_decode else []
+        if batch.chunks:
+            finished += self._commit_chunks(batch, result)
+        if len(finished) > 1:
+            finished.sort(key=lambda r: r.order)
+        return finished
+
+    def abort_all(self) -> list[Request]:
+        """Drops every request, all blocks free again (an error elsewhere ends the run)."""
+        dropped = list(self.rows.requests)
+        for request in dropped:
+            self.blocks.free(self.rows.stop(request))
+        for queue in (self._waiting, self._prefilling, self._ready):
+            for prefill in queue:
+                self.blocks.free(prefill.blocks)
+                dropped += prefill.children
+            queue.clear()
+        for request in dropped:
+            request.finish_reason = "abort"
+        return dropped
+
+    # Memory
+
+    def _grow(self) -> None:
+        """Gives a block to each row whose next position opens one, preempting the latest arrivals if need be."""
+        rows = self.rows
+        count, size = rows.num_rows, self.blocks.block_size
+        opens = np.flatnonzero(rows.positions[:count] % size == 0) if count else ()
+        if not len(opens):
+            return
+        requests = [rows.requests[row] for row in opens.tolist()]
+        if len(requests) > self.blocks.num_free:
+            requests.sort(key=lambda r: r.order)  # the oldest are served first
+        for request in requests:
+            while request.row >= 0 and not self.blocks.num_free:
+                self.preempt()
+            if request.row >= 0:
+                (block,) = self.blocks.allocate(1)
+                rows.add_block(request.row, block)
+                rows.slot_mapping[request.row] = block * size
+
+    def preempt(self) -> None:
+        """Takes all blocks from the latest arrival that holds some; it waits again and is recomputed later."""
+        queue = max((q for q in (self._prefilling, self._ready) if q), key=lambda q: q[-1].order, default=None)
+        latest = max(self.rows.requests, key=lambda r: r.order, default=None)
+        assert queue or latest, "memory pressure with nobody holding memory"
+        self.num_preemptions += 1
+        if queue and (latest is None or queue[-1].order > latest.order):
+            prefill = queue.pop()
+            self.blocks.free(prefill.blocks)
+            prefill.blocks, prefill.done = [], 0
+        else:
+            assert latest is not None
+            self.blocks.free(self.rows.stop(latest))
+            prefill = _resumption(latest)
+        heapq.heappush(self._waiting, prefill)
+
+    def _may_admit(self, prefill: Prefill) -> bool:
+        promised = self.rows.num_rows + sum(len(p.children) for p in self._prefilling)
+        if promised >= self.limits.max_running:
+            return False
+        # One block stays free for each request that may soon open one, or admitting would only cause preemption.
+        return self.blocks.blocks_for(len(prefill.tokens)) + promised <= self.blocks.num_free
+
+    # Prefill and fork
+
+    def _take_chunk(self, batch: Batch, prefill: Prefill, budget: int) -> int:
+        """Schedules as much of `prefill` as the budget allows; returns what is left of it."""
+        count = max(0, min(budget, len(prefill.tokens) - prefill.done))
+        if count > 0:
+            batch.chunks.append(Chunk(prefill, prefill.done, prefill.done + count))
+        return budget - count
+
+    def _start_children(self, batch: Batch) -> None:
+        """Starts the samples of finished prompts, in order, while rows and blocks last."""
+        while self._ready:
+            prefill = self._ready[0]
+            need = self._blocks_to_start(prefill)
+            running = self.rows.num_rows
+            if running >= self.limits.max_running or need + running > self.blocks.num_free:
+                return
+            self._start_child(prefill, batch)
+            if not prefill.children:
+                self._ready.pop(0)
+
+    def _blocks_to_start(self, prefill: Prefill) -> int:
+        """The last child takes the prompt's blocks over; the others copy the block that is only partly full."""
+        is_partial = len(prefill.tokens) % self.blocks.block_size != 0
+        return 0 if is_partial and len(prefill.children) == 1 else 1
+
+    def _start_child(self, prefill: Prefill, batch: Batch) -> None:
+        size, length = self.blocks.block_size, len(prefill.tokens)
+        full, offset = divmod(length, size)
+        request = prefill.children.pop(0)
+        blocks = prefill.blocks
+        if prefill.children:
+            blocks = prefill.blocks[:full]
+            self.blocks.share(blocks)
+            if offset:
+                blocks += self.blocks.allocate(1)
+                batch.copies.append((prefill.blocks[full], blocks[full]))
+        if not offset:
+            blocks = blocks + self.blocks.allocate(1)
+        self.rows.start(request, blocks, length, blocks[full] * size + offset)
+
+    # Results
+
+    def _commit_rows(self, result: StepResult) -> list[Request]:
+        rows, count = self.rows, self.rows.num_rows
+        tokens = result.tokens[:count]
+        ended = rows.advance(tokens, result.logprobs[:count])
+        if rows.num_watched:
+            for request in rows.requests:
+                if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.row])):
+                    request.finish_reason = "stop"
+                    ended[request.row] = True
+        if not ended.any():
+            return []
+        finished = []
+        for row in np.flatnonzero(ended).tolist():
+            request = rows.requests[row]
+            request.finish_reason = _finish_reason(request, int(tokens[row]), int(rows.output_len[row]))
+            if request.finish_reason is not None:
+                finished.append(request)
+        for request in finished:
+            self.blocks.free(rows.stop(request))
+        return finished
+
+    def _commit_chunks(self, batch: Batch, result: StepResult) -> list[Request]:
+        finished: list[Request] = []
+        at = batch.num_decode
+        for chunk in batch.chunks:
+            prefill = chunk.prefill
+            prefill.done = chunk.end
+            if chunk.draws:
+                count = len(prefill.children)
+                finished += _draw_first(prefill, result.tokens[at : at + count], result.logprobs[at : at + count])
+                at += count
+            if prefill.is_complete:
+                self._prefilling.remove(prefill)
+                if prefill.children:
+                    self._ready.append(prefill)
+                else:
+                    self.blocks.free(prefill.blocks)
+        return finished
+
+    def _check(self, prefill: Prefill) -> None:
+        longest = max(r.params.max_tokens for r in prefill.children)
+        length, limits = len(prefill.tokens), self.limits
+        name = f"prompt {prefill.children[0].prompt_id}"
+        if length < 1 or longest < 1:
+            raise BackendError(f"{name}: {length} prompt tokens and max_tokens {longest}; both must be at least 1")
+        if length + longest > limits.max_context:
+            raise BackendError(
+                f"{name}: {length} prompt tokens + max_tokens {longest} = {length + longest} exceed the context of "
+                f"{limits.max_context} tokens"
+            )
+        # Forking needs a copy of the prompt's last block while its other samples wait.
+        need = self.blocks.blocks_for(length + longest) + (len(prefill.children) > 1)
+        if need > self.blocks.num_blocks:
+            raise BackendError(
+                f"{name}: {length} prompt tokens + max_tokens {longest} need {need} KV-cache blocks of "
+                f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise rollout.kv_cache_mib"
+            )
+
+
+def _resumption(request: Request) -> Prefill:
+    """What brings a preempted request back: its prompt and all output tokens but the last, which is fed next."""
+    tokens = np.concatenate((request.prompt, np.asarray(request.output[:-1], np.int32)))
+    return Prefill(tokens, [request], sampled=True)
+
+
+def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
+    """Gives every child its first token; returns (and takes out) those that end with it."""
+    prefill.sampled = True
+    for request, token, logprob in zip(prefill.children, tokens, logprobs, strict=True):
+        request.output, request.logprobs = [int(token)], [float(logprob)]
+        if request.stop_strings is not None and request.stop_strings.push(int(token)):
+            request.finish_reason = "stop"
+        request.finish_reason = _finish_reason(request, int(token), 1)
+    finished = [r for r in prefill.children if r.finish_reason is not None]
+    prefill.children = [r for r in prefill.children if r.finish_reason is None]
+    return finished
+
+
+def _finish_reason(request: Request, token: int, length: int) -> FinishReason | None:
+    if request.finish_reason is not None or token in request.stop_token_ids:
+        return "stop"
+    return "length" if length >= request.params.max_tokens else None

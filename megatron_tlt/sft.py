@@ -1,0 +1,166 @@
+"""Supervised fine-tuning (`megatron-tlt sft`): JSONL in, Hugging Face directory out, through the same actor as RL."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.data.packing import balance
+from megatron_tlt.errors import DataError
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.types import TrainBatch, TrainSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.algorithms.base import LossInputs
+    from megatron_tlt.config.root import SftConfig
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import Tokenizer
+
+_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+_COMPANIONS += ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json")
+
+
+class CompletionLoss:
+    """Negative log-likelihood of the completion's tokens, summed."""
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss sum over unmasked tokens (0-d) and its metric sums."""
+        nll = -(inputs.logprobs * inputs.mask).sum()
+        return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
+
+
+def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
+    """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added and learned.
+
+    Raises DataError naming file and line for a record that is not such an object or exceeds `max_context` tokens.
+    """
+    eos = tokenizer.eos_token_ids[0]
+    sequences = []
+    for number, record in _json_lines(path):
+        missing = [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]
+        if missing:
+            raise DataError(f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}")
+        prompt = tokenizer.encode_chat(record["prompt"]) if chat else tokenizer.encode(record["prompt"])
+        tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
+        if len(tokens) > max_context:
+            raise DataError(f"{path}:{number}: {len(tokens)} tokens, model.max_context allows {max_context}")
+        response = len(tokens) - len(prompt)
+        ones, zeros = np.ones(response, dtype=np.float32), np.zeros(response, dtype=np.float32)
+        ids = np.array(tokens, dtype=np.int64)
+        sequences.append(TrainSequence(number, 0, ids, len(prompt), ones, ones.copy(), zeros))
+    if not sequences:
+        raise DataError(f"{path}: no records")
+    return sequences
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}:{number}: expected an object, found {type(record).__name__}")
+            yield number, record
+
+
+def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int) -> Iterator[list[TrainSequence]]:
+    """Endless optimizer steps: whole sequences, shuffled anew each epoch, up to `tokens_per_step` tokens each."""
+    epoch, step, size = 0, [], 0
+    while True:
+        for index in np.random.default_rng((seed, epoch)).permutation(len(sequences)):
+            sequence = sequences[int(index)]
+            if step and size + sequence.length > tokens_per_step:
+                yield step
+                step, size = [], 0
+            step.append(sequence)
+            size += sequence.length
+        epoch += 1
+
+
+class SftTrainer:
+    """Trains on completions and writes the result."""
+
+    def __init__(self, config: SftConfig, world: World, tokenizer: Tokenizer):
+        self._config, self._world, self._tokenizer = config, world, tokenizer
+        sft = config.sft
+        self._train = read_records(Path(sft.train_path), tokenizer, sft.chat_template, config.model.max_context)
+        self._eval: list[TrainSequence] = []
+        if sft.eval_path is not None:
+            self._eval = read_records(Path(sft.eval_path), tokenizer, sft.chat_template, config.model.max_context)
+        self.policy = MegatronPolicy(
+            world,
+            config.model,
+            config.actor,
+            config.optimizer,
+            CompletionLoss(),
+            total_optimizer_steps=sft.num_steps,
+            seed=sft.seed,
+            random_init=sft.random_init,
+        )
+
+    def run(self) -> None:
+        """Trains `sft.num_steps` steps and writes `sft.out`. Collective."""
+        sft = self._config.sft
+        steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
+        for step in range(1, sft.num_steps + 1):
+            self._world.enter("update", step)
+            out = self.policy.train_step(self._share(next(steps)))
+            if step % sft.eval_every == 0 or step == sft.num_steps:
+                self._report(step, out.metrics)
+        self._world.enter("save")
+        self.save(Path(sft.out))
+
+    def evaluate(self) -> float:
+        """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""
+        if not self._eval:
+            return float("nan")
+        mine = self._share(self._eval).mini_batches[0]
+        logprobs = self.policy.logprobs(mine, temperature=1.0)
+        sums = np.array([sum(float(lp.sum()) for lp in logprobs), sum(len(lp) for lp in logprobs)])
+        parts = self._world.all_gather_object(sums)
+        total = np.sum([parts[self.policy.dims.replica_ranks(dp)[0]] for dp in range(self.policy.dims.dp)], axis=0)
+        return float(-total[0] / total[1])
+
+    def save(self, out: Path) -> None:
+        """Writes a Hugging Face directory with the tokenizer's files beside the weights. Collective."""
+        weights = self.policy.named_weights()
+        if self._world.is_main:
+            dtype = {"fp32": "float32", "bf16": "bfloat16"}[self._config.actor.dtype]
+            save_hf(out, self.policy.config, weights, dtype=dtype)
+            source = Path(self._config.model.tokenizer or self._config.model.path)
+            for name in _COMPANIONS:
+                if (source / name).is_file() and source.resolve() != out.resolve():
+                    shutil.copyfile(source / name, out / name)
+        else:
+            for _ in weights:  # every rank takes part in gathering each tensor
+                pass
+        self._world.barrier()
+
+    def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
+        """This replica's part of one optimizer step, balanced by tokens."""
+        dims = self.policy.dims
+        bins = balance([s.length for s in sequences], dims.dp)
+        me = dims.coordinates(self._world.rank).dp
+        mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
+        return TrainBatch([mine], [float(sum(len(s.loss_mask) for s in sequences))])
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        held_out = self.evaluate()
+        if self._world.is_main:
+            shown = {"loss": metrics["loss"], "held-out": held_out, "lr": metrics["lr"]}
+            text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+            print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)

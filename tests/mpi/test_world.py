@@ -1,0 +1,45 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.mpi import ROOT, rank_environment, run_ranks
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_exchange_delivers_to_the_named_ranks_only(ranks):
+    out = run_ranks(ranks, "tests/mpi/workers/exchange.py").stdout
+    assert sorted(line for line in out.splitlines() if line.startswith("ok")) == [f"ok {r}" for r in range(ranks)]
+
+
+def test_a_rank_that_raises_ends_the_job_and_says_who_where_what():
+    started = time.monotonic()
+    done = run_ranks(3, "tests/mpi/workers/fault.py", "raise", "1", check=False, timeout=60)
+    assert done.returncode != 0
+    assert "rank 1 failed in phase rollout, step 3: RuntimeError: made to fail" in done.stdout
+    assert time.monotonic() - started < 40  # the others sleep for 60 s: they were ended
+
+
+def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out():
+    done = run_ranks(3, "tests/mpi/workers/fault.py", "hang", "2", check=False, timeout=60)
+    assert done.returncode != 0
+    assert "failed in phase exchange, step 3" in done.stdout
+    assert "not arrived: rank 2 (still in phase rollout, step 3)" in done.stdout
+
+
+def test_the_world_must_have_the_size_that_the_launcher_promised():
+    # No launcher at all, but an environment that claims five tasks: what a wrong --mpi flag looks like.
+    env = {**rank_environment(), "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+    code = (
+        "from megatron_tlt.distributed.world import World\n"
+        "from megatron_tlt.config.run import DistributedSection\n"
+        "World.start(DistributedSection())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "srun promised 5 ranks but MPI sees 1" in done.stderr

@@ -1,0 +1,56 @@
+import pytest
+import torch
+
+from megatron_tlt.config.rollout import SyncSection
+from megatron_tlt.errors import SyncError
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.sync.push import BucketedSync
+
+
+class OneRank:
+    rank = 0
+
+    def all_gather_object(self, value):
+        return [value]
+
+
+class RecordingBackend:
+    def __init__(self, corrupt=None, drop=None):
+        self.calls, self.held, self.corrupt, self.drop = [], {}, corrupt, drop
+
+    def begin_update(self, version):
+        self.calls.append(("begin", version))
+
+    def update_weights(self, bucket):
+        self.calls.append(("bucket", len(bucket.tensors)))
+        for name, tensor in bucket.tensors:
+            if name != self.drop:
+                self.held[name] = tensor + 1 if name == self.corrupt else tensor.clone()
+
+    def finish_update(self):
+        self.calls.append(("finish",))
+
+    def weight_checksums(self):
+        return {name: checksum(tensor) for name, tensor in self.held.items()}
+
+
+WEIGHTS = {f"w{i}": torch.randn(1 << 17) for i in range(5)}  # half a MiB each
+
+
+def test_push_is_begin_buckets_finish():
+    backend = RecordingBackend()
+    metrics = BucketedSync(SyncSection(bucket_mib=1, verify=True), backend, OneRank()).push(WEIGHTS.items(), version=3)
+    assert backend.calls == [("begin", 3), ("bucket", 2), ("bucket", 2), ("bucket", 1), ("finish",)]
+    assert metrics["sync/mib"] == 2.5
+    assert all(torch.equal(backend.held[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("backend", [RecordingBackend(corrupt="w2"), RecordingBackend(drop="w2")])
+def test_verify_names_the_tensor_that_differs(backend):
+    sync = BucketedSync(SyncSection(verify=True), backend, OneRank())
+    with pytest.raises(SyncError, match="w2"):
+        sync.push(WEIGHTS.items(), version=1)
+
+
+def test_without_verify_nothing_is_compared():
+    BucketedSync(SyncSection(), RecordingBackend(corrupt="w2"), OneRank()).push(WEIGHTS.items(), version=1)
