@@ -28,6 +28,11 @@ class ConfigError(TltError, ValueError):
         self.problems = [problems] if isinstance(problems, ConfigProblem) else list(problems)
         super().__init__("\n".join(str(p) for p in self.problems))
 
+    @classmethod
+    def of(cls, path: str, value: object, allowed: str) -> ConfigError:
+        """An error with one problem."""
+        return cls(ConfigProblem(path, value, allowed))
+
 
 class CheckpointError(TltError):
     """A checkpoint or model directory that is missing, torn, altered or contradicts its configuration."""

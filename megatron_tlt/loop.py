@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_tlt.evaluation import Evaluator
     from megatron_tlt.experience import StepTable
     from megatron_tlt.interfaces import RolloutBackend, WeightSync
-    from megatron_tlt.observe.observer import Observer
+    from megatron_tlt.observer import Observer
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.types import Prompt, SamplingParams
 
@@ -80,7 +80,7 @@ class RLTrainer:
         while self.progress.step < self.config.train.num_steps:
             self._train_one()
         self.checkpoints.wait()
-        self.observer.finish(self.world, self.progress.evaluations, self.checkpoints.latest())
+        self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
 
     def _train_one(self) -> None:
         started = time.perf_counter()
@@ -100,7 +100,7 @@ class RLTrainer:
         with self._phase("log"):
             metrics = {**batch.metrics, **out.metrics, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
-            self.observer.log_step(self.world, self.progress.step, seconds, metrics, self.backend.take_stats(), groups)
+            self.observer.log_step(self.progress.step, seconds, metrics, self.backend.take_stats(), groups)
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""

@@ -29,7 +29,7 @@ class ActorSection(Section):
     distributed_optimizer: Literal["auto", "on", "off"] = "auto"
     """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA, off on CPU."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where CUDA and TE are there."""
+    """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
 
 
 class OptimizerSection(Section):

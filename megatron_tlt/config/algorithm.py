@@ -15,8 +15,8 @@ class AlgorithmSection(Section):
     """The policy-gradient algorithm. Defaults marked "of the algorithm" come from its paper."""
 
     name: AlgorithmName = "grpo"
-    """grpo (2402.03300), dr_grpo (2503.20783), dapo (2503.14476), rloo (2402.14740), reinforce_pp (2501.03262),
-    gspo (2507.18071)."""
+    """grpo (2402.03300), dr_grpo (2503.20783), dapo (2503.14476), rloo (2402.14740),
+    reinforce_pp (2501.03262), gspo (2507.18071)."""
     ratio_clip_low: NonNegativeFloat | None = None
     """Lower clip: ratio >= 1 - low. Default: of the algorithm."""
     ratio_clip_high: NonNegativeFloat | None = None
@@ -32,13 +32,13 @@ class AlgorithmSection(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
     importance_cap: NonNegativeFloat = 2.0
-    """Truncated importance correction for the engine/actor log-prob mismatch: weights are capped here; 0: off."""
+    """Cap of the truncated importance correction for the engine/actor log-prob mismatch; 0: off."""
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
     """Most extra rollout rounds of dynamic sampling in one step."""
     overlong_buffer: NonNegativeInt = 0
-    """DAPO overlong shaping: tokens before max_tokens over which the penalty grows from 0 to its weight; 0: off."""
+    """DAPO overlong shaping: tokens before max_tokens over which the penalty grows to its weight; 0: off."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Largest overlong penalty."""
     mask_truncated: bool = False

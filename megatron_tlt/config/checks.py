@@ -1,7 +1,7 @@
 """Cross-checks that need no weights: does the layout fit the world, the model and the data?
 
-Every check yields all its problems; nothing raises until the caller asks (`raise_problems`). The model comes as
-an `interfaces.ModelShape`, so that this floor knows no model code; None skips the checks that need it.
+Every check yields all its problems; nothing raises until the caller asks (`raise_problems`). The model comes
+as an `interfaces.ModelShape`, so that this floor knows no model code; None skips the checks that need it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def raise_problems(problems: list[ConfigProblem]) -> None:
 
 
 def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:
-    """The device to check for: the caller's knowledge first, then the config's word; None when nobody says."""
+    """The device to check for: the caller's knowledge first, then the config's word; None when nobody
+    says."""
     said = config.distributed.device
     return device if device is not None or said == "auto" else said
 
@@ -85,7 +86,9 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
     block = actor.tp * actor.pp * actor.cp
     if num_ranks % block:
         allowed = f"tp * pp * cp must divide the number of ranks ({num_ranks})"
-        yield ConfigProblem("actor.tp * actor.pp * actor.cp", f"{actor.tp} * {actor.pp} * {actor.cp} = {block}", allowed)
+        yield ConfigProblem(
+            "actor.tp * actor.pp * actor.cp", f"{actor.tp} * {actor.pp} * {actor.cp} = {block}", allowed
+        )
     if actor.sequence_parallel and actor.tp == 1:
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
     if actor.cp > 1 and (device == "cpu" or actor.layer_spec == "local"):
@@ -102,7 +105,9 @@ def _check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
     """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
     per_node = config.cluster.ranks_per_node
     if config.cluster.nodes > 1 and (tp > per_node or per_node % tp):
-        yield ConfigProblem(path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node")
+        yield ConfigProblem(
+            path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node"
+        )
 
 
 def _check_shape_tp(shape: ModelShape | None, path: str, tp: int) -> Problems:
@@ -137,7 +142,9 @@ def _check_architecture(config: Config | SftConfig, shape: ModelShape | None) ->
             yield ConfigProblem(f"model.architecture.{name}", getattr(promised, name), allowed)
 
 
-def check_rollout(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
+def check_rollout(
+    config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None
+) -> Problems:
     """The engine's layout, kernels and memory."""
     rollout = config.rollout
     if num_ranks % rollout.tp:
@@ -145,14 +152,18 @@ def check_rollout(config: Config, shape: ModelShape | None, num_ranks: int, devi
     yield from _check_shape_tp(shape, "rollout.tp", rollout.tp)
     yield from _check_nodes(config, "rollout.tp", rollout.tp)
     if rollout.kernels == "native" and device == "cuda":
-        yield ConfigProblem("rollout.kernels", "native", "must be 'auto' or 'torch' on CUDA: native kernels are for CPU")
+        yield ConfigProblem(
+            "rollout.kernels", "native", "must be 'auto' or 'torch' on CUDA: native kernels are for CPU"
+        )
     if rollout.max_running_requests > rollout.max_batched_tokens:
         allowed = f"must be <= rollout.max_batched_tokens ({rollout.max_batched_tokens}): decoding takes a token each"
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
     if shape is not None:
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
-            yield ConfigProblem("rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})")
+            yield ConfigProblem(
+                "rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})"
+            )
 
 
 def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
@@ -201,11 +212,15 @@ def check_context(config: Config, max_positions: int | None) -> Problems:
         if answer is not None and prompt + answer > limit:
             value = f"{prompt} + {answer} = {prompt + answer}"
             yield ConfigProblem(
-                f"data.max_prompt_tokens + {path}.max_tokens", value, f"must be <= model.max_context ({limit})"
+                f"data.max_prompt_tokens + {path}.max_tokens",
+                value,
+                f"must be <= model.max_context ({limit})",
             )
     yield from _check_positions(limit, max_positions)
 
 
 def _check_positions(max_context: int, max_positions: int | None) -> Problems:
     if max_positions is not None and max_context > max_positions:
-        yield ConfigProblem("model.max_context", max_context, f"must be <= the model's {max_positions} positions")
+        yield ConfigProblem(
+            "model.max_context", max_context, f"must be <= the model's {max_positions} positions"
+        )

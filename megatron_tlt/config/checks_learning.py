@@ -66,7 +66,9 @@ def _check_source(path: str, source: PromptSourceConfig) -> Problems:
     if source.path is None:
         yield ConfigProblem(f"{path}.path", None, f"is required with kind: {source.kind}")
     if source.tasks:
-        yield ConfigProblem(f"{path}.tasks", [t.name for t in source.tasks], f"has no meaning with kind: {source.kind}")
+        yield ConfigProblem(
+            f"{path}.tasks", [t.name for t in source.tasks], f"has no meaning with kind: {source.kind}"
+        )
 
 
 def check_rewards(config: Config) -> Problems:
@@ -75,14 +77,18 @@ def check_rewards(config: Config) -> Problems:
     if not functions:
         yield ConfigProblem("rewards.functions", [], "needs at least one reward function")
     elif not any(function.counts_as_correct for function in functions):
-        yield ConfigProblem("rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning")
+        yield ConfigProblem(
+            "rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning"
+        )
     for index, function in enumerate(functions):
         path = f"rewards.functions.{index}"
         if function.name == "task":
             yield from _check_task_reward(path, config)
         yield from _check_reward_parameters(path, function)
         if config.rewards.workers == 0 and function.name == "python":
-            yield ConfigProblem("rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout")
+            yield ConfigProblem(
+                "rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout"
+            )
 
 
 def _check_task_reward(path: str, config: Config) -> Problems:
@@ -95,7 +101,9 @@ def _check_task_reward(path: str, config: Config) -> Problems:
 def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
     if function.name == "python":
         if function.path is None or ":" not in function.path:
-            yield ConfigProblem(f"{path}.path", function.path, "is required: module:function or file.py:function")
+            yield ConfigProblem(
+                f"{path}.path", function.path, "is required: module:function or file.py:function"
+            )
     elif function.path is not None or function.params:
         yield ConfigProblem(f"{path}.name", function.name, "path and params are for name: python")
     if function.name == "format" and function.pattern is None:

@@ -24,7 +24,8 @@ class PromptSourceConfig(Section):
     """Where prompts come from."""
 
     kind: Literal["tasks", "jsonl", "parquet", "hf"] = "tasks"
-    """tasks: procedural (seeded, infinite); jsonl or parquet files; hf: a datasets directory saved to disk."""
+    """tasks: procedural (seeded, infinite); jsonl or parquet files; hf: a datasets directory saved to
+    disk."""
     path: str | None = None
     """File or directory (all kinds but tasks)."""
     prompt_field: str = "prompt"
@@ -65,7 +66,8 @@ class RewardConfig(Section):
     pattern: str | None = None
     """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
     path: str | None = None
-    """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response, metadata)."""
+    """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
+    metadata)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
     counts_as_correct: bool = True

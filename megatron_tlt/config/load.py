@@ -23,8 +23,8 @@ RootT = TypeVar("RootT", Config, SftConfig)
 def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[RootT] = Config) -> RootT:  # type: ignore[assignment]
     """The configuration in `path` with `overrides` (`"a.b.c=value"`, values typed as in YAML) on top.
 
-    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. Raises ConfigError with all
-    problems of the file and of the overrides.
+    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. Raises ConfigError with
+    all problems of the file and of the overrides.
     """
     return build_config(read_config_file(Path(path)), overrides, root)
 
@@ -72,7 +72,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     elif isinstance(node, dict):
         node[keys[-1]] = value
     else:
-        raise ConfigError(ConfigProblem(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section"))
+        raise ConfigError(
+            ConfigProblem(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section")
+        )
 
 
 def _child(node: Any, key: str, path: str) -> Any:

@@ -1,18 +1,18 @@
 """Memory of one rank, estimated before anything is allocated.
 
-Legend: P parameters on this rank, T tokens of a micro-batch on this rank, H hidden, F intermediate, V vocabulary,
-d head width, A / K query / key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of
-an element (fp32 4, bf16 2). All sums are in bytes; the report shows GiB.
+Legend: P parameters on this rank, T tokens of a micro-batch on this rank, H hidden, F intermediate, V
+vocabulary, d head width, A / K query / key-value heads, L layers, t = tp, s = t with sequence parallelism,
+else 1; e bytes of an element (fp32 4, bf16 2). All sums are in bytes; the report shows GiB.
 
-* Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced in
-  fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the last term
-  by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed optimizer
-  documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
+* Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced
+  in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
+  last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
+  optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * Activations: kept for backward by one decoder layer, counted tensor by tensor as Korthikanti et al., arXiv
   2205.05198, section 4, do for GPT, here for GQA, SwiGLU and fused attention (no A*T*T term):
-  `T*e*(4H/s + (3A + 3K)d/t + 3F/t)`. Full recompute keeps `T*H*e/s` a layer and one layer in full (section 5).
-  1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
-  The last stage adds the logits, their fp32 copy and gradient: `T*(V/t)*(e + 8)`.
+  `T*e*(4H/s + (3A + 3K)d/t + 3F/t)`. Full recompute keeps `T*H*e/s` a layer and one layer in full (section
+  5). 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3). The last stage
+  adds the logits, their fp32 copy and gradient: `T*(V/t)*(e + 8)`.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3).
 """
 

@@ -41,6 +41,7 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Directory of the tokenizer; default: `path`."""
     architecture: ArchitectureConfig | None = None
-    """Expected shape. Used by `check` when `path` is not on this machine; must agree with `path` when it is."""
+    """Expected shape. Used by `check` when `path` is not on this machine; must agree with `path` when it
+    is."""
     max_context: PositiveInt = Field(default=4096)
     """Longest prompt + answer in tokens."""

@@ -46,7 +46,8 @@ def render_check(
 ) -> str:
     """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `find_problems`).
 
-    Without a shape (no model directory, no `model.architecture`) the memory table says that it cannot be given.
+    Without a shape (no model directory, no `model.architecture`) the memory table says that it cannot be
+    given.
     """
     shape = shape if shape is not None else config.model.architecture
     dims = Dims.fit(num_ranks, tp=config.actor.tp, pp=config.actor.pp, cp=config.actor.cp)
@@ -66,7 +67,11 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     table = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     return [
-        "  " + "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  "
+        + "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in table
     ]
 
@@ -79,11 +84,15 @@ def _grid(dims: Dims) -> list[str]:
     """A row a data-parallel replica, a column a pipeline stage; a cell holds its TP (x CP) ranks in order."""
     inner = dims.tp * dims.cp
     lines = [f"Ranks: {dims.world_size} = tp {dims.tp} x pp {dims.pp} x cp {dims.cp} x dp {dims.dp}"]
-    within = "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
+    within = (
+        "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
+    )
     lines.append(f"  in a cell: {within}" if inner > 1 else "  in a cell: the rank")
     shown = range(dims.dp) if dims.dp <= MAX_GRID_ROWS else [*range(MAX_GRID_ROWS - 1), dims.dp - 1]
     header = ["", *[f"stage {pp}" for pp in range(dims.pp)]]
-    rows = [[f"dp {dp}", *[_span(dims.rank_at(dp=dp, pp=pp), inner) for pp in range(dims.pp)]] for dp in shown]
+    rows = [
+        [f"dp {dp}", *[_span(dims.rank_at(dp=dp, pp=pp), inner) for pp in range(dims.pp)]] for dp in shown
+    ]
     if dims.dp > MAX_GRID_ROWS:
         rows.insert(-1, ["...", *["..."] * dims.pp])
     return lines + format_table(header, rows)
@@ -128,12 +137,17 @@ def _cache_line(config: Config, shape: ModelShape, total: int, device: Device | 
         held = max(0, int((limit * GIB - total) // request) + 1)
     else:
         return []
-    return [f"  the KV cache holds {held} requests of full length ({longest_request(config)} tokens) on each engine"]
+    return [
+        f"  the KV cache holds {held} requests of full length ({longest_request(config)} tokens) on each
+        engine"
+    ]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
     if isinstance(config, SftConfig):
-        return [f"One step: {config.sft.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas"]
+        return [
+            f"One step: {config.sft.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas"
+        ]
     prompts, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
     answers = prompts * samples
     steps = config.algorithm.mini_batches
@@ -143,5 +157,6 @@ def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
         f"One step: {prompts} prompts x {samples} answers = {answers} sequences, at most {most} tokens",
         f"  {steps} optimizer step{'s' if steps > 1 else ''} of {answers // steps} sequences; "
         f"{answers / dims.dp:g} sequences a data-parallel replica",
-        f"  at most {packs} micro-batches of {config.actor.micro_batch_tokens} tokens a replica and optimizer step",
+        f"  at most {packs} micro-batches of {config.actor.micro_batch_tokens} tokens a replica and optimizer
+        step",
     ]

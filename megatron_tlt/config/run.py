@@ -21,7 +21,8 @@ class TrainSection(Section):
     run_dir: str = "runs/default"
     """Where checkpoints, logs and events go."""
     deterministic: bool = True
-    """Fix the order of every reduction, so that a resumed run equals an uninterrupted one bit for bit (fp32)."""
+    """Fix the order of every reduction, so that a resumed run equals an uninterrupted one bit for bit
+    (fp32)."""
 
 
 class EvalSection(Section):

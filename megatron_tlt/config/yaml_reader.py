@@ -71,7 +71,9 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=CoreLoader)  # CoreLoader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ConfigError(ConfigProblem(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}")) from error
+        raise ConfigError(
+            ConfigProblem(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}")
+        ) from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(ConfigProblem(where, text[:40], f"not valid YAML: {error}")) from error
 
@@ -93,7 +95,9 @@ def read_config_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]
     resolved = path.resolve()
     if resolved in chain:
         cycle = " -> ".join(p.name for p in (*chain, resolved))
-        raise ConfigError(ConfigProblem(DEFAULTS_KEY, str(path), f"files may not inherit in a circle: {cycle}"))
+        raise ConfigError(
+            ConfigProblem(DEFAULTS_KEY, str(path), f"files may not inherit in a circle: {cycle}")
+        )
     own = _read_mapping(path, chain)
     names = own.pop(DEFAULTS_KEY, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -109,7 +113,9 @@ def _read_mapping(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(ConfigProblem("config file", str(path), f"cannot be read{origin}: {error}")) from error
+        raise ConfigError(
+            ConfigProblem("config file", str(path), f"cannot be read{origin}: {error}")
+        ) from error
     value = parse_yaml(text, str(path))
     if value is None:
         return {}

@@ -1,0 +1,238 @@
+"""The megatron-core GPTModel of a Hugging Face architecture, from building blocks; never `megatron.training`.
+
+Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_tlt.actor.attention import PackedRotary, SDPACoreAttention
+from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
+from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.microbatch import MicroBatch
+from megatron_tlt.actor.norm import RMSNorm
+from megatron_tlt.actor.weights import mark_shards
+from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.config import ModelConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_layout(config: ModelConfig, actor: ActorSection) -> None:
+    """Raises ConfigError with everything about the layout that this model or this machine cannot do."""
+    problems = [
+        ConfigProblem(path, value, f"must divide {what} ({number})")
+        for path, value, what, number in (
+            ("actor.tp", actor.tp, "the query heads", config.num_heads),
+            ("actor.tp", actor.tp, "the key/value heads", config.num_kv_heads),
+            ("actor.tp", actor.tp, "the MLP width", config.intermediate_size),
+            ("actor.pp", actor.pp, "the layers", config.num_layers),
+        )
+        if number % value
+    ]
+    if actor.cp > 1:
+        problems.append(ConfigProblem("actor.cp", actor.cp, "the local layers have no context parallel attention; 1"))
+    if actor.sequence_parallel and actor.tp == 1:
+        problems.append(ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1"))
+    if actor.layer_spec == "transformer_engine" and not transformer_engine_is_here():
+        allowed = "needs CUDA and the package transformer_engine; local or auto"
+        problems.append(ConfigProblem("actor.layer_spec", actor.layer_spec, allowed))
+    if problems:
+        raise ConfigError(problems)
+
+
+def transformer_engine_is_here() -> bool:
+    """Whether Transformer Engine layers can be built."""
+    return HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+
+
+def uses_transformer_engine(actor: ActorSection) -> bool:
+    """Whether `layer_spec` resolves to Transformer Engine here."""
+    return actor.layer_spec == "transformer_engine" or (actor.layer_spec == "auto" and transformer_engine_is_here())
+
+
+def packed_format(actor: ActorSection) -> str:
+    """megatron's qkv_format: the local layers take packed rows through the plain path (see attention.py)."""
+    return "thd" if uses_transformer_engine(actor) else "sbhd"
+
+
+def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerConfig:
+    """megatron's dataclass for this architecture and layout. Fusions that need apex or CUDA stay off."""
+    dtype = DTYPES[actor.dtype]
+    recompute: dict[str, Any] = {}
+    if actor.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif actor.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.qkv_bias,
+        qk_layernorm=config.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=actor.tp,
+        pipeline_model_parallel_size=actor.pp,
+        sequence_parallel=actor.sequence_parallel,
+        perform_initialization=False,  # every tensor is loaded or drawn by name, the same in every layout
+        use_cpu_initialization=not HAS_CUDA,
+        calculate_per_token_loss=True,  # DDP then sums over replicas; the loss carries its own divisor
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # no MoE here: variable lengths refuse the default dispatcher
+        batch_p2p_comm=HAS_CUDA,
+        batch_p2p_sync=False,
+        transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
+        **recompute,
+    )
+
+
+def _local_layer(config: ModelConfig) -> ModuleSpec:
+    norm = RMSNorm if config.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=SDPACoreAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoints carry the names of the Transformer Engine layers, so either spec can load them.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+
+
+def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
+    if uses_transformer_engine(actor):
+        from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: PLC0415  (imports Transformer Engine)
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
+    layers = config.num_layers // actor.pp
+    return TransformerBlockSubmodules(layer_specs=[_local_layer(config)] * layers, layer_norm=RMSNorm)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """RoPE's [d / 2] fp32 frequencies with Llama 3's scaling where the architecture has it.
+
+    megatron's own scaling hard-codes three of Llama 3's four numbers, so it is computed here from the config.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponent)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    factor, old = scaling.factor, scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    smooth = (old / wavelength - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelength > old / low, frequencies / factor, blended)
+    return torch.where(wavelength < old / high, frequencies, scaled)
+
+
+class PolicyModel:
+    """One pipeline stage of the model, called with micro-batches instead of megatron's eight arguments."""
+
+    def __init__(self, config: ModelConfig, actor: ActorSection, groups: ActorGroups, max_context: int):
+        self.config, self.groups = config, groups
+        self.megatron_config = transformer_config(config, actor)
+        self._rows: Tensor | None = None
+        padded = -(-config.vocab_size // actor.tp) * actor.tp
+        with cpu_as_cuda():
+            self.module = GPTModel(
+                config=self.megatron_config,
+                transformer_layer_spec=_decoder_spec(config, actor),
+                vocab_size=padded,
+                max_sequence_length=max_context,
+                pre_process=groups.is_first_stage,
+                post_process=groups.is_last_stage,
+                position_embedding_type="rope",
+                rotary_base=int(config.rope_theta),
+                share_embeddings_and_output_weights=config.tie_word_embeddings,
+                parallel_output=True,
+            )
+        mark_shards(self.module, config, groups)
+        inv_freq = inverse_frequencies(config).to(current_device())
+        self._rotary: PackedRotary | None = None
+        if uses_transformer_engine(actor):
+            self.module.rotary_pos_emb.inv_freq = inv_freq
+        else:
+            self._rotary = self.module.rotary_pos_emb = PackedRotary(inv_freq)
+        if groups.is_last_stage:
+            self._select_rows_before_head(actor.sequence_parallel)
+
+    def _select_rows_before_head(self, sequence_parallel: bool) -> None:
+        """Prompt rows skip the LM head: a forward hook of the output layer keeps only the rows that are asked for.
+
+        Under sequence parallel each rank holds a slice of the rows, so they are gathered first, and the head must
+        no longer gather by itself; its input gradient is then summed over TP as without sequence parallel.
+        """
+        head = self.module.output_layer
+        if sequence_parallel:
+            head.sequence_parallel, head.allreduce_dgrad = False, True
+
+        def keep(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            hidden = args[0]  # [T, 1, H], or [T / tp, 1, H]
+            if sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            return (hidden.index_select(0, self._rows), *args[1:])
+
+        head.register_forward_pre_hook(keep)
+
+    def forward(self, wrapped: Any, batch: MicroBatch) -> Tensor:
+        """Logits [1, N, V] of the response rows on the last stage, hidden states elsewhere.
+
+        `wrapped` is what the schedule passes: the module itself or its DDP wrapper.
+        """
+        self._rows = batch.rows
+        if self._rotary is not None:
+            self._rotary.positions = batch.positions[0]
+        return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=batch.packing)

@@ -1,0 +1,121 @@
+"""Which Hugging Face tensors make which megatron parameter, and how a parameter is cut over tensor-parallel ranks.
+
+Legend: H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
+
+Pure functions on tensors and names: no process group, no megatron. One `Slot` is one megatron parameter:
+
+    kind          Hugging Face tensors            cut over TP
+    replicated    one                             not at all
+    vocab         one [V, H]                      rows, V padded with zero rows to a multiple of tp
+    columns       one [H, in]                     columns (row-parallel linear: o_proj, down_proj)
+    qkv           q, k, v [heads * d(, H)]        by key/value group: its query heads, its key, its value
+    gate_up       gate, up [F, H]                 rows of each, gate part above up part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.config import ModelConfig
+
+Kind = Literal["replicated", "vocab", "columns", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One megatron parameter of one pipeline stage.
+
+    `paths` are its possible names inside the stage's model (local spec, Transformer Engine spec);
+    `exported` is False for a second copy of a tensor that another stage owns (tied embeddings).
+    """
+
+    hf_names: tuple[str, ...]
+    paths: tuple[str, ...]
+    stage: int
+    kind: Kind
+    exported: bool = True
+
+
+def slots(config: ModelConfig, pp: int) -> list[Slot]:
+    """Every parameter of the model over `pp` equal stages, in the order of a Hugging Face checkpoint."""
+    per_stage = config.num_layers // pp
+    word = "embedding.word_embeddings.weight"
+    found = [Slot(("model.embed_tokens.weight",), (word,), 0, "vocab")]
+    for layer in range(config.num_layers):
+        found.extend(_layer_slots(config, layer, stage=layer // per_stage, local=layer % per_stage))
+    last = pp - 1
+    found.append(Slot(("model.norm.weight",), ("decoder.final_layernorm.weight",), last, "replicated"))
+    if not config.tie_word_embeddings:
+        found.append(Slot(("lm_head.weight",), ("output_layer.weight",), last, "vocab"))
+    elif pp > 1:
+        found.append(Slot(("model.embed_tokens.weight",), ("output_layer.weight",), last, "vocab", exported=False))
+    return found
+
+
+def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Iterator[Slot]:
+    hf, mg = f"model.layers.{layer}.", f"decoder.layers.{local}."
+
+    def slot(names: tuple[str, ...], paths: tuple[str, ...], kind: Kind) -> Slot:
+        return Slot(tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind)
+
+    def qkv(what: str) -> Slot:
+        names = tuple(f"self_attn.{x}_proj.{what}" for x in "qkv")
+        return slot(names, (f"self_attention.linear_qkv.{what}",), "qkv")
+
+    norm_1 = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    norm_2 = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    yield slot(("input_layernorm.weight",), norm_1, "replicated")
+    yield qkv("weight")
+    if config.qkv_bias:
+        yield qkv("bias")
+    if config.qk_norm:
+        yield slot(("self_attn.q_norm.weight",), ("self_attention.q_layernorm.weight",), "replicated")
+        yield slot(("self_attn.k_norm.weight",), ("self_attention.k_layernorm.weight",), "replicated")
+    yield slot(("self_attn.o_proj.weight",), ("self_attention.linear_proj.weight",), "columns")
+    yield slot(("post_attention_layernorm.weight",), norm_2, "replicated")
+    yield slot(("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("mlp.linear_fc1.weight",), "gate_up")
+    yield slot(("mlp.down_proj.weight",), ("mlp.linear_fc2.weight",), "columns")
+
+
+def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: int) -> Tensor:
+    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors in the slot's order."""
+    if slot.kind == "replicated":
+        return full[0]
+    if slot.kind == "vocab":
+        rows = -(-full[0].shape[0] // tp)
+        part = full[0][rank * rows : (rank + 1) * rows]
+        missing = rows - part.shape[0]
+        return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
+    if slot.kind == "columns":
+        return full[0].chunk(tp, 1)[rank]
+    if slot.kind == "gate_up":
+        return torch.cat([x.chunk(tp, 0)[rank] for x in full])
+    # A TP rank holds whole key/value groups: [groups, (query heads + 2) * d, ...]
+    by_group = [x.reshape(config.num_kv_heads, -1, *x.shape[1:]).chunk(tp, 0)[rank] for x in full]
+    return torch.cat(by_group, 1).flatten(0, 1)
+
+
+def unshard(config: ModelConfig, slot: Slot, parts: list[Tensor]) -> list[Tensor]:
+    """The full Hugging Face tensors, in the slot's order, from every TP rank's part. May return views of `parts`."""
+    if slot.kind == "replicated":
+        return [parts[0]]
+    if slot.kind == "vocab":
+        return [_join(parts, 0)[: config.vocab_size]]
+    if slot.kind == "columns":
+        return [_join(parts, 1)]
+    if slot.kind == "gate_up":
+        halves = [part.chunk(2, 0) for part in parts]
+        return [_join([half[i] for half in halves], 0) for i in range(2)]
+    d, groups = config.head_dim, config.num_kv_heads // len(parts)
+    sizes = [config.num_heads // config.num_kv_heads * d, d, d]
+    split = [part.reshape(groups, -1, *part.shape[1:]).split(sizes, 1) for part in parts]
+    return [_join([piece[i] for piece in split], 0).flatten(0, 1) for i in range(3)]
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,47 @@
+"""Metric sums of micro-batches to figures that every rank has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from megatron_tlt.actor.groups import ActorGroups
+from torch import Tensor
+
+MAX_SUFFIX = "_max"
+
+
+def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Adds sums and takes maxima (names ending in `_max`), in the given order. A name may be missing in some."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            else:
+                merged[name] = max(merged[name], value) if name.endswith(MAX_SUFFIX) else merged[name] + value
+    return merged
+
+
+def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], groups: ActorGroups) -> dict[str, float]:
+    """Merged metrics of all micro-batches of all replicas, on every rank. Collective.
+
+    Only last stages have parts. Values go as Python floats: a replica without sequences has no names to offer,
+    and a fixed order of addition gives the same bits on every run.
+    """
+    merged: dict[str, float] = {}
+    if groups.is_last_stage:
+        local = merge({name: float(value) for name, value in part.items()} for part in parts)
+        merged = merge(groups.over_data_parallel(local))
+    received: dict[str, float] = groups.from_last_stage(merged)
+    return received
+
+
+def per_token(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums divided by the number of tokens; maxima and counts as they are."""
+    tokens = sums.get("tokens", 0.0)
+    kept = {"tokens", "micro_batches"}
+    return {
+        name: value if name in kept or name.endswith(MAX_SUFFIX) else (value / tokens if tokens else math.nan)
+        for name, value in sums.items()
+    }

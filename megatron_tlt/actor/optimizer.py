@@ -1,0 +1,85 @@
+"""megatron's optimizer and one guarded step of it: norm, refusal of non-finite gradients, clipping, update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_tlt.actor.build import DTYPES
+from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+
+def uses_distributed_optimizer(actor: ActorSection) -> bool:
+    """Whether optimizer state is sharded over data parallel ranks. auto: with CUDA only.
+
+    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs three.
+    """
+    return HAS_CUDA if actor.distributed_optimizer == "auto" else actor.distributed_optimizer == "on"
+
+
+def wrap_data_parallel(module: Any, actor: ActorSection) -> DistributedDataParallel:
+    """megatron's DDP: gradients collect in fp32 buffers and are summed over replicas once a step."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=uses_distributed_optimizer(actor)
+    )
+    with cpu_as_cuda():
+        return DistributedDataParallel(module.config, ddp_config, module)
+
+
+def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, actor: ActorSection) -> Any:
+    """Adam or SGD with fp32 master weights under bf16. Weight decay skips one-dimensional parameters."""
+    dtype = DTYPES[actor.dtype]
+    distributed = uses_distributed_optimizer(actor)
+    config = OptimizerConfig(
+        optimizer=section.name,
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.eps,
+        sgd_momentum=0.0,
+        clip_grad=section.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    with cpu_as_cuda():
+        return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=distributed)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    applied: bool
+    grad_norm: float
+    clipped: bool
+
+
+def guarded_step(optimizer: Any, lr: float, clip: float) -> StepResult:
+    """Applies the collected gradients with learning rate `lr`, unless their norm is not finite. Collective.
+
+    megatron's own step would multiply an infinite norm into the weights; here such a step leaves weights and
+    optimizer state untouched. The norm is the same on every rank, and so is the decision.
+    """
+    with cpu_as_cuda():
+        overflow = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if overflow or not math.isfinite(norm):
+            return StepResult(applied=False, grad_norm=norm, clipped=False)
+        clipped = 0.0 < clip < norm
+        if clipped:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        applied = bool(optimizer.step_with_ready_grads())
+    return StepResult(applied=applied, grad_norm=norm, clipped=clipped)

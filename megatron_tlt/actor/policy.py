@@ -1,0 +1,205 @@
+"""`MegatronPolicy`: the trained model, sharded over all ranks of the job.
+
+Legend: R response tokens of a sequence.
+
+One update, drawn for two mini-batches (every line is collective over the whole world):
+
+    pack all mini-batches -> [reference log-probs] -> old log-probs of all -> for each mini-batch:
+        zero gradients -> forward/backward (1F1B) -> sum over replicas -> norm -> clip -> optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tlt.actor.build import PolicyModel, check_layout, packed_format
+from megatron_tlt.actor.device import cpu_as_cuda, current_device
+from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.lr_schedule import learning_rate
+from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
+from megatron_tlt.actor.microbatch import MicroBatch, filler, pack, scatter
+from megatron_tlt.actor.optimizer import (
+    StepResult,
+    build_optimizer,
+    guarded_step,
+    uses_distributed_optimizer,
+    wrap_data_parallel,
+)
+from megatron_tlt.actor.train_step import PolicyLoss, accumulate_gradients, forward_logprobs
+from megatron_tlt.actor.weights import load_weights, named_tensors, random_weights
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.distributed.world import World
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
+from megatron.core.distributed import finalize_model_grads
+
+
+class MegatronPolicy:
+    """A policy on megatron-core: updates, log-probs, export, checkpoints. All methods are collective."""
+
+    def __init__(
+        self,
+        world: World,
+        model: ModelSection,
+        actor: ActorSection,
+        optimizer: OptimizerSection,
+        loss: PolicyLoss,
+        total_optimizer_steps: int,
+        keep_reference: bool = False,
+        seed: int = 0,
+        random_init: bool = False,
+    ):
+        """Builds this rank's shards and loads `model.path` (or draws weights from `seed` with `random_init`).
+
+        `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen copy
+        of the starting weights for KL terms. Raises ConfigError, CheckpointError.
+        """
+        self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
+        self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
+        self.config = ModelConfig.from_hf(model.path)
+        check_layout(self.config, actor)
+        self.groups = ActorGroups.create(world, self.dims, gloo_twins=uses_distributed_optimizer(actor))
+        self.total_optimizer_steps = total_optimizer_steps
+        self.policy_version = 0
+        self.optimizer_steps = 0  # attempted, skipped ones included: the position on the learning-rate schedule
+
+        def build() -> PolicyModel:
+            built = PolicyModel(self.config, actor, self.groups, model.max_context)
+            weights = random_weights(self.config, seed) if random_init else iter_weights(model.path, self.config)
+            load_weights(built.module, self.config, self.groups, weights)
+            return built
+
+        self.model = build()
+        self.reference = _frozen(build()) if keep_reference else None
+        self.ddp = wrap_data_parallel(self.model.module, actor)
+        self.optimizer = build_optimizer(self.ddp, optimizer, actor)
+        self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
+
+    # ---- updates
+
+    def train_step(self, batch: TrainBatch) -> TrainOutput:
+        """One optimizer step per mini-batch.
+
+        The gradient of each is exactly d/dw [sum of loss sums over all replicas / denominator], however the
+        sequences are split over replicas and micro-batches. A step whose gradient norm is not finite is skipped.
+        Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was skipped.
+        """
+        packed = [self._pack(sequences) or [self._filler()] for sequences in batch.mini_batches]
+        reference = None
+        if self.reference is not None and getattr(self.loss, "uses_reference", True):
+            reference = [forward_logprobs(self.reference, batches, batch.temperature) for batches in packed]
+        old = None
+        if len(packed) > 1:
+            old = [forward_logprobs(self.model, batches, batch.temperature) for batches in packed]
+        results, sums = [], []
+        lr = 0.0
+        for i, (batches, denominator) in enumerate(zip(packed, batch.denominators, strict=True)):
+            result, step_sums = self._optimizer_step(
+                batches, old[i] if old else None, reference[i] if reference else None, denominator, batch.temperature
+            )
+            lr = self.learning_rate_of(self.optimizer_steps - 1)
+            results.append(result)
+            sums.append(step_sums)
+        applied = any(result.applied for result in results)
+        objectives = [s.get("loss", 0.0) / d for s, d in zip(sums, batch.denominators, strict=True)]
+        self.policy_version += int(applied)
+        return TrainOutput(self.policy_version, self._report(results, sums, objectives, lr), skipped=not applied)
+
+    def _optimizer_step(
+        self,
+        batches: list[MicroBatch],
+        old: list[Tensor] | None,
+        reference: list[Tensor] | None,
+        denominator: float,
+        temperature: float,
+    ) -> tuple[StepResult, dict[str, float]]:
+        with cpu_as_cuda():
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        parts = accumulate_gradients(
+            self.model, self.ddp, batches, old, reference, self.loss, denominator, temperature
+        )
+        sums = reduce_over_world(parts, self.groups)
+        lr = self.learning_rate_of(self.optimizer_steps)
+        result = guarded_step(self.optimizer, lr, self.optimizer_section.clip_grad)
+        self.optimizer_steps += 1
+        return result, sums
+
+    def learning_rate_of(self, optimizer_step: int) -> float:
+        """Learning rate of an optimizer step, 0-based."""
+        return learning_rate(self.optimizer_section, optimizer_step, self.total_optimizer_steps)
+
+    @staticmethod
+    def _report(
+        results: list[StepResult], sums: list[dict[str, float]], objectives: list[float], lr: float
+    ) -> dict[str, float]:
+        """Per-token means over all mini-batches; `loss` is the mean objective, the thing that was differentiated."""
+        steps = max(1, len(results))
+        return {
+            **per_token(merge(sums)),
+            "loss": sum(objectives) / steps,
+            "grad_norm": sum(r.grad_norm for r in results) / steps,
+            "grad_clipped": sum(r.clipped for r in results) / steps,
+            "lr": lr,
+            "optimizer_steps": float(sum(r.applied for r in results)),
+            "skipped_steps": float(sum(not r.applied for r in results)),
+        }
+
+    # ---- log-probs
+
+    def logprobs(
+        self, sequences: list[TrainSequence], temperature: float, which: Literal["policy", "reference"] = "policy"
+    ) -> list[np.ndarray]:
+        """log softmax(logits / temperature) of every response token: [R] fp32 per sequence, in the given order.
+
+        All ranks of a replica pass the same sequences and get the same arrays. Mutates nothing.
+        """
+        model = self.model if which == "policy" else self.reference
+        assert model is not None, "built without keep_reference"
+        batches = self._pack(sequences)
+        found = forward_logprobs(model, batches, temperature)
+        sizes = [batch.labels.shape[0] for batch in batches]
+        flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
+        if self.dims.pp > 1 and batches:
+            dist.broadcast(flat, src=self.groups.pipeline[-1], group=self.groups.pp)
+        pieces = [piece.cpu().numpy() for piece in flat.split(sizes)] if batches else []
+        return scatter(pieces, batches, len(sequences))
+
+    def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
+        return pack(
+            sequences, self.actor.micro_batch_tokens, self.dims.tp, current_device(), packed_format(self.actor)
+        )
+
+    def _filler(self) -> MicroBatch:
+        return filler(self.dims.tp, current_device(), packed_format(self.actor))
+
+    # ---- weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every full tensor under its Hugging Face name, in one order on every rank; one in memory at a time.
+
+        A tensor may be a view of the live weights: read it before the next step, do not write to it.
+        """
+        return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.data)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The last step's summed gradients (after clipping) as `named_weights` gives weights; for tests and debugging.
+
+        Needs a plain optimizer: the distributed one leaves each rank only its part.
+        """
+        return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.main_grad)
+
+
+def _frozen(model: PolicyModel) -> PolicyModel:
+    model.module.requires_grad_(False)
+    model.module.eval()
+    return model

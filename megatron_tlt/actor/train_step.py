@@ -1,0 +1,139 @@
+"""Forward and backward of packed micro-batches through megatron's schedules (no pipelining, or 1F1B).
+
+Legend: N response rows of a micro-batch, V vocabulary columns of this TP rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.actor.build import PolicyModel
+from megatron_tlt.actor.device import cpu_as_cuda
+from megatron_tlt.actor.logprob import VocabShard, token_statistics
+from megatron_tlt.actor.microbatch import MicroBatch
+from megatron_tlt.algorithms.base import LossInputs
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+Metrics = dict[str, Tensor]
+
+
+class PolicyLoss(Protocol):
+    """The part of an algorithm that the update needs."""
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss *sum* over the micro-batch's tokens (0-d, differentiable), and sums (names ending in `_max`:
+        maxima) for the metrics. Mutates nothing."""
+
+
+def accumulate_gradients(
+    model: PolicyModel,
+    ddp: Any,
+    batches: Sequence[MicroBatch],
+    old: Sequence[Tensor] | None,
+    reference: Sequence[Tensor] | None,
+    loss: PolicyLoss,
+    denominator: float,
+    temperature: float,
+) -> list[Metrics]:
+    """Adds the gradient of sum(loss) / denominator over these micro-batches and all replicas. Collective.
+
+    `old` and `reference` are [N] log-probs per micro-batch, needed on the last stage only. Replicas may bring
+    different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which must be zero
+    before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
+    """
+
+    def finish(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        k = position[id(batch)]
+        value, metrics = _loss_of(
+            model, batch, logits, old[k] if old else None, reference[k] if reference else None, loss, temperature
+        )
+        # The divisor is ours, so megatron must not divide again: it does so only for a positive token count.
+        return value / denominator, torch.zeros((), dtype=torch.int), metrics
+
+    position = {id(batch): k for k, batch in enumerate(batches)}
+    return _run(model, ddp, batches, finish, forward_only=False)
+
+
+def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    """[N] fp32 log-probs of the response tokens per micro-batch on the last stage, an empty list elsewhere.
+
+    Collective over the replica. Mutates nothing.
+    """
+    shard = vocab_shard(model)
+
+    def finish(batch: MicroBatch, logits: Tensor) -> Tensor:
+        return token_statistics(logits[0], batch.labels, shard, temperature, with_entropy=False)[0]
+
+    with torch.no_grad():
+        return _run(model, model.module, batches, finish, forward_only=True) if batches else []
+
+
+def vocab_shard(model: PolicyModel) -> VocabShard:
+    """This rank's columns of the vocabulary."""
+    groups = model.groups
+    return VocabShard.of_rank(model.config.vocab_size, groups.at.tp, groups.dims.tp, groups.tp_or_none)
+
+
+def _run(
+    model: PolicyModel, wrapped: Any, batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool
+) -> list[Any]:
+    """One pass of megatron's schedule. `finish(batch, logits)` runs on the last stage."""
+
+    def step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(iterator)
+        output = model.forward(chunk, batch)
+        return output, lambda logits, non_loss_data=False: finish(batch, logits)
+
+    with cpu_as_cuda():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=[wrapped],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.shape[1],  # variable_seq_lengths: stages tell each other the real one
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _loss_of(
+    model: PolicyModel,
+    batch: MicroBatch,
+    logits: Tensor,
+    old: Tensor | None,
+    reference: Tensor | None,
+    loss: PolicyLoss,
+    temperature: float,
+) -> tuple[Tensor, Metrics]:
+    """Loss sum and metric sums of one micro-batch, from its logits [1, N, V]."""
+    logprobs, entropy = token_statistics(logits[0], batch.labels, vocab_shard(model), temperature, with_entropy=True)
+    if batch.is_filler:
+        return (logprobs * 0.0).sum(), {}
+    assert entropy is not None
+    mask = batch.response_array("loss_mask")
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        rollout_logprobs=batch.response_array("rollout_logprobs"),
+        ref_logprobs=reference,
+        entropy=entropy,
+        advantages=batch.response_array("advantages"),
+        mask=mask,
+        weights=batch.weights(),
+        segments=batch.segments,
+        num_segments=len(batch.members),
+    )
+    value, sums = loss.loss(inputs)
+    metrics = {
+        "loss": value.detach(),
+        "entropy": (entropy.detach() * mask).sum(),
+        "tokens": mask.sum(),
+        "micro_batches": torch.ones(()),
+        **{name: sum_.detach() for name, sum_ in sums.items()},
+    }
+    return value, metrics

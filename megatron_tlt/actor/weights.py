@@ -1,0 +1,145 @@
+"""Hugging Face tensors into a stage's shards, and shards back to full named tensors, over any TP x PP.
+
+Export draws as follows; every rank walks the same list of slots, so the collectives pair up by themselves:
+
+    owning stage, each TP rank:   shard --all-gather over TP--> full tensor --broadcast over the pipeline--> everyone
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.hf_names import Slot, shard, slots, unshard
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
+
+_INIT_STD = 0.02
+
+
+def load_weights(
+    module: nn.Module, config: ModelConfig, groups: ActorGroups, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Copies full Hugging Face tensors into this rank's shards. Mutates `module`.
+
+    `tensors` may come in any order; only the parts of unfinished fused parameters are held. Raises CheckpointError
+    when a tensor that this stage needs does not come.
+    """
+    parameters = dict(module.named_parameters())
+    waiting = [slot for slot in slots(config, groups.dims.pp) if slot.stage == groups.at.pp]
+    by_name: dict[str, list[Slot]] = {}
+    for slot in waiting:
+        for name in slot.hf_names:
+            by_name.setdefault(name, []).append(slot)
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name not in by_name:
+            continue
+        held[name] = tensor
+        for slot in [s for s in by_name[name] if all(part in held for part in s.hf_names)]:
+            _fill(parameters, config, groups, slot, [held[part] for part in slot.hf_names])
+            waiting.remove(slot)
+        for part in [n for n in held if not any(s in waiting for s in by_name[n])]:
+            del held[part]
+    if waiting:
+        raise CheckpointError(f"weights did not arrive: {[n for s in waiting for n in s.hf_names if n not in held][:8]}")
+
+
+def _fill(
+    parameters: dict[str, nn.Parameter], config: ModelConfig, groups: ActorGroups, slot: Slot, full: list[Tensor]
+) -> None:
+    parameter, part = _find(parameters, slot), shard(config, slot, full, groups.at.tp, groups.dims.tp)
+    if parameter.shape != part.shape:
+        raise CheckpointError(f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}")
+    with torch.no_grad():
+        parameter.copy_(part)
+
+
+def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> None:
+    """Marks parameters that TP cuts, as megatron's initialisation does (we skip that: weights are loaded).
+
+    Without the mark megatron takes a shard for a duplicate and silently leaves it out of the gradient norm.
+    """
+    parameters = dict(module.named_parameters())
+    for slot in slots(config, groups.dims.pp):
+        if slot.stage == groups.at.pp and slot.kind != "replicated":
+            parameter = _find(parameters, slot)
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 1 if slot.kind == "columns" else 0
+            parameter.partition_stride = 1
+
+
+def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
+    for path in slot.paths:
+        if path in parameters:
+            return parameters[path]
+    raise CheckpointError(f"the model has no parameter for {slot.hf_names}: looked for {slot.paths}")
+
+
+def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2; norms are 1.
+
+    Drawn tensor by tensor from (seed, name), so every layout and every rank sees the same model.
+    """
+    for name, shape in config.parameter_shapes().items():
+        if len(shape) == 1:
+            yield name, torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            continue
+        key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")
+        std = _INIT_STD
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * config.num_layers) ** 0.5
+        yield name, torch.randn(shape, generator=torch.Generator().manual_seed(key)) * std
+
+
+def named_tensors(
+    module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank. Collective.
+
+    `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all parameters.
+    A yielded tensor may be a view of the parameter: use it before the next step, and do not write to it. At most
+    one parameter is held in full at a time.
+    """
+    parameters = dict(module.named_parameters())
+    dtype, device = _probe(parameters, read)
+    shapes = config.parameter_shapes()
+    for slot in slots(config, groups.dims.pp):
+        if not slot.exported:
+            continue
+        if slot.stage == groups.at.pp:
+            parts = _gather(read(_find(parameters, slot)).detach(), slot, groups)
+            full = unshard(config, slot, parts)
+        else:
+            full = [torch.empty(shapes[name], dtype=dtype, device=device) for name in slot.hf_names]
+        for name, tensor in zip(slot.hf_names, full, strict=True):
+            yield name, _from_stage(tensor, slot.stage, groups)
+
+
+def _probe(parameters: dict[str, nn.Parameter], read: Callable[[nn.Parameter], Tensor]) -> tuple[torch.dtype, torch.device]:
+    sample = read(next(iter(parameters.values())))
+    return sample.dtype, sample.device
+
+
+def _gather(part: Tensor, slot: Slot, groups: ActorGroups) -> list[Tensor]:
+    if groups.dims.tp == 1:
+        return [part]
+    if slot.kind == "replicated":
+        return [part] * groups.dims.tp
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(groups.dims.tp)]
+    dist.all_gather(parts, part, group=groups.tp)
+    return parts
+
+
+def _from_stage(tensor: Tensor, stage: int, groups: ActorGroups) -> Tensor:
+    if groups.dims.pp == 1:
+        return tensor
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, src=groups.pipeline[stage], group=groups.pp)
+    return tensor

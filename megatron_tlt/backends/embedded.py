@@ -1,0 +1,146 @@
+"""The embedded backend: the rollout engine in the trainer's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_tlt.errors import BackendError, SyncError
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams, WeightBucket
+
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.engine import Engine
+    from megatron_tlt.rollout.request import Request
+
+_SHOWN = 5
+
+
+class EmbeddedBackend:
+    """A `RolloutBackend` around one `Engine`.
+
+    A push is open from `begin_update` to `finish_update`. In between the weights are torn: the engine refuses
+    to answer, also for ever if the push died on its way, until a later push arrives whole.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parameter_shapes: Mapping[str, tuple[int, ...]],
+        ignorable: Sequence[str] = (),
+        policy_version: int = 0,
+        keep_checksums: bool = False,
+    ):
+        """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped."""
+        self._engine: Engine | None = engine
+        self._shapes = dict(parameter_shapes)
+        self._ignorable = frozenset(ignorable)
+        self._version = policy_version
+        self._keep_checksums = keep_checksums
+        self._open: int | None = None
+        self._missing: set[str] = set()
+        self._checksums: dict[str, int] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that answer now."""
+        return self._version
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises BackendError after `close`."""
+        if self._engine is None:
+            raise BackendError("the rollout backend is closed")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: Callable[[int, int, int], None] | None = None,
+    ) -> list[Sample]:
+        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`."""
+        engine = self.engine
+        if self._open is not None:
+            raise BackendError(
+                f"weights are torn: the push of version {self._open} has not finished "
+                f"({len(self._missing)} tensors missing); the engine does not answer"
+            )
+        assert engine.is_idle, "generate is not re-entrant"
+        done = False
+        try:
+            for prompt in prompts:
+                engine.add(prompt.token_ids, params, prompt.prompt_id, num_samples=num_samples)
+            finished = engine.run(on_progress)
+            done = True
+        finally:
+            if not done:  # one refused prompt or an interrupt must not leave others in the engine
+                engine.abort_all()
+        samples = [self._sample(r) for r in finished]
+        samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
+        return samples
+
+    def begin_update(self, version: int) -> None:
+        """Opens a push of `version`; one that was open and never finished is given up."""
+        assert self.engine.is_idle, "weights change only between rollouts"
+        self._open = version
+        self._missing = set(self._shapes)
+        self._checksums = {}
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Takes some tensors of the open push. Raises SyncError on a wrong version, name or shape."""
+        if self._open is None:
+            raise SyncError(f"tensors of version {bucket.version} came while no push is open")
+        if bucket.version != self._open:
+            raise SyncError(f"a bucket of version {bucket.version} came into the push of version {self._open}")
+        taken = []
+        for name, tensor in bucket.tensors:
+            if self._keep_checksums:
+                self._checksums[name] = checksum(tensor)
+            if name in self._ignorable:
+                continue
+            wanted = self._shapes.get(name)
+            if wanted is None or tuple(tensor.shape) != tuple(wanted):
+                raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
+            taken.append((name, tensor))
+            self._missing.discard(name)
+        self.engine.runner.decoder.load_weights(taken)
+
+    def finish_update(self) -> None:
+        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        if self._open is None:
+            raise SyncError("finish_update without begin_update")
+        if self._missing:
+            names = sorted(self._missing)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise SyncError(f"the push of version {self._open} lacks {', '.join(names[:_SHOWN])}{more}")
+        self._version, self._open = self._open, None
+
+    def weight_checksums(self) -> dict[str, int]:
+        """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
+        return dict(self._checksums)
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call. Resets them."""
+        return self.engine.take_stats()
+
+    def take_phase_seconds(self) -> dict[str, float]:
+        """Seconds in schedule, forward, sample and commit since the last call. Resets them."""
+        return self.engine.take_phase_seconds()
+
+    def close(self) -> None:
+        """Frees the engine with its weights and cache. A second call does nothing."""
+        self._engine = None
+
+    def _sample(self, request: Request) -> Sample:
+        assert request.finish_reason is not None
+        return Sample(
+            prompt_id=request.prompt_id,
+            sample_index=request.sample_index,
+            token_ids=request.output,
+            logprobs=request.logprobs,
+            text=self.engine.text_of(request),
+            finish_reason=request.finish_reason,
+            policy_version=self._version,
+        )

@@ -1,0 +1,235 @@
+"""Putting a run together from its configuration: the only place that knows all the parts.
+
+Order matters: everything that can be wrong is found before weights are loaded, and weights before steps are spent.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.config.report import find_problems, render_check
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, SingleRank, TensorParallel
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.evaluation import Evaluator
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.observe.log import setup_logging
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.sync.push import BucketedSync
+from megatron_tlt.types import SamplingParams
+
+if TYPE_CHECKING:
+    import argparse
+
+    from megatron_tlt.config.checks import Device
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RolloutBackend, Tokenizer
+    from megatron_tlt.loop import RLTrainer
+    from megatron_tlt.sft import SftTrainer
+
+
+def build_trainer(config: Config, world: World) -> RLTrainer:
+    """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once."""
+    from megatron_tlt.actor.checkpoint import CheckpointManager  # megatron takes seconds to import: not for `check`
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.algorithms.build import build_algorithm
+    from megatron_tlt.loop import RLTrainer
+    from megatron_tlt.observer import Observer
+
+    check_on(config, world)
+    _prepare(config, world)
+    tokenizer = open_tokenizer(config)
+    algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
+    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
+    rewards = RewardPool(config.rewards)
+    backend = open_backend(config, world, tokenizer)
+    params = sampling_params(config)
+    policy = MegatronPolicy(
+        world,
+        config.model,
+        config.actor,
+        config.optimizer,
+        algorithm,
+        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
+        keep_reference=algorithm.needs_reference,
+        seed=config.train.seed,
+    )
+    return RLTrainer(
+        config,
+        world,
+        prompts=prompts,
+        rewards=rewards,
+        algorithm=algorithm,
+        policy=policy,
+        backend=backend,
+        sync=BucketedSync(config.sync, backend, world),
+        evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
+        checkpoints=CheckpointManager(config.checkpoint, Path(config.train.run_dir), policy),
+        observer=Observer(config, world),
+        params=params,
+    )
+
+
+def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
+    """One rank of a fine-tuning run. Collective. Raises ConfigError with all problems at once."""
+    from megatron_tlt.sft import SftTrainer
+
+    check_on(config, world)
+    setup_logging(world.rank, world.size)
+    return SftTrainer(config, world, open_tokenizer(config))
+
+
+def run_evaluation(config: Config, world: World, out: Path | None) -> None:
+    """Evaluates the model in `model.path` on the config's held-out prompts; prints and optionally writes JSON."""
+    if config.data.eval is None:
+        raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
+    check_on(config, world)
+    tokenizer = open_tokenizer(config)
+    rewards = RewardPool(config.rewards)
+    backend = open_backend(config, world, tokenizer)
+    world.enter("load")
+    sync = BucketedSync(config.sync, backend, world)
+    sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
+    evaluator = _evaluator(config, world, tokenizer, backend, rewards, sampling_params(config))
+    assert evaluator is not None
+    world.enter("eval")
+    result = evaluator.run(0)
+    rewards.close()
+    if world.is_main:
+        text = json.dumps(result.to_json(), indent=2)
+        print(text, flush=True)
+        if out is not None:
+            out.write_text(text + "\n", encoding="utf-8")
+
+
+def run_generate(args: argparse.Namespace, world: World) -> None:
+    """`megatron-tlt generate`. Several ranks are one tensor-parallel engine. Collective."""
+    world.enter("generate")
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        seed=args.seed,
+    )
+    generate_file(
+        model_dir=args.model,
+        in_jsonl=args.prompts,
+        out_jsonl=args.out,
+        n=args.n,
+        params=params,
+        dtype=args.dtype,
+        tokenizer=HFTokenizer(args.model),
+        chat=args.chat,
+        logprobs=args.logprobs,
+        stats_path=args.stats,
+        threads=args.threads,
+        kernels=args.kernels,
+        device=world.device,
+        tp=tensor_parallel(world, world.size),
+    )
+
+
+def check_report(config: Config, ranks: int | None) -> str:
+    """`megatron-tlt check`. Raises ConfigError with every problem."""
+    num_ranks = ranks if ranks is not None else config.cluster.num_ranks
+    shape, positions = model_facts(config)
+    problems = find_problems(config, shape, num_ranks, None, positions)
+    if problems:
+        raise ConfigError(problems)
+    return render_check(config, shape, num_ranks)
+
+
+def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
+    """(shape, longest context) of the model directory; (None, None) if it is not on this machine."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return None, None
+    model = ModelConfig.from_hf(config.model.path)
+    return model, model.max_position_embeddings
+
+
+def check_on(config: Config | SftConfig, world: World) -> None:
+    """The cross-checks, on the world there is. Raises ConfigError before any weight is loaded."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError.of("model.path", config.model.path, "must be a Hugging Face directory with a config.json")
+    shape, positions = model_facts(config)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems = find_problems(config, shape, world.size, device, positions)
+    if problems:
+        raise ConfigError(problems)
+
+
+def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
+    """The tokenizer of the model, or the one named beside it."""
+    return HFTokenizer(config.model.tokenizer or config.model.path)
+
+
+def tensor_parallel(world: World, size: int) -> TensorParallel:
+    """This rank's place among `size` consecutive ranks that form one engine. Collective over the world."""
+    if size == 1:
+        return SingleRank()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    return GroupTensorParallel(groups[world.rank // size])
+
+
+def open_backend(config: Config, world: World, tokenizer: Tokenizer) -> RolloutBackend:
+    """The rollout engine of this rank, without weights."""
+    return build_backend(
+        config.rollout,
+        config.model,
+        config.sync,
+        device=world.device,
+        tokenizer=tokenizer,
+        tp=tensor_parallel(world, config.rollout.tp),
+    )
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    section = config.rollout
+    return SamplingParams(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        max_tokens=section.max_tokens,
+        stop=section.stop,
+        seed=config.train.seed,
+    )
+
+
+def _evaluator(
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer,
+    backend: RolloutBackend,
+    rewards: RewardPool,
+    params: SamplingParams,
+) -> Evaluator | None:
+    if config.data.eval is None:
+        return None
+    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(config.eval.num_prompts)
+    return Evaluator(prompts, config.eval, params, backend, rewards, world, config.rollout.tp)
+
+
+def _prepare(config: Config, world: World) -> None:
+    """Run directory, logging, determinism."""
+    setup_logging(world.rank, world.size)
+    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    run_dir = Path(config.train.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if world.is_main:
+        dump: dict[str, Any] = config.model_dump(mode="json")
+        (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")

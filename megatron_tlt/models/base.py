@@ -1,0 +1,170 @@
+"""What every rollout decoder offers, and the parts they share: KV cache handle, weight checks, TP shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.loader import is_ignorable
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(slots=True)
+class KVCache:
+    """A paged cache of `num_blocks` blocks of `block_size` positions. The layout of `data` is its decoder's own."""
+
+    num_blocks: int
+    block_size: int
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class TensorParallel(Protocol):
+    """The collectives that a sharded decoder needs; the caller owns the process group.
+
+    `all_reduce` must add in an order that does not depend on the tensor's length, or results over more than two
+    ranks are no longer independent of the batch.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums a contiguous float32 tensor over the ranks, in place."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[...] on every rank -> [size, ...] on every rank."""
+
+
+class Decoder(Protocol):
+    """A rollout decoder: weights in, ragged batches through, logits out. Not thread-safe."""
+
+    config: ModelConfig
+    kind: str  # "native" or "torch"
+    dtype: torch.dtype
+    device: torch.device
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocates a zeroed cache (this rank's kv heads)."""
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Memory of one block over all layers, in bytes, to size a cache by a memory budget."""
+
+    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies block src[i] to dst[i] in every layer, in order of i (copy-on-write)."""
+
+    def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
+        """Takes full (unsharded) Hugging Face tensors, one at a time, over the present weights.
+
+        Raises CheckpointError for an unknown name, a wrong shape or, unless `partial`, a missing tensor.
+        """
+
+    def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
+        """Runs the batch; writes the rows' keys and values into `kv`. Outputs are fresh tensors."""
+
+
+class WeightLedger:
+    """Checks names and shapes while weights stream in, and knows whether a model is complete."""
+
+    def __init__(self, config: ModelConfig):
+        self._config = config
+        self._wanted = config.parameter_shapes()
+        self._ever: set[str] = set()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._ever) == len(self._wanted)
+
+    def check(self, named: NamedTensors, partial: bool) -> Iterable[tuple[str, Tensor]]:
+        """Passes the tensors on; raises CheckpointError (see `Decoder.load_weights`)."""
+        seen: set[str] = set()
+        for name, tensor in named:
+            if name not in self._wanted:
+                if is_ignorable(name, self._config):
+                    continue
+                raise CheckpointError(f"weight {name} is not part of this {self._config.family} model")
+            if tuple(tensor.shape) != self._wanted[name]:
+                raise CheckpointError(
+                    f"weight {name} has shape {tuple(tensor.shape)}, the configuration says {self._wanted[name]}"
+                )
+            yield name, tensor
+            seen.add(name)
+            self._ever.add(name)
+        missing = [name for name in self._wanted if name not in seen]
+        if missing and not partial:
+            raise CheckpointError(f"{len(missing)} weights were not given: {', '.join(missing[:8])}, ...")
+
+
+class Shard:
+    """Which part of the model a tensor-parallel rank holds.
+
+    Query heads, the MLP's width and the LM head's rows are split; kv heads too, or replicated when there are
+    fewer than ranks. The embedding table is whole on every rank, which saves a collective.
+    """
+
+    def __init__(self, config: ModelConfig, rank: int, size: int):
+        self.rank, self.size = rank, size
+        problems = [
+            ConfigProblem(name, value, f"must be divisible by the tensor-parallel size {size}")
+            for name, value in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size))
+            if value % size
+        ]
+        if config.num_kv_heads % size and size % config.num_kv_heads:
+            problems.append(
+                ConfigProblem("num_kv_heads", config.num_kv_heads, f"must divide or be divisible by TP size {size}")
+            )
+        if problems:
+            raise ConfigError(problems)
+        self.heads = config.num_heads // size
+        self.kv_heads = max(1, config.num_kv_heads // size)
+        self.inter = config.intermediate_size // size
+        self.vocab = -(-config.vocab_size // size)  # padded: the last rank may hold fewer real rows
+        d = config.head_dim
+        kv_first = rank * config.num_kv_heads // size * d
+        self._rows = {
+            "q_proj": (rank * self.heads * d, self.heads * d),
+            "k_proj": (kv_first, self.kv_heads * d),
+            "v_proj": (kv_first, self.kv_heads * d),
+            "gate_proj": (rank * self.inter, self.inter),
+            "up_proj": (rank * self.inter, self.inter),
+            "lm_head": (rank * self.vocab, max(0, min(self.vocab, config.vocab_size - rank * self.vocab))),
+        }
+        self._columns = {
+            "o_proj": (rank * self.heads * d, self.heads * d),
+            "down_proj": (rank * self.inter, self.inter),
+        }
+
+    def slice(self, part: str, tensor: Tensor) -> Tensor:
+        """This rank's view of the full tensor of `part` ("q_proj", ..., "lm_head")."""
+        if self.size == 1:
+            return tensor
+        if part in self._rows:
+            return tensor.narrow(0, *self._rows[part])
+        if part in self._columns:
+            return tensor.narrow(1, *self._columns[part])
+        return tensor
+
+    def gather_logits(self, tp: TensorParallel | None, local: Tensor, vocab: int) -> Tensor:
+        """[R, V/size] on each rank -> [R, V] on every rank."""
+        if tp is None or self.size == 1:
+            return local[:, :vocab]
+        parts = tp.all_gather(local.contiguous())
+        return parts.permute(1, 0, 2).reshape(local.shape[0], -1)[:, :vocab].contiguous()
+
+
+def split_name(name: str) -> tuple[int | None, str, str]:
+    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); (None, "norm", "weight") outside layers."""
+    fields = name.split(".")
+    layer = int(fields[2]) if fields[1] == "layers" else None
+    return layer, fields[-2], fields[-1]

@@ -1,0 +1,85 @@
+"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/tlt.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.native_build import library_path
+
+ABI_VERSION = 1
+
+AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
+
+ERRORS = {
+    1: "a token id outside the vocabulary",
+    2: "a position outside the rotary table (longer than max_position_embeddings?)",
+    3: "a slot outside the KV cache",
+    4: "a block table that is too short or names a block outside the KV cache",
+    5: "a logit row outside the batch",
+    6: "query_start does not cover the rows, or a shape the native decoder cannot hold",
+    7: "the tensor-parallel all-reduce failed",
+}
+BAD_POSITION = 2
+
+
+class Layer(Structure):
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "input_norm", "post_norm", "q_norm", "k_norm")
+    ]
+
+
+class Model(Structure):
+    _fields_ = (
+        [
+            (name, c_int32)
+            for name in (
+                "is_bf16", "hidden", "layers", "heads", "kv_heads", "head_dim", "inter", "vocab", "embed_rows",
+                "max_rows", "rope_len", "tp",
+            )
+        ]
+        + [("eps", c_float)]
+        + [(name, c_void_p) for name in ("rope", "embed", "head", "final_norm")]
+        + [("layer", POINTER(Layer))]
+        + [(name, c_void_p) for name in ("resid", "part", "qkv_out", "x", "q", "att", "mid", "units", "picked")]
+    )  # fmt: skip
+
+
+class Step(Structure):
+    _fields_ = (
+        [(n, c_int32) for n in ("tokens", "seqs", "logits_rows", "max_blocks", "num_blocks", "block_size")]
+        + [
+            (name, c_void_p)
+            for name in (
+                "token_ids", "positions", "slots", "query_start", "context_lens", "block_tables", "logit_rows",
+                "kv", "logits", "hidden",
+            )
+        ]
+        + [("logits_stride", c_int64)]
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled library with its functions declared. Raises BackendError if it cannot be built or loaded."""
+    path = library_path()
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as e:
+        raise BackendError(f"cannot load the native decoder {path}: {e}") from e
+    if lib.tlt_abi_version() != ABI_VERSION:
+        raise BackendError(f"{path} has ABI {lib.tlt_abi_version()}, this package needs {ABI_VERSION}")
+    lib.tlt_isa.restype = c_char_p
+    lib.tlt_forward.argtypes = [POINTER(Model), POINTER(Step), c_int, AllReduce]
+    lib.tlt_pack.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_int64] * 6, c_int]
+    lib.tlt_pack.restype = None
+    lib.tlt_copy_blocks.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]
+    lib.tlt_copy_blocks.restype = None
+    lib.tlt_keyed_sample.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
+    lib.tlt_keyed_sample.restype = None
+    lib.tlt_sample_scratch_bytes.argtypes = [c_int64, c_int64]
+    lib.tlt_sample_scratch_bytes.restype = c_int64
+    return lib

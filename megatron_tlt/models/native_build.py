@@ -1,0 +1,97 @@
+"""Compiles `csrc/` into a shared library at first use and caches it.
+
+The cache key covers sources, compiler, flags and CPU features, so a home directory shared by different machines
+is safe. Many ranks may start at once: one builds under a file lock, the others wait for it; the library appears
+under its name only when complete (rename).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from megatron_tlt.errors import BackendError
+
+SOURCE_DIR = Path(__file__).with_name("csrc")
+FLAGS = ("-std=gnu99", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
+CACHE_VARIABLE = "MEGATRON_TLT_CACHE"
+
+
+@cache
+def find_compiler() -> str | None:
+    """$CC if it is set, else cc, gcc or clang; None if there is none."""
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if found := shutil.which(name):
+            return found
+    return None
+
+
+@cache
+def library_path() -> Path:
+    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be built."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BackendError(
+            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose kernels=torch)"
+        )
+    target = _cache_dir() / f"native-{_key(compiler)}.so"
+    if target.exists():
+        return target
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
+    os.close(handle)
+    sources = sorted(str(p) for p in SOURCE_DIR.glob("*.c"))
+    try:
+        done = subprocess.run([compiler, *FLAGS, *sources, "-o", name, "-lm"], capture_output=True, text=True)
+        if done.returncode:
+            raise BackendError(f"{compiler} could not build the native decoder:\n{done.stderr[-4000:]}")
+        os.chmod(name, 0o755)
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _key(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCE_DIR.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    digest.update(repr((compiler, version, FLAGS, platform.machine(), _cpu_features())).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name", "cpu family", "model\t")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_dir() -> Path:
+    """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private directory under the temporary one."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
+    for directory in (base, Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
+            return directory
+    raise BackendError(f"no writable directory for the native decoder's cache: set {CACHE_VARIABLE}")

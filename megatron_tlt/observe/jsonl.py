@@ -1,0 +1,88 @@
+"""JSON lines that survive a crash: whole lines only, torn tails ignored, cut back on resume. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def to_line(row: Mapping[str, Any]) -> str:
+    """One line with its end. Numbers that JSON does not know (nan, inf) become null."""
+    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """What json can write: numpy and torch scalars through `item()`, paths and the rest as text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)
+
+
+class LineFile:
+    """Appends lines to a file in single writes, so that a crash tears at most the last one."""
+
+    def __init__(self, path: Path):
+        """Opens or creates `path` and its directory. Ends a torn last line, so that the next one stands
+        alone."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return self._fd >= 0
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Appends complete lines."""
+        data = "".join(lines).encode()
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if self.is_open:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, without torn or empty lines; nothing if there is no file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drops rows whose `step` is above `step`, and torn lines. Returns how many rows went. Replaces the file
+    whole."""
+    if not path.exists():
+        return 0
+    rows = list(read_rows(path))
+    kept = [row for row in rows if row.get("step", 0) <= step]
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text("".join(to_line(row) for row in kept), encoding="utf-8")
+    temporary.replace(path)
+    return len(rows) - len(kept)

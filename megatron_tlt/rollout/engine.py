@@ -1,0 +1,193 @@
+"""The rollout engine: continuous batching over a paged cache, one schedule, one forward, one sample a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
+from megatron_tlt.rollout.request import Prefill, Request
+from megatron_tlt.rollout.sampler import NativeSample, Sampler
+from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
+from megatron_tlt.rollout.stops import StopStringWatcher
+from megatron_tlt.types import EngineStats, SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_tlt.interfaces import Tokenizer
+
+Progress = Callable[[int, int, int], None]
+_PROGRESS_EVERY_S = 0.2
+
+
+class Engine:
+    """Answers requests with one decoder. All ranks of a tensor-parallel group make the same calls in one order."""
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+        tp: TensorParallel | None = None,
+        native_sample: NativeSample | None = None,
+        count_near_ties: bool = False,
+    ):
+        self.limits = limits
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = Scheduler(limits, self.blocks)
+        sampler = Sampler(torch.device(device), native_sample, count_near_ties)
+        kv = decoder.new_kv_cache(num_blocks, block_size)
+        self.runner = ModelRunner(decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank())
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._arrivals = 0
+        self._stats = EngineStats()
+        self._started = time.perf_counter()
+        self._schedule_seconds = 0.0
+        self._commit_seconds = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have come and do not decode yet."""
+        return self.scheduler.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this replica has no live request and no queue."""
+        return self.scheduler.is_idle
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt_id: int,
+        sample_index: int = 0,
+        num_samples: int = 1,
+    ) -> list[Request]:
+        """Queues samples `sample_index .. sample_index + num_samples - 1` of one prompt; computes nothing yet.
+
+        Raises BackendError, naming the numbers, if the request could never run.
+        """
+        prompt = np.asarray(prompt_token_ids, np.int32)
+        self._check(prompt, params, prompt_id)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        requests = [
+            Request(prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params))
+            for i, index in enumerate(range(sample_index, sample_index + num_samples))
+        ]
+        self.scheduler.add(Prefill(prompt, list(requests)))
+        self._arrivals += num_samples
+        return requests
+
+    def step(self) -> list[Request]:
+        """Computes one batch; returns the requests that ended. Mutates the cache, the queues and the counters."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        assert not batch.is_empty, "a step with nothing to do: ask is_idle first"
+        scheduled = time.perf_counter()
+        result = self.runner.forward(batch)
+        computed = time.perf_counter()
+        finished = self.scheduler.commit(batch, result)
+        self._schedule_seconds += scheduled - started
+        ended = time.perf_counter()
+        self._commit_seconds += ended - computed
+        stats = self._stats
+        stats.seconds += ended - started
+        stats.steps += 1
+        stats.generated_tokens += len(result.tokens)
+        if batch.chunks:
+            stats.prompt_tokens += batch.num_tokens - batch.num_decode
+        if finished or batch.chunks:
+            self._note(len(finished))
+        return finished
+
+    def run(self, on_progress: Progress | None = None) -> list[Request]:
+        """Steps until idle; returns all requests that ended, in the order of their arrival."""
+        finished: list[Request] = []
+        generated = self._stats.generated_tokens
+        told = 0.0
+        while not self.is_idle:
+            finished += self.step()
+            if on_progress is not None and (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
+                told = now
+                on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
+        return sorted(finished, key=lambda r: r.order)
+
+    def text_of(self, request: Request) -> str:
+        """A finished request's text, cut after its stop string; empty without a tokenizer."""
+        if isinstance(request.stop_strings, StopStringWatcher) and request.stop_strings.cut_text is not None:
+            return request.stop_strings.cut_text
+        return self._tokenizer.decode(request.output) if self._tokenizer is not None else ""
+
+    def abort_all(self) -> list[Request]:
+        """Drops every request; the block pool is whole again."""
+        return self.scheduler.abort_all()
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call. Resets them."""
+        stats = replace(
+            self._stats, preemptions=self.scheduler.num_preemptions, near_ties=self.runner.sampler.near_ties
+        )
+        self._stats, self.scheduler.num_preemptions, self.runner.sampler.near_ties = EngineStats(), 0, 0
+        self._started = time.perf_counter()
+        return stats
+
+    def take_phase_seconds(self) -> dict[str, float]:
+        """Seconds in schedule, forward, sample and commit since the last call. Resets them."""
+        runner = self.runner
+        phases = {
+            "schedule": self._schedule_seconds,
+            "forward": runner.forward_seconds,
+            "sample": runner.sample_seconds,
+            "commit": self._commit_seconds,
+        }
+        self._schedule_seconds = self._commit_seconds = runner.forward_seconds = runner.sample_seconds = 0.0
+        return phases
+
+    def _note(self, num_finished: int) -> None:
+        """Records a change of the number of running requests (a decoding step without one costs nothing)."""
+        self._stats.finished_requests += num_finished
+        curve, running = self._stats.running_curve, self.scheduler.num_running
+        if not curve or curve[-1][1] != running:
+            curve.append((time.perf_counter() - self._started, running))
+
+    def _watch(self, params: SamplingParams) -> StopStringWatcher | None:
+        if not params.stop:
+            return None
+        assert self._tokenizer is not None
+        return StopStringWatcher(self._tokenizer, params.stop)
+
+    def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int) -> None:
+        vocab = self.limits.vocab_size
+        name = f"prompt {prompt_id}"
+        if prompt.size and not (0 <= int(prompt.min()) and int(prompt.max()) < vocab):
+            raise BackendError(f"{name}: token ids {prompt.min()}..{prompt.max()} are outside the vocabulary of {vocab}")
+        if params.stop and self._tokenizer is None:
+            raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
+        if not all(params.stop):
+            raise BackendError(f"{name}: an empty stop string would end every answer")
+        ranges = {
+            "temperature": (params.temperature >= 0, params.temperature, ">= 0"),
+            "top_k": (params.top_k >= 0, params.top_k, ">= 0 (0: off)"),
+            "top_p": (0 < params.top_p <= 1, params.top_p, "in (0, 1]"),
+            "min_p": (0 <= params.min_p <= 1, params.min_p, "in [0, 1]"),
+        }
+        for field, (is_valid, value, allowed) in ranges.items():
+            if not is_valid:
+                raise BackendError(f"{name}: {field} = {value} must be {allowed}")
