@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 def build_trainer(config: Config, world: World) -> RLTrainer:
     """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once."""
-    from megatron_tlt.actor.checkpoint import CheckpointManager  # megatron takes seconds to import: not for `check`
-    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
     from megatron_tlt.algorithms.build import build_algorithm
+    from megatron_tlt.checkpointing import CheckpointManager
     from megatron_tlt.loop import RLTrainer
     from megatron_tlt.observer import Observer
 
@@ -73,7 +73,9 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         backend=backend,
         sync=BucketedSync(config.sync, backend, world),
         evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
-        checkpoints=CheckpointManager(config.checkpoint, Path(config.train.run_dir), policy),
+        checkpoints=CheckpointManager(
+            config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world
+        ),
         observer=Observer(config, world),
         params=params,
     )
@@ -125,20 +127,20 @@ def run_generate(args: argparse.Namespace, world: World) -> None:
         seed=args.seed,
     )
     generate_file(
-        model_dir=args.model,
-        in_jsonl=args.prompts,
-        out_jsonl=args.out,
-        n=args.n,
-        params=params,
-        dtype=args.dtype,
-        tokenizer=HFTokenizer(args.model),
-        chat=args.chat,
-        logprobs=args.logprobs,
+        args.model,
+        args.prompts,
+        args.out,
+        params,
+        HFTokenizer(args.model),
         stats_path=args.stats,
-        threads=args.threads,
-        kernels=args.kernels,
         device=world.device,
         tp=tensor_parallel(world, world.size),
+        n=args.n,
+        dtype=args.dtype,
+        chat=args.chat,
+        logprobs=args.logprobs,
+        threads=args.threads,
+        kernels=args.kernels,
     )
 
 
@@ -193,6 +195,8 @@ def open_backend(config: Config, world: World, tokenizer: Tokenizer) -> RolloutB
         device=world.device,
         tokenizer=tokenizer,
         tp=tensor_parallel(world, config.rollout.tp),
+        local_ranks=world.local_size,
+        load_weights=False,  # the first push brings them, by the same way as every later one
     )
 
 

@@ -8,7 +8,7 @@ score, exchange sequences, update the policy, push its weights into the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from megatron_tlt.experience import BatchAssembler, group_samples
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
-    from megatron_tlt.actor.checkpoint import CheckpointManager
+    from megatron_tlt.checkpointing import CheckpointManager
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
@@ -85,6 +85,7 @@ class RLTrainer:
     def _train_one(self) -> None:
         started = time.perf_counter()
         groups, table = self._rollout()
+        stats = self.backend.take_stats()
         with self._phase("exchange"):
             parts = self.assembler.exchange(groups, table)
         with self._phase("logprobs"):
@@ -96,11 +97,11 @@ class RLTrainer:
         self.progress.step += 1
         self._evaluate()
         with self._phase("checkpoint"):
-            self.checkpoints.maybe_save(self.progress.step, self._state())
+            self.checkpoints.maybe_save(self.progress.step, self._state)
         with self._phase("log"):
             metrics = {**batch.metrics, **out.metrics, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
-            self.observer.log_step(self.progress.step, seconds, metrics, self.backend.take_stats(), groups)
+            self.observer.log_step(self.progress.step, seconds, metrics, stats, groups)
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
@@ -156,12 +157,12 @@ class RLTrainer:
             return
         with self._phase("eval"):
             result = self.evaluator.run(step)
-        self.backend.take_stats()  # evaluation is not rollout
+        self.backend.take_stats()  # what evaluation generated is not counted as rollout
         done.append(result)
         self.observer.log_eval(result)
 
-    def _state(self) -> Callable[[], dict[str, Any]]:
-        return lambda: {
+    def _state(self) -> dict[str, Any]:
+        return {
             "step": self.progress.step,
             "prompts": self.prompts.state_dict(),
             "evaluations": [e.to_json() for e in self.progress.evaluations],

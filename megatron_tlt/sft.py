@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.data.packing import balance
@@ -116,11 +118,14 @@ class SftTrainer:
         """Trains `sft.num_steps` steps and writes `sft.out`. Collective."""
         sft = self._config.sft
         steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
+        started, tokens = time.perf_counter(), 0
         for step in range(1, sft.num_steps + 1):
             self._world.enter("update", step)
-            out = self.policy.train_step(self._share(next(steps)))
+            sequences = next(steps)
+            tokens += sum(s.length for s in sequences)
+            out = self.policy.train_step(self._share(sequences))
             if step % sft.eval_every == 0 or step == sft.num_steps:
-                self._report(step, out.metrics)
+                self._report(step, out.metrics, tokens / (time.perf_counter() - started))
         self._world.enter("save")
         self.save(Path(sft.out))
 
@@ -139,7 +144,7 @@ class SftTrainer:
         """Writes a Hugging Face directory with the tokenizer's files beside the weights. Collective."""
         weights = self.policy.named_weights()
         if self._world.is_main:
-            dtype = {"fp32": "float32", "bf16": "bfloat16"}[self._config.actor.dtype]
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._config.actor.dtype]
             save_hf(out, self.policy.config, weights, dtype=dtype)
             source = Path(self._config.model.tokenizer or self._config.model.path)
             for name in _COMPANIONS:
@@ -158,9 +163,9 @@ class SftTrainer:
         mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
         return TrainBatch([mine], [float(sum(len(s.loss_mask) for s in sequences))])
 
-    def _report(self, step: int, metrics: dict[str, float]) -> None:
+    def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
         held_out = self.evaluate()
         if self._world.is_main:
-            shown = {"loss": metrics["loss"], "held-out": held_out, "lr": metrics["lr"]}
+            shown = {"loss": metrics["loss"], "held-out": held_out, "lr": metrics["lr"], "tokens/s": tokens_per_s}
             text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
             print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +13,8 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+_open: tuple[Dims, bool] | None = None  # what megatron's globals hold now
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,24 @@ class ActorGroups:
         """Opens megatron's groups over the whole world. Collective.
 
         megatron keeps its layout in module globals, so a process holds one layout at a time; a second call with
-        another layout replaces the first (tests do that). `gloo_twins` opens a gloo group beside every one, which
+        the same layout shares the groups (opening them takes seconds), with another one replaces them. `gloo_twins` opens a gloo group beside every one, which
         only the distributed optimizer's checkpoints need.
         """
         if world.device.type == "cpu" and device.HAS_CUDA:
             allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
             raise ConfigError(ConfigProblem("distributed.device", "cpu", allowed))
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=dims.tp,
-            pipeline_model_parallel_size=dims.pp,
-            context_parallel_size=dims.cp,
-            create_gloo_process_groups=gloo_twins,
-            distributed_timeout_minutes=max(1, int(timedelta(seconds=world.timeout_s).total_seconds() // 60)),
-        )
+        global _open
+        if _open != (dims, gloo_twins):
+            if parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=dims.tp,
+                pipeline_model_parallel_size=dims.pp,
+                context_parallel_size=dims.cp,
+                create_gloo_process_groups=gloo_twins,
+                distributed_timeout_minutes=max(1, round(world.timeout_s / 60)),
+            )
+            _open = (dims, gloo_twins)
         # No dropout anywhere, so the tracker's fork (which needs CUDA random states) may be a no-op.
         initialize_rng_tracker(inference_rng_tracker=True)
         return cls(

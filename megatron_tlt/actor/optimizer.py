@@ -11,32 +11,37 @@ import torch
 from megatron_tlt.actor.build import DTYPES
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 
-def uses_distributed_optimizer(actor: ActorSection) -> bool:
-    """Whether optimizer state is sharded over data parallel ranks. auto: with CUDA only.
+def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -> bool:
+    """Whether optimizer state is sharded over data parallel ranks. auto: Adam with CUDA only.
 
-    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs three.
+    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs three (see
+    `distributed_optimizer.py`). Raises ConfigError for SGD, which megatron does not shard.
     """
-    return HAS_CUDA if actor.distributed_optimizer == "auto" else actor.distributed_optimizer == "on"
+    if actor.distributed_optimizer == "on" and section.name != "adam":
+        raise ConfigError(ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only"))
+    if actor.distributed_optimizer == "auto":
+        return HAS_CUDA and section.name == "adam"
+    return actor.distributed_optimizer == "on"
 
 
-def wrap_data_parallel(module: Any, actor: ActorSection) -> DistributedDataParallel:
+def wrap_data_parallel(module: Any, distributed: bool) -> DistributedDataParallel:
     """megatron's DDP: gradients collect in fp32 buffers and are summed over replicas once a step."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=uses_distributed_optimizer(actor)
-    )
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     with cpu_as_cuda():
         return DistributedDataParallel(module.config, ddp_config, module)
 
 
-def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, actor: ActorSection) -> Any:
+def build_optimizer(
+    ddp: DistributedDataParallel, section: OptimizerSection, actor: ActorSection, distributed: bool
+) -> Any:
     """Adam or SGD with fp32 master weights under bf16. Weight decay skips one-dimensional parameters."""
     dtype = DTYPES[actor.dtype]
-    distributed = uses_distributed_optimizer(actor)
     config = OptimizerConfig(
         optimizer=section.name,
         lr=section.lr,
@@ -52,7 +57,11 @@ def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, act
         use_distributed_optimizer=distributed,
     )
     with cpu_as_cuda():
-        return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=distributed)
+        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=distributed)
+    for part in optimizer.chained_optimizers:
+        if part.init_state_fn is None:  # SGD: megatron calls it before loading, whether there is one or not
+            part.init_state_fn = lambda optimizer, config=None: None
+    return optimizer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel, check_layout, packed_format
+from megatron_tlt.actor.checkpoint import SaveHandle, check_fits, load_state, model_record, start_save
+from megatron_tlt.actor.checkpoint_files import Manifest, read_manifest, step_of
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lr_schedule import learning_rate
@@ -67,7 +70,8 @@ class MegatronPolicy:
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
         self.config = ModelConfig.from_hf(model.path)
         check_layout(self.config, actor)
-        self.groups = ActorGroups.create(world, self.dims, gloo_twins=uses_distributed_optimizer(actor))
+        self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
+        self.groups = ActorGroups.create(world, self.dims, gloo_twins=self.shards_optimizer)
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
         self.optimizer_steps = 0  # attempted, skipped ones included: the position on the learning-rate schedule
@@ -80,8 +84,8 @@ class MegatronPolicy:
 
         self.model = build()
         self.reference = _frozen(build()) if keep_reference else None
-        self.ddp = wrap_data_parallel(self.model.module, actor)
-        self.optimizer = build_optimizer(self.ddp, optimizer, actor)
+        self.ddp = wrap_data_parallel(self.model.module, self.shards_optimizer)
+        self.optimizer = build_optimizer(self.ddp, optimizer, actor, self.shards_optimizer)
         self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
 
     # ---- updates
@@ -95,7 +99,7 @@ class MegatronPolicy:
         """
         packed = [self._pack(sequences) or [self._filler()] for sequences in batch.mini_batches]
         reference = None
-        if self.reference is not None and getattr(self.loss, "uses_reference", True):
+        if self.reference is not None and _reads_reference(self.loss):
             reference = [forward_logprobs(self.reference, batches, batch.temperature) for batches in packed]
         old = None
         if len(packed) > 1:
@@ -110,7 +114,7 @@ class MegatronPolicy:
             results.append(result)
             sums.append(step_sums)
         applied = any(result.applied for result in results)
-        objectives = [s.get("loss", 0.0) / d for s, d in zip(sums, batch.denominators, strict=True)]
+        objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in zip(sums, batch.denominators, strict=True)]
         self.policy_version += int(applied)
         return TrainOutput(self.policy_version, self._report(results, sums, objectives, lr), skipped=not applied)
 
@@ -122,6 +126,10 @@ class MegatronPolicy:
         denominator: float,
         temperature: float,
     ) -> tuple[StepResult, dict[str, float]]:
+        lr = self.learning_rate_of(self.optimizer_steps)
+        self.optimizer_steps += 1
+        if denominator <= 0:  # no token of any replica is trained: momentum and decay must not act either
+            return StepResult(applied=False, grad_norm=0.0, clipped=False), {}
         with cpu_as_cuda():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -129,10 +137,7 @@ class MegatronPolicy:
             self.model, self.ddp, batches, old, reference, self.loss, denominator, temperature
         )
         sums = reduce_over_world(parts, self.groups)
-        lr = self.learning_rate_of(self.optimizer_steps)
-        result = guarded_step(self.optimizer, lr, self.optimizer_section.clip_grad)
-        self.optimizer_steps += 1
-        return result, sums
+        return guarded_step(self.optimizer, lr, self.optimizer_section.clip_grad), sums
 
     def learning_rate_of(self, optimizer_step: int) -> float:
         """Learning rate of an optimizer step, 0-based."""
@@ -197,6 +202,50 @@ class MegatronPolicy:
         Needs a plain optimizer: the distributed one leaves each rank only its part.
         """
         return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.main_grad)
+
+    # ---- checkpoints
+
+    def start_save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> SaveHandle:
+        """Begins to save into `directory` (named step-NNNNNN, see `step_directory`); training may go on at once.
+
+        `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest siblings
+        once this one is complete. All ranks must `poll` or `wait` on the handle before the next save.
+        """
+        manifest = Manifest(
+            step=step_of(directory),
+            policy_version=self.policy_version,
+            optimizer_steps=self.optimizer_steps,
+            layout={"tp": self.dims.tp, "pp": self.dims.pp, "cp": self.dims.cp, "dp": self.dims.dp},
+            model=model_record(self.config),
+            training=self._training_record(),
+            extra=extra,
+        )
+        return start_save(self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep)
+
+    def save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> None:
+        """`start_save`, and waits until the checkpoint is complete."""
+        self.start_save(directory, extra, keep).wait()
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Takes weights, optimizer and schedule position from a checkpoint of any layout; returns its `extra`.
+
+        The frozen reference stays what it is. Raises CheckpointError if the checkpoint is of another model,
+        precision or optimizer. Damage is found by `find_checkpoint`, not here.
+        """
+        manifest = read_manifest(directory)
+        check_fits(manifest, directory, self.config, self._training_record())
+        load_state(self.model.module, self.optimizer, self.groups, directory)
+        self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
+        return manifest.extra
+
+    def _training_record(self) -> dict[str, str]:
+        distributed = "on" if self.shards_optimizer else "off"
+        return {"dtype": self.actor.dtype, "optimizer": self.optimizer_section.name, "distributed_optimizer": distributed}
+
+
+def _reads_reference(loss: PolicyLoss) -> bool:
+    """Whether the loss itself needs reference log-probs (a KL in the reward was already paid for by the caller)."""
+    return bool(getattr(loss, "needs_reference", True)) and not getattr(loss, "needs_token_kl", False)
 
 
 def _frozen(model: PolicyModel) -> PolicyModel:

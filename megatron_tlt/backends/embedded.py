@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
 
 _SHOWN = 5
+NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
 
 
 class EmbeddedBackend:
@@ -28,14 +29,17 @@ class EmbeddedBackend:
         engine: Engine,
         parameter_shapes: Mapping[str, tuple[int, ...]],
         ignorable: Sequence[str] = (),
-        policy_version: int = 0,
         keep_checksums: bool = False,
+        has_weights: bool = True,
     ):
-        """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped."""
+        """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped.
+
+        Without weights the engine refuses to answer until a push has arrived.
+        """
         self._engine: Engine | None = engine
         self._shapes = dict(parameter_shapes)
         self._ignorable = frozenset(ignorable)
-        self._version = policy_version
+        self._version = 0 if has_weights else NO_WEIGHTS
         self._keep_checksums = keep_checksums
         self._open: int | None = None
         self._missing: set[str] = set()
@@ -43,7 +47,7 @@ class EmbeddedBackend:
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that answer now."""
+        """The version of the weights that answer now; -1 before there are any."""
         return self._version
 
     @property
@@ -62,6 +66,8 @@ class EmbeddedBackend:
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`."""
         engine = self.engine
+        if self._open is None and self._version == NO_WEIGHTS:
+            raise BackendError("the engine has no weights yet: push some first")
         if self._open is not None:
             raise BackendError(
                 f"weights are torn: the push of version {self._open} has not finished "
@@ -93,7 +99,7 @@ class EmbeddedBackend:
         if self._open is None:
             raise SyncError(f"tensors of version {bucket.version} came while no push is open")
         if bucket.version != self._open:
-            raise SyncError(f"a bucket of version {bucket.version} came into the push of version {self._open}")
+            raise SyncError(f"a bucket of version {bucket.version} came into the push of {self._open}")
         taken = []
         for name, tensor in bucket.tensors:
             if self._keep_checksums:
@@ -105,7 +111,7 @@ class EmbeddedBackend:
                 raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
             taken.append((name, tensor))
             self._missing.discard(name)
-        self.engine.runner.decoder.load_weights(taken)
+        self.engine.runner.decoder.load_weights(taken, partial=True)
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""

@@ -156,7 +156,8 @@ def check_rollout(
             "rollout.kernels", "native", "must be 'auto' or 'torch' on CUDA: native kernels are for CPU"
         )
     if rollout.max_running_requests > rollout.max_batched_tokens:
-        allowed = f"must be <= rollout.max_batched_tokens ({rollout.max_batched_tokens}): decoding takes a token each"
+        most = rollout.max_batched_tokens
+        allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
     if shape is not None:
         yield from _check_kv_cache(config, shape)

@@ -59,9 +59,11 @@ def _check_source(path: str, source: PromptSourceConfig) -> Problems:
             yield ConfigProblem(f"{path}.tasks", [], "needs at least one task with kind: tasks")
         if source.path is not None:
             yield ConfigProblem(f"{path}.path", source.path, "has no meaning with kind: tasks")
-        names = [task.name for task in source.tasks]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield ConfigProblem(f"{path}.tasks", name, "may name each task once")
+        kinds = [(task.name, task.params) for task in source.tasks]
+        for index, kind in enumerate(kinds):
+            if kind in kinds[:index]:
+                allowed = "is there before with the same params: give one of them the sum of the weights"
+                yield ConfigProblem(f"{path}.tasks.{index}.name", kind[0], allowed)
         return
     if source.path is None:
         yield ConfigProblem(f"{path}.path", None, f"is required with kind: {source.kind}")

@@ -137,10 +137,8 @@ def _cache_line(config: Config, shape: ModelShape, total: int, device: Device | 
         held = max(0, int((limit * GIB - total) // request) + 1)
     else:
         return []
-    return [
-        f"  the KV cache holds {held} requests of full length ({longest_request(config)} tokens) on each
-        engine"
-    ]
+    length = longest_request(config)
+    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens)"]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
@@ -152,11 +150,12 @@ def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
     answers = prompts * samples
     steps = config.algorithm.mini_batches
     most = answers * longest_request(config)
-    packs = -(-most // (dims.dp * steps * micro_batch_tokens(config) * dims.cp))
+    pack = micro_batch_tokens(config) * dims.cp
+    packs = -(-most // (dims.dp * steps * pack))
+    plural = "s" if steps > 1 else ""
     return [
         f"One step: {prompts} prompts x {samples} answers = {answers} sequences, at most {most} tokens",
-        f"  {steps} optimizer step{'s' if steps > 1 else ''} of {answers // steps} sequences; "
-        f"{answers / dims.dp:g} sequences a data-parallel replica",
-        f"  at most {packs} micro-batches of {config.actor.micro_batch_tokens} tokens a replica and optimizer
-        step",
+        f"  {steps} optimizer step{plural} of {answers // steps} sequences",
+        f"  {answers / dims.dp:g} sequences a data-parallel replica",
+        f"  at most {packs} micro-batches of {pack} tokens a replica and optimizer step",
     ]

@@ -29,7 +29,6 @@ class DuplicateKeyError(yaml.constructor.ConstructorError):
 class CoreLoader(yaml.SafeLoader):
     """SafeLoader with the scalar types of YAML 1.2 and unique keys."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 def _construct_int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
@@ -48,6 +47,7 @@ def _construct_mapping(loader: CoreLoader, node: yaml.MappingNode) -> dict[Any, 
 
 
 def _register() -> None:
+    CoreLoader.yaml_implicit_resolvers = {}  # drops those of YAML 1.1 that the class inherits
     bool_or_null = (
         ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
         ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),

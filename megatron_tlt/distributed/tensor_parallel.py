@@ -13,37 +13,34 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Protocol):
-    """A rank's place in its tensor-parallel group. All ranks of the group call the same methods in one order."""
+    """A rank's place in its tensor-parallel group. All its ranks call the same methods in one order."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over the ranks, in place; returns `tensor`."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums over the ranks, in place, in an order that does not depend on the tensor's length."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[..., N] of each rank to [..., size * N], concatenated along the last dimension by rank."""
+        """[...] of each rank to [size, ...] on every rank."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrites `tensor` with rank 0's; returns it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SingleRank:
     """No tensor parallelism: every collective is the identity."""
 
     rank: int = 0
     size: int = 1
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`."""
-        return tensor
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves `tensor` as it is."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`."""
-        return tensor
+        """[...] to [1, ...]."""
+        return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""
@@ -59,16 +56,25 @@ class GroupTensorParallel:
         self.size = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over the group, in place. The order of addition is the backend's."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums over the group, in place. On CPU in the order of the ranks, so that batching cannot show.
+
+        Gloo's ring adds in an order that depends on where in the buffer an element lies; with two ranks there
+        is only one order. NCCL keeps its own.
+        """
+        if tensor.is_cuda or self.size <= 2:
+            dist.all_reduce(tensor, group=self._group)
+            return
+        parts = self.all_gather(tensor)
+        torch.add(parts[0], parts[1], out=tensor)
+        for part in parts[2:]:
+            tensor += part
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[..., N] to [..., size * N]."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+        """[...] to [size, ...]."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self._group)
+        return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The group's first rank's values, in place."""

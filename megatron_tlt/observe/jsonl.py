@@ -75,13 +75,16 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def truncate_after(path: Path, step: int) -> int:
-    """Drops rows whose `step` is above `step`, and torn lines. Returns how many rows went. Replaces the file
-    whole."""
+def cut_back(path: Path, start_step: int) -> int:
+    """Prepares a file for a run that goes on after `start_step` steps: later rows and torn lines go.
+
+    With 0 the run is a new one, so everything goes. Returns how many rows went. Replaces the file in one
+    move.
+    """
     if not path.exists():
         return 0
     rows = list(read_rows(path))
-    kept = [row for row in rows if row.get("step", 0) <= step]
+    kept = [row for row in rows if start_step and row.get("step", 0) <= start_step]
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text("".join(to_line(row) for row in kept), encoding="utf-8")
     temporary.replace(path)

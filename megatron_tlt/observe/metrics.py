@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
-from megatron_tlt.observe.jsonl import LineFile, to_line, truncate_after
+from megatron_tlt.observe.jsonl import LineFile, cut_back, to_line
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -37,7 +39,7 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, start_step: int):
         path = run_dir / METRICS_FILE
-        truncate_after(path, start_step)
+        cut_back(path, start_step)
         self._file = LineFile(path)
 
     def write(
@@ -59,7 +61,8 @@ class TensorBoardSink:
     def __init__(self, run_dir: Path, start_step: int):
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         # purge_step hides what an interrupted run wrote after the step that this one resumes from.
-        self._writer = tensorboard.SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=start_step + 1)
+        purge_step = start_step + 1 if start_step else 0
+        self._writer = tensorboard.SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)
 
     def write(
         self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
@@ -69,7 +72,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         for name, values in histograms.items():
             if len(values):
-                self._writer.add_histogram(name, list(values), step)
+                self._writer.add_histogram(name, np.asarray(values, dtype=np.float64), step)
         self._writer.flush()
 
     def close(self) -> None:

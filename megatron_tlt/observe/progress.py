@@ -79,10 +79,8 @@ class PlainProgress(Progress):
     def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
         """The step's line."""
         figures = "  ".join(f"{name} {text}" for name, text in step_figures(metrics))
-        self.note(
-            f"step {step}/{self.num_steps}  {seconds:.1f} s  {tokens / max(seconds, 1e-9):.0f} tokens/s
-            {figures}"
-        )
+        speed = tokens / max(seconds, 1e-9)
+        self.note(f"step {step}/{self.num_steps}  {seconds:.1f} s  {speed:.0f} tokens/s  {figures}")
 
     def note(self, text: str) -> None:
         """Prints and flushes one line."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.observe.jsonl import LineFile, to_line, truncate_after
+from megatron_tlt.observe.jsonl import LineFile, cut_back, to_line
 from megatron_tlt.types import RewardResult, Sample, SampleGroup
 
 SAMPLES_FILE = "samples.jsonl"
@@ -20,7 +20,7 @@ class SampleLog:
         self._file: LineFile | None = None
         if self.per_step:
             path = Path(run_dir) / SAMPLES_FILE
-            truncate_after(path, start_step)
+            cut_back(path, start_step)
             self._file = LineFile(path)
 
     def log(self, step: int, groups: Sequence[SampleGroup]) -> None:

@@ -32,7 +32,7 @@ class Batch:
 
     num_decode: int
     chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy (from, to) before the forward
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before the forward
 
     @property
     def is_decode(self) -> bool:
@@ -48,6 +48,11 @@ class Batch:
     def num_tokens(self) -> int:
         """T."""
         return self.num_decode + sum(c.end - c.start for c in self.chunks)
+
+    @property
+    def num_draws(self) -> int:
+        """R, tokens that this step samples."""
+        return self.num_decode + len(self.first_draws)
 
     @property
     def first_draws(self) -> list[Request]:

@@ -13,7 +13,7 @@ class BlockManager:
     """Hands out block numbers `0 .. num_blocks - 1`. Every operation costs O(blocks it touches)."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        assert num_blocks > 0 and block_size > 0
+        assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
@@ -53,7 +53,7 @@ class BlockManager:
             references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each block; the last one returns it to the pool. Freeing twice is an assertion."""
+        """Drops one reference of each block; the last one returns it. Freeing twice is an assertion."""
         references = self._references
         for block in blocks:
             count = references[block]

@@ -1,4 +1,4 @@
-"""The rollout engine: continuous batching over a paged cache, one schedule, one forward, one sample a step."""
+"""The rollout engine: continuous batching over a paged cache; one schedule, forward and sample a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROGRESS_EVERY_S = 0.2
 
 
 class Engine:
-    """Answers requests with one decoder. All ranks of a tensor-parallel group make the same calls in one order."""
+    """Answers requests with one decoder. All ranks of a tensor-parallel group make the same calls."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Engine:
         self._started = time.perf_counter()
         self._schedule_seconds = 0.0
         self._commit_seconds = 0.0
+        self._last_running = 0
 
     @property
     def num_running(self) -> int:
@@ -80,7 +81,7 @@ class Engine:
         sample_index: int = 0,
         num_samples: int = 1,
     ) -> list[Request]:
-        """Queues samples `sample_index .. sample_index + num_samples - 1` of one prompt; computes nothing yet.
+        """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
         Raises BackendError, naming the numbers, if the request could never run.
         """
@@ -96,7 +97,7 @@ class Engine:
         return requests
 
     def step(self) -> list[Request]:
-        """Computes one batch; returns the requests that ended. Mutates the cache, the queues and the counters."""
+        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: ask is_idle first"
@@ -113,8 +114,11 @@ class Engine:
         stats.generated_tokens += len(result.tokens)
         if batch.chunks:
             stats.prompt_tokens += batch.num_tokens - batch.num_decode
-        if finished or batch.chunks:
-            self._note(len(finished))
+        stats.finished_requests += len(finished)
+        if batch.num_decode != self._last_running:
+            self._note(batch.num_decode, scheduled)
+        if self.is_idle:
+            self._note(0, ended)
         return finished
 
     def run(self, on_progress: Progress | None = None) -> list[Request]:
@@ -160,12 +164,10 @@ class Engine:
         self._schedule_seconds = self._commit_seconds = runner.forward_seconds = runner.sample_seconds = 0.0
         return phases
 
-    def _note(self, num_finished: int) -> None:
-        """Records a change of the number of running requests (a decoding step without one costs nothing)."""
-        self._stats.finished_requests += num_finished
-        curve, running = self._stats.running_curve, self.scheduler.num_running
-        if not curve or curve[-1][1] != running:
-            curve.append((time.perf_counter() - self._started, running))
+    def _note(self, running: int, now: float) -> None:
+        """Records a change of the number of running requests: a point of the curve, not one a step."""
+        self._last_running = running
+        self._stats.running_curve.append((now - self._started, running))
 
     def _watch(self, params: SamplingParams) -> StopStringWatcher | None:
         if not params.stop:
@@ -176,8 +178,9 @@ class Engine:
     def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int) -> None:
         vocab = self.limits.vocab_size
         name = f"prompt {prompt_id}"
-        if prompt.size and not (0 <= int(prompt.min()) and int(prompt.max()) < vocab):
-            raise BackendError(f"{name}: token ids {prompt.min()}..{prompt.max()} are outside the vocabulary of {vocab}")
+        if prompt.size and (int(prompt.min()) < 0 or int(prompt.max()) >= vocab):
+            ids = f"{prompt.min()}..{prompt.max()}"
+            raise BackendError(f"{name}: token ids {ids} are outside the vocabulary of {vocab}")
         if params.stop and self._tokenizer is None:
             raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
         if not all(params.stop):

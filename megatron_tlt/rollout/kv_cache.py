@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_tlt.errors import BackendError
 
-if TYPE_CHECKING:
-    from megatron_tlt.interfaces import ModelShape
-
 MIB = 1 << 20
 CPU_SHARE = 0.25  # of the memory free now, for all ranks of this machine together
 CUDA_SHARE = 0.5  # the policy and its optimizer share the device
-_HEAD_DIM_STEP = 16  # the native decoder pads head sizes to its vector width
-
-
-def bytes_per_block(shape: ModelShape, block_size: int, itemsize: int, tp_size: int = 1) -> int:
-    """Keys and values of `block_size` positions of every layer, on one tensor-parallel rank."""
-    heads = max(1, shape.num_kv_heads // tp_size)
-    width = -(-shape.head_dim // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
-    return 2 * shape.num_layers * heads * width * block_size * itemsize
 
 
 def choose_num_blocks(
     block_bytes: int,
+    *,
     block_size: int,
     max_running: int,
     max_context: int,
@@ -35,9 +24,9 @@ def choose_num_blocks(
     device: torch.device,
     local_ranks: int = 1,
 ) -> int:
-    """Blocks of the pool: what `max_running` requests of `max_context` tokens need, within the memory budget.
+    """Blocks of the pool: what `max_running` requests of `max_context` tokens need, within a memory budget.
 
-    The budget is `budget_mib`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
+    That is `budget_mib`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
     Memory of blocks never used is not touched. Raises BackendError if not even one block fits.
     """
     wanted = max_running * -(-max_context // block_size) + 1
@@ -50,7 +39,7 @@ def choose_num_blocks(
     count = min(wanted, budget // block_bytes)
     if count < 1:
         raise BackendError(
-            f"a KV-cache block of {block_size} tokens takes {block_bytes} bytes, the budget is {budget} bytes: "
+            f"a KV-cache block of {block_size} tokens takes {block_bytes} bytes, the budget is {budget}: "
             "raise rollout.kv_cache_mib"
         )
     return count

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,28 +25,30 @@ _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class DecoderLike(Protocol):
-    """What the engine needs of a decoder (`models.decoder.build_decoder` makes one)."""
+    """What the engine needs of a decoder (`models.factory.build_decoder` makes one)."""
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> object:
+    kind: str
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> Any:
         """Memory for the keys and values of `num_blocks` blocks."""
 
-    def copy_blocks(self, kv: object, src: list[int], dst: list[int]) -> None:
+    def copy_blocks(self, kv: Any, src: list[int], dst: list[int]) -> None:
         """Copies whole blocks. Mutates `kv`."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
-        """Takes full tensors under Hugging Face names. Mutates the weights."""
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
+        """Takes full tensors under Hugging Face names (`partial`: only some). Mutates the weights."""
 
-    def forward(self, batch: DecoderInput, kv: object) -> DecoderOutput:
+    def forward(self, batch: DecoderInput, kv: Any) -> DecoderOutput:
         """One step; writes the new keys and values into `kv`."""
 
 
 class ModelRunner:
-    """Runs batches. On CPU the decoder reads the scheduler's own memory; elsewhere one copy a step carries it."""
+    """Runs batches. On CPU the decoder reads the scheduler's own memory, elsewhere one copy a step."""
 
     def __init__(
         self,
         decoder: DecoderLike,
-        kv: object,
+        kv: Any,
         rows: RunningRows,
         block_size: int,
         sampler: Sampler,
@@ -60,10 +62,12 @@ class ModelRunner:
         max_rows, width = len(rows.limit), len(rows.token_ids)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
-        self._upload = None if self._device.type == "cpu" else _Upload(6 * width + 1 + rows.block_tables.size, self._device)
+        self._upload: _Upload | None = None
+        if self._device.type != "cpu":
+            self._upload = _Upload(6 * width + 1 + rows.block_tables.size, self._device)
 
     def forward(self, batch: Batch) -> StepResult:
-        """Computes `batch` and samples its rows. Mutates the KV cache and, past the decoding rows, the arrays."""
+        """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
         if batch.copies:
             self.decoder.copy_blocks(self.kv, [c[0] for c in batch.copies], [c[1] for c in batch.copies])
@@ -97,6 +101,8 @@ class ModelRunner:
             query_start[seq + 1] = at
             if chunk.draws:
                 last_rows.append(at - 1)
+        if not batch.num_draws:
+            last_rows.append(at - 1)  # nobody draws from it: decoders need not know of batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
         return self._pack(at, seqs, query_start, logit_rows)
 
@@ -134,7 +140,7 @@ class ModelRunner:
     def _sample(self, batch: Batch, output: DecoderOutput) -> StepResult:
         logits = output.logits
         if not batch.is_decode:
-            if not logits.shape[0]:
+            if not batch.num_draws:
                 if self._upload is not None:
                     self._upload.wait()
                 return _NOTHING
@@ -152,25 +158,25 @@ class ModelRunner:
         rows, n = self.rows, batch.num_decode
         keys = row_keys(rows.keys[:n], rows.output_len[:n])
         masked = rows.num_masked > 0
-        fields = (rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n])
-        first = batch.first_draws if batch.chunks else ()
-        if not first:
-            return SamplingRows(keys, *fields, is_masked=masked)
-        params = [r.params for r in first]
-        new = (
-            np.array([p.temperature for p in params], np.float32),
-            np.array([p.top_k for p in params], np.int32),
-            np.array([p.top_p for p in params], np.float64),
-            np.array([p.min_p for p in params], np.float32),
+        running = SamplingRows(
+            keys, rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n], masked
         )
-        joined = (np.concatenate(pair) for pair in zip(fields, new, strict=True))
-        keys = np.concatenate((keys, _first_keys(first)))
-        return SamplingRows(keys, *joined, is_masked=masked or any(r.is_masked for r in first))
+        first = batch.first_draws if batch.chunks else []
+        return running.join(_first_rows(first)) if first else running
 
 
-def _first_keys(requests: list[Request] | tuple[Request, ...]) -> np.ndarray:
+def _first_rows(requests: list[Request]) -> SamplingRows:
+    """How the first tokens of `requests` are sampled."""
     keys = np.array([r.key for r in requests], np.uint64)
-    return row_keys(keys, np.zeros(len(requests), np.int32))
+    params = [r.params for r in requests]
+    return SamplingRows(
+        row_keys(keys, np.zeros(len(requests), np.int32)),
+        np.array([p.temperature for p in params], np.float32),
+        np.array([p.top_k for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float64),
+        np.array([p.min_p for p in params], np.float32),
+        any(r.is_masked for r in requests),
+    )
 
 
 def _fan_out(logits: Tensor, batch: Batch) -> Tensor:
@@ -197,7 +203,7 @@ class _Upload:
             self._array[at : at + array.size].reshape(array.shape)[...] = array
             views.append(self._device[at : at + array.size].view(array.shape))
             at += array.size
-        # The host buffer is written again only after this step's tokens came back (or `wait`): the copy is done then.
+        # The host buffer is written again only after this step's tokens came back (or `wait`).
         self._device[:at].copy_(self._host[:at], non_blocking=True)
         return views
 

@@ -1,7 +1,7 @@
-"""The running requests as arrays, so that a step costs a few vector operations whatever their number. Torch-free.
+"""The running requests as arrays: a step costs a few vector operations whatever their number. Torch-free.
 
-Row `r < num_rows` is one running request; rows are dense (the last one moves into a hole), so the model's inputs
-are plain views. A *slot* is where a request's output collects; it stays put while the request runs.
+Row `r < num_rows` is one running request; rows are dense (the last one moves into a hole), so that the
+model's inputs are plain views. A *slot* is where a request's output collects; it stays put while it runs.
 
 Legend: N most running requests, T most tokens of a step, W output width, K blocks of the longest context.
 """
@@ -40,10 +40,14 @@ class RunningRows:
         self.num_masked = 0
         self.num_watched = 0  # rows with stop strings
         self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
-        self._row_arrays = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.keys)
-        self._row_params = (self.temperature, self.top_k, self.top_p, self.min_p)
+        inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.keys)
+        params = (self.temperature, self.top_k, self.top_p, self.min_p)
+        self._row_arrays: tuple[np.ndarray, ...] = (*inputs, *params)
         self._free_slots = list(range(max_rows - 1, -1, -1))
-        self._resize_output(64)
+        self._width = 64
+        self.outputs = np.zeros((max_rows, self._width), np.int32)  # [N, W]
+        self.logprobs = np.zeros((max_rows, self._width), np.float32)
+        self._flat_outputs, self._flat_logprobs = self.outputs.reshape(-1), self.logprobs.reshape(-1)
 
     @property
     def num_rows(self) -> int:
@@ -51,9 +55,9 @@ class RunningRows:
         return len(self.requests)
 
     def start(self, request: Request, blocks: Sequence[int], cached: int, slot_mapping: int) -> None:
-        """Gives `request` the next row: `cached` tokens are in `blocks`, its last output token is fed next."""
+        """Gives `request` the next row; `cached` tokens are in `blocks`, its last output is fed next."""
         row, params = len(self.requests), request.params
-        assert request.output and request.row < 0
+        assert request.row < 0
         if params.max_tokens > self._width:
             self._resize_output(params.max_tokens)
         request.row, request.slot = row, self._free_slots.pop()
@@ -116,18 +120,14 @@ class RunningRows:
         self.counters[:, target] = self.counters[:, source]
         for array in self._row_arrays:
             array[target] = array[source]
-        for array in self._row_params:
-            array[target] = array[source]
         self.requests[target] = moved = self.requests[source]
         moved.row = target
 
     def _resize_output(self, width: int) -> None:
-        """Widens the output buffers [N, W]; rare, since the first long request settles it."""
-        rows = len(self.limit)
-        outputs, logprobs = np.zeros((rows, width), np.int32), np.zeros((rows, width), np.float32)
-        if self.requests:
-            outputs[:, : self._width], logprobs[:, : self._width] = self.outputs, self.logprobs
-        self._width, self.outputs, self.logprobs = width, outputs, logprobs
-        self._flat_outputs, self._flat_logprobs = outputs.reshape(-1), logprobs.reshape(-1)
+        """Widens the output buffers; rare, since the first long request settles it."""
+        missing = ((0, 0), (0, width - self._width))
+        self.outputs, self.logprobs = np.pad(self.outputs, missing), np.pad(self.logprobs, missing)
+        self._flat_outputs, self._flat_logprobs = self.outputs.reshape(-1), self.logprobs.reshape(-1)
+        self._width = width
         for row, request in enumerate(self.requests):
             self.write_at[row] = request.slot * width + self.output_len[row]

@@ -1,4 +1,4 @@
-"""Keyed sampling: the token is a function of the logits and of (seed, prompt, sample, position), nothing else.
+"""Keyed sampling: a token is a function of the logits and of (seed, prompt, sample, position), no more.
 
     token = argmax(logits / T + G),   G = -log(-log u),   u = (m + 1/2) / 2^24,   m = z >> 40,
     z = mix(row_key + (token_id + 1) * 0x9E3779B97F4A7C15)
@@ -54,27 +54,62 @@ class SamplingRows:
     min_p: np.ndarray  # float32 [R], 0: off
     is_masked: bool  # whether any row has a mask on
 
+    @property
+    def masked(self) -> np.ndarray:
+        """Bool [R]: rows with a mask on. Greedy rows need none: the most likely token always survives."""
+        masked: np.ndarray = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        masked &= self.temperature > 0
+        return masked
+
+    def part(self, at: slice | np.ndarray) -> SamplingRows:
+        """Some of the rows."""
+        return SamplingRows(
+            self.keys[at], self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at], self.is_masked
+        )
+
+    def masks(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Top-k, top-p and min-p of the rows on `device`."""
+        top_k, top_p, min_p = (torch.from_numpy(a).to(device) for a in (self.top_k, self.top_p, self.min_p))
+        return top_k, top_p, min_p
+
+    def join(self, other: SamplingRows) -> SamplingRows:
+        """These rows, then the other ones."""
+        return SamplingRows(
+            np.concatenate((self.keys, other.keys)),
+            np.concatenate((self.temperature, other.temperature)),
+            np.concatenate((self.top_k, other.top_k)),
+            np.concatenate((self.top_p, other.top_p)),
+            np.concatenate((self.min_p, other.min_p)),
+            self.is_masked or other.is_masked,
+        )
+
 
 class Sampler:
     """Samples rows of logits on `device`. Counts near-ties if asked: rounding may decide those."""
 
-    def __init__(self, device: torch.device, native: NativeSample | None = None, count_near_ties: bool = False):
+    def __init__(
+        self, device: torch.device, native: NativeSample | None = None, count_near_ties: bool = False
+    ):
         self.device = device
         self.near_ties = 0
         self._native = native if device.type == "cpu" else None
         self._count = count_near_ties
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Tokens int32 [R] and log-probabilities float32 [R] of `logits` float32 [R, V], on its device."""
-        if self._native is not None and not self._count and not rows.is_masked:
-            return self._sample_native(logits, torch.from_numpy(rows.temperature), torch.from_numpy(rows.keys))
-        temperature = torch.from_numpy(rows.temperature).to(self.device)
-        keys = torch.from_numpy(rows.keys.view(np.int64)).to(self.device)
-        count = logits.shape[0]
+        """Tokens int32 [R] and log-probabilities float32 [R] of `logits` float32 [R, V], on its device.
+
+        A row's result never depends on the other rows: each step below works row by row.
+        """
+        if self._native is not None and not self._count:
+            temperature, keys = torch.from_numpy(rows.temperature), torch.from_numpy(rows.keys)
+            token, logprob = self._sample_native(logits, temperature, keys)
+            if rows.is_masked:
+                self._resample_masked(logits, rows, token, logprob)
+            return token, logprob
         step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         parts = [
-            self._sample_part(logits[i : i + step], temperature[i : i + step], keys[i : i + step], rows, i)
-            for i in range(0, count, step)
+            self._sample_part(logits[i : i + step], rows.part(slice(i, i + step)))
+            for i in range(0, logits.shape[0], step)
         ]
         if len(parts) == 1:
             return parts[0]
@@ -87,34 +122,30 @@ class Sampler:
         self._native(logits, temperature, keys, token, logprob)
         return token, logprob
 
-    def _sample_part(
-        self, logits: Tensor, temperature: Tensor, keys: Tensor, rows: SamplingRows, first: int
-    ) -> tuple[Tensor, Tensor]:
-        greedy = (temperature <= 0).unsqueeze(1)
-        scores = logits.float() / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-        allowed = scores
-        if rows.is_masked:
-            allowed = self._mask(scores, rows, first)
-        if self._native is not None and not self._count:
-            ones = torch.where(temperature > 0, 1.0, 0.0)
-            token = self._sample_native(allowed, ones, keys.view(torch.uint64))[0].long()
-        else:
-            token = self._pick(torch.where(greedy, allowed, allowed + gumbel_noise(keys, scores.shape[1])))
-        logprob = scores.gather(1, token.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=-1)
-        return token.to(torch.int32), logprob
+    def _resample_masked(self, logits: Tensor, rows: SamplingRows, token: Tensor, logprob: Tensor) -> None:
+        """Draws the rows with a mask again, from what the mask leaves. Mutates `token` and `logprob`."""
+        at = np.flatnonzero(rows.masked)
+        some, index = rows.part(at), torch.from_numpy(at)
+        scores = logits[index] / torch.from_numpy(some.temperature).unsqueeze(1)
+        allowed = apply_masks(scores, *some.masks(self.device))
+        drawn, _ = self._sample_native(allowed, torch.ones(len(at)), torch.from_numpy(some.keys))
+        token[index] = drawn
+        logprob[index] = scores.log_softmax(-1).gather(1, drawn.long().unsqueeze(1)).squeeze(1)
 
-    def _mask(self, scores: Tensor, rows: SamplingRows, first: int) -> Tensor:
-        part = slice(first, first + scores.shape[0])
-        wanted = rows.temperature[part] > 0
-        masked = wanted & ((rows.top_k[part] > 0) | (rows.top_p[part] < 1) | (rows.min_p[part] > 0))
-        at = np.flatnonzero(masked)
-        if not len(at):
-            return scores
-        top_k, top_p, min_p = (
-            torch.from_numpy(array[part][at]).to(self.device) for array in (rows.top_k, rows.top_p, rows.min_p)
-        )
-        index = torch.from_numpy(at).to(self.device)
-        return scores.index_copy(0, index, apply_masks(scores[index], top_k, top_p, min_p))
+    def _sample_part(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        temperature = torch.from_numpy(rows.temperature).to(self.device).unsqueeze(1)
+        keys = torch.from_numpy(rows.keys.view(np.int64)).to(self.device)
+        scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+        allowed = scores
+        at = np.flatnonzero(rows.masked) if rows.is_masked else ()
+        if len(at):
+            index = torch.from_numpy(at).to(self.device)
+            masks = rows.part(at).masks(self.device)
+            allowed = scores.index_copy(0, index, apply_masks(scores[index], *masks))
+        perturbed = allowed + gumbel_noise(keys, scores.shape[1])
+        token = self._pick(torch.where(temperature > 0, perturbed, allowed))
+        logprob = scores.log_softmax(-1).gather(1, token.unsqueeze(1)).squeeze(1)
+        return token.to(torch.int32), logprob
 
     def _pick(self, perturbed: Tensor) -> Tensor:
         """Arg max [R] of [R, V], lowest id first."""

@@ -1,12 +1,12 @@
-"""Continuous batching: who computes what in the next step. Torch-free and without a clock, so that the simulator
-runs this very code.
+"""Continuous batching: who computes what in the next step. Torch-free and without a clock: the simulator runs
+this very code.
 
     waiting ──admit──> prefilling ──prompt done──> ready ──row and block free──> running ──> finished
        ^                    │                        │                              │
        └────────────────────┴───────preempt (latest arrival first)──────────────────┘
 
-First come, first served: what holds blocks always arrived before what waits, and under memory pressure the latest
-arrival gives its blocks back and is computed again later. So the oldest request always makes progress.
+First come, first served: what holds blocks always arrived before what waits, and under memory pressure the
+latest arrival gives its blocks back and is computed again later. So the oldest request always progresses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Scheduler:
         heapq.heappush(self._waiting, prefill)
 
     def schedule(self) -> Batch:
-        """The next step: every running request decodes one token, and prompts fill the rest of the token budget.
+        """The next step: every running request decodes one token, prompts fill the rest of the token budget.
 
         Mutates block tables and queues; each call is followed by one `commit` of the same batch.
         """
@@ -114,10 +114,10 @@ class Scheduler:
     # Memory
 
     def _grow(self) -> None:
-        """Gives a block to each row whose next position opens one, preempting the latest arrivals if need be."""
+        """Gives a block to each row whose next position opens one; preempts latest arrivals if it must."""
         rows = self.rows
         count, size = rows.num_rows, self.blocks.block_size
-        opens = np.flatnonzero(rows.positions[:count] % size == 0) if count else ()
+        opens = np.flatnonzero(rows.positions[:count] % size == 0)
         if not len(opens):
             return
         requests = [rows.requests[row] for row in opens.tolist()]
@@ -132,8 +132,9 @@ class Scheduler:
                 rows.slot_mapping[request.row] = block * size
 
     def preempt(self) -> None:
-        """Takes all blocks from the latest arrival that holds some; it waits again and is recomputed later."""
-        queue = max((q for q in (self._prefilling, self._ready) if q), key=lambda q: q[-1].order, default=None)
+        """Takes all blocks from the latest arrival that holds some; it is recomputed later."""
+        queues = [q for q in (self._prefilling, self._ready) if q]
+        queue = max(queues, key=lambda q: q[-1].order, default=None)
         latest = max(self.rows.requests, key=lambda r: r.order, default=None)
         assert queue or latest, "memory pressure with nobody holding memory"
         self.num_preemptions += 1
@@ -151,7 +152,7 @@ class Scheduler:
         promised = self.rows.num_rows + sum(len(p.children) for p in self._prefilling)
         if promised >= self.limits.max_running:
             return False
-        # One block stays free for each request that may soon open one, or admitting would only cause preemption.
+        # One block stays free for each request that may soon open one: or admitting only causes preemption.
         return self.blocks.blocks_for(len(prefill.tokens)) + promised <= self.blocks.num_free
 
     # Prefill and fork
@@ -176,7 +177,7 @@ class Scheduler:
                 self._ready.pop(0)
 
     def _blocks_to_start(self, prefill: Prefill) -> int:
-        """The last child takes the prompt's blocks over; the others copy the block that is only partly full."""
+        """The last child takes the prompt's blocks over; the others copy the partly full one."""
         is_partial = len(prefill.tokens) % self.blocks.block_size != 0
         return 0 if is_partial and len(prefill.children) == 1 else 1
 
@@ -225,9 +226,10 @@ class Scheduler:
             prefill = chunk.prefill
             prefill.done = chunk.end
             if chunk.draws:
-                count = len(prefill.children)
-                finished += _draw_first(prefill, result.tokens[at : at + count], result.logprobs[at : at + count])
-                at += count
+                first, at = at, at + len(prefill.children)
+                finished += _draw_first(
+                    prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist()
+                )
             if prefill.is_complete:
                 self._prefilling.remove(prefill)
                 if prefill.children:
@@ -241,23 +243,26 @@ class Scheduler:
         length, limits = len(prefill.tokens), self.limits
         name = f"prompt {prefill.children[0].prompt_id}"
         if length < 1 or longest < 1:
-            raise BackendError(f"{name}: {length} prompt tokens and max_tokens {longest}; both must be at least 1")
+            raise BackendError(
+                f"{name}: {length} prompt tokens, max_tokens {longest}: both must be at least 1"
+            )
         if length + longest > limits.max_context:
             raise BackendError(
-                f"{name}: {length} prompt tokens + max_tokens {longest} = {length + longest} exceed the context of "
-                f"{limits.max_context} tokens"
+                f"{name}: {length} prompt tokens + max_tokens {longest} = {length + longest} exceed the "
+                f"context of {limits.max_context} tokens"
             )
         # Forking needs a copy of the prompt's last block while its other samples wait.
         need = self.blocks.blocks_for(length + longest) + (len(prefill.children) > 1)
         if need > self.blocks.num_blocks:
             raise BackendError(
                 f"{name}: {length} prompt tokens + max_tokens {longest} need {need} KV-cache blocks of "
-                f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise rollout.kv_cache_mib"
+                f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise "
+                "rollout.kv_cache_mib"
             )
 
 
 def _resumption(request: Request) -> Prefill:
-    """What brings a preempted request back: its prompt and all output tokens but the last, which is fed next."""
+    """What brings a preempted request back: prompt and output but for the last token, which is fed next."""
     tokens = np.concatenate((request.prompt, np.asarray(request.output[:-1], np.int32)))
     return Prefill(tokens, [request], sampled=True)
 
@@ -266,10 +271,10 @@ def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[floa
     """Gives every child its first token; returns (and takes out) those that end with it."""
     prefill.sampled = True
     for request, token, logprob in zip(prefill.children, tokens, logprobs, strict=True):
-        request.output, request.logprobs = [int(token)], [float(logprob)]
-        if request.stop_strings is not None and request.stop_strings.push(int(token)):
+        request.output, request.logprobs = [token], [logprob]
+        if request.stop_strings is not None and request.stop_strings.push(token):
             request.finish_reason = "stop"
-        request.finish_reason = _finish_reason(request, int(token), 1)
+        request.finish_reason = _finish_reason(request, token, 1)
     finished = [r for r in prefill.children if r.finish_reason is not None]
     prefill.children = [r for r in prefill.children if r.finish_reason is None]
     return finished

@@ -15,7 +15,7 @@ class StopStringWatcher:
     """Watches one answer. Decodes a short window a token (constant work), never the whole answer."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        assert stops and all(stops), "empty stop strings are refused at submission"
+        assert all(stops), "empty stop strings are refused at submission"
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._longest = max(len(s) for s in stops)

@@ -19,6 +19,7 @@
 #define CHUNK_TILES (CHUNK / TILE)
 #define SCORE_TILES 4    /* key tiles a score kernel takes at once */
 #define VALUE_VECTORS 4  /* vectors of D a value kernel takes at once */
+#define AHEAD 6          /* value tiles to prefetch ahead */
 
 typedef struct {
     float score[MQ][CHUNK];
@@ -27,16 +28,22 @@ typedef struct {
     char query[MQ][TLT_MAX_HEAD_DIM * 4];
     float max[MQ];
     vf sum[MQ];
-    const char *k_tile[CHUNK_TILES], *v_tile[CHUNK_TILES];
+    /* The chunk's key tiles, then its value tiles, then repeats of the last: one list in order of use, so that each
+     * kernel can prefetch what comes next. Blocks lie anywhere, the hardware cannot guess it. */
+    const char *tile[2 * CHUNK_TILES + 2 * SCORE_TILES];
+    long tiles;
 } __attribute__((aligned(64))) Work;
 
 /* score[m][tile t .. t+NT) = query[m] . keys, for M queries. */
 INLINE void score_kernel(const int kind, const int M, const int NT, Work *w, long t, long steps) {
     vf acc[12][SCORE_TILES * TV];
-    const char *k[SCORE_TILES];
+    const char *k[SCORE_TILES], *next[SCORE_TILES];
     const long step_bytes = act_step_bytes(kind);
 #pragma GCC unroll 16
-    for (int i = 0; i < NT; i++) k[i] = w->k_tile[t + i];
+    for (int i = 0; i < NT; i++) {
+        k[i] = w->tile[t + i];
+        next[i] = w->tile[t + 2 * NT + i];
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 16
@@ -46,6 +53,8 @@ INLINE void score_kernel(const int kind, const int M, const int NT, Work *w, lon
         vu b[SCORE_TILES * TV];
 #pragma GCC unroll 16
         for (int v = 0; v < NT * TV; v++) b[v] = vloadu32(k[v / TV] + d * TILE * 4 + (v % TV) * VW * 4);
+#pragma GCC unroll 16
+        for (int i = 0; i < NT; i++) __builtin_prefetch(next[i] + d * TILE * 4, 0, 2);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 16
@@ -68,12 +77,16 @@ INLINE void value_kernel(const int kind, const int M, const int NC, Work *w, lon
         for (int v = 0; v < NC; v++) acc[m][v] = vload(&w->acc[m][(first + v) * VW]);
     const char *p = (const char *)w->weight[0];
     for (long done = 0, t = 0; done < steps; t++) {
-        const char *value = w->v_tile[t] + first * VW * 4;
+        const char *value = w->tile[w->tiles + t] + first * VW * 4;
+        const long ahead = w->tile[w->tiles + t + AHEAD] - w->tile[w->tiles + t];
         long now = steps - done < per_tile ? steps - done : per_tile;
         for (long j = 0; j < now; j++, p += step_bytes, value += dim * 4) {
             vu b[VALUE_VECTORS];
 #pragma GCC unroll 16
-            for (int v = 0; v < NC; v++) b[v] = vloadu32(value + v * VW * 4);
+            for (int v = 0; v < NC; v++) {
+                b[v] = vloadu32(value + v * VW * 4);
+                __builtin_prefetch(value + ahead + v * VW * 4, 0, 2);
+            }
             if (kind != KIND_F32 && 2 * (done + j) + 1 == count) {
                 /* The pair's second position may never have been written: it must not even be multiplied by 0. */
 #pragma GCC unroll 16
@@ -152,12 +165,14 @@ static void soften(int kind, Work *w, long m, long valid, long count, float scal
 
 static void find_tiles(const Attention *a, Work *w, long head, long start, long tiles, const int32_t *table) {
     const long per_block = a->block_size / TILE, bytes = tile_bytes(a->kind, a->padded_dim);
+    w->tiles = tiles;
     for (long t = 0; t < tiles; t++) {
         long tile = start / TILE + t;
         long index = tile_index(a->kv_heads, a->block_size, head, table[tile / per_block], tile % per_block);
-        w->k_tile[t] = (const char *)a->k_plane + index * bytes;
-        w->v_tile[t] = (const char *)a->v_plane + index * bytes;
+        w->tile[t] = (const char *)a->k_plane + index * bytes;
+        w->tile[tiles + t] = (const char *)a->v_plane + index * bytes;
     }
+    for (long i = 0; i < 2 * SCORE_TILES; i++) w->tile[2 * tiles + i] = w->tile[2 * tiles - 1];
 }
 
 /* `queries` queries: rows x heads of one group; query m belongs to row m / group_heads. */

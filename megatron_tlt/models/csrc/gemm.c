@@ -11,7 +11,7 @@
 #include "tlt.h"
 
 #define MAX_NP 4
-#define PREFETCH_BYTES 2048
+#define PREFETCH_BYTES 4096
 
 typedef struct {
     const char *a;   /* first row, first k */
@@ -149,29 +149,37 @@ static void block(const Gemm *g, long row, long m, long panel, long np) {
         for (long i = 0; i < m; i++) store_panel(g, row + i, panel + p, c + (p * m + i) * NR);
 }
 
-/* Units are (part of the panels) x (part of the row blocks). Panels are split first; rows only when there are
- * too few panels for the team. */
-void tlt_gemm(const Gemm *g, int threads) {
-    const long couple = g->epilogue == EPI_SILU ? 2 : 1;
-    const long panels = ((g->n + NR - 1) / NR) / couple; /* in couples from here on */
-    const long row_blocks = (g->rows + MR - 1) / MR;
-    long parts = threads == 1 ? 1 : (panels >= 16L * threads ? 4L * threads : threads);
-    if (parts > panels) parts = panels;
-    long row_parts = parts < threads ? (threads + parts - 1) / parts : 1;
-    if (row_parts > row_blocks) row_parts = row_blocks;
-    FOR_UNITS(unit, parts * row_parts) {
-        long part = unit / row_parts, row_part = unit % row_parts;
-        long first = part * panels / parts, last = (part + 1) * panels / parts;
-        long b0 = row_part * row_blocks / row_parts, b1 = (row_part + 1) * row_blocks / row_parts;
-        long smallest = g->rows / row_blocks;
-        long group = panels_per_call(smallest) / couple;
-        if (group < 1) group = 1;
-        for (long p = first; p < last; p += group) {
-            long np = last - p < group ? last - p : group;
-            for (long b = b0; b < b1; b++) {
-                long r0 = b * g->rows / row_blocks, r1 = (b + 1) * g->rows / row_blocks;
-                block(g, r0, r1 - r0, p * couple, np * couple);
-            }
+typedef struct {
+    const Gemm *g;
+    long couple, panels, row_blocks, parts, row_parts; /* panels counts couples */
+} Cut;
+
+/* Unit = one part of the panels x one part of the row blocks. */
+static void gemm_unit(void *arg, long unit) {
+    const Cut *c = arg;
+    const Gemm *g = c->g;
+    const long part = unit / c->row_parts, row_part = unit % c->row_parts;
+    const long first = part * c->panels / c->parts, last = (part + 1) * c->panels / c->parts;
+    const long b0 = row_part * c->row_blocks / c->row_parts, b1 = (row_part + 1) * c->row_blocks / c->row_parts;
+    long group = panels_per_call(g->rows / c->row_blocks) / c->couple;
+    if (group < 1) group = 1;
+    for (long p = first; p < last; p += group) {
+        long np = last - p < group ? last - p : group;
+        for (long b = b0; b < b1; b++) {
+            long r0 = b * g->rows / c->row_blocks, r1 = (b + 1) * g->rows / c->row_blocks;
+            block(g, r0, r1 - r0, p * c->couple, np * c->couple);
         }
     }
+}
+
+/* Panels are split first; rows only when there are too few panels for the team. Several parts a thread even out
+ * disturbed cores. */
+void tlt_gemm(const Gemm *g, int threads) {
+    const long couple = g->epilogue == EPI_SILU ? 2 : 1;
+    Cut c = {g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1, 1};
+    if (threads > 1) c.parts = c.panels >= 16L * threads ? 4L * threads : threads;
+    if (c.parts > c.panels) c.parts = c.panels;
+    if (c.parts < threads) c.row_parts = (threads + c.parts - 1) / c.parts;
+    if (c.row_parts > c.row_blocks) c.row_parts = c.row_blocks;
+    tlt_parallel(c.parts * c.row_parts, gemm_unit, &c);
 }

@@ -18,7 +18,7 @@ typedef struct {
     int out_is_padded;       /* rows of out may be written up to a whole panel */
 } Gemm;
 
-/* Called by every thread of the team; units come from the shared counter. The caller sets the barriers. */
+/* Runs the product on the open team; `threads` is its size and only guides how the work is cut. */
 void tlt_gemm(const Gemm *g, int threads);
 
 #endif

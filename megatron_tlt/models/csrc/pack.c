@@ -36,18 +36,14 @@ static void pack_panel(const Pack *p, char *panel, int64_t row0, int64_t from, i
         }
 }
 
-static void pack_task(void *arg, int thread, int threads) {
+/* Unit = one panel of those that the source rows touch. */
+static void pack_unit(void *arg, long unit) {
     const Pack *p = arg;
-    (void)thread, (void)threads;
     int64_t panel_bytes = (p->dst_bf16 ? (p->cols + 1) / 2 : p->cols) * NR * 4;
-    int64_t first_panel = p->first / NR, last_panel = (p->first + p->rows - 1) / NR;
-    FOR_UNITS(i, last_panel - first_panel + 1) {
-        int64_t start = (first_panel + i) * NR; /* output column of the panel's column 0 */
-        int64_t from = p->first > start ? p->first - start : 0;
-        int64_t to = p->first + p->rows - start < NR ? p->first + p->rows - start : NR;
-        char *panel = p->dst + ((first_panel + i) * p->panel_step + p->panel_offset) * panel_bytes;
-        pack_panel(p, panel, start - p->first, from, to);
-    }
+    int64_t index = p->first / NR + unit, start = index * NR; /* output column of the panel's column 0 */
+    int64_t from = p->first > start ? p->first - start : 0;
+    int64_t to = p->first + p->rows - start < NR ? p->first + p->rows - start : NR;
+    pack_panel(p, p->dst + (index * p->panel_step + p->panel_offset) * panel_bytes, start - p->first, from, to);
 }
 
 /* Writes src[rows][cols] (row length `ld`) as output columns first .. first+rows of a packed weight. Panel i of
@@ -55,7 +51,10 @@ static void pack_task(void *arg, int thread, int threads) {
 void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t rows, int64_t cols, int64_t ld,
               int64_t first, int64_t panel_step, int64_t panel_offset, int threads) {
     Pack p = {dst, src, src_bf16, dst_bf16, rows, cols, ld, first, panel_step, panel_offset};
-    if (rows > 0) tlt_pool_run(pack_task, &p, threads);
+    if (rows <= 0) return;
+    tlt_team_open(threads);
+    tlt_parallel((first + rows - 1) / NR - first / NR + 1, pack_unit, &p);
+    tlt_team_close();
 }
 
 /* kv holds `planes` planes of num_blocks blocks; copies block src[i] to dst[i] in each, in order. */

@@ -1,155 +1,165 @@
 /* The thread team.
  *
- * Who waits for whom: workers sleep on `wake` between tasks (after a short spin, so that back-to-back forwards
- * start quickly, and an idle engine burns no core). The caller publishes the task, bumps `epoch`, and works as
- * thread 0. A task ends when the caller has seen `running` fall to zero. Inside a task threads meet at a
- * barrier: they spin a little and then yield, because on a shared core the missing thread may need this one.
+ * Who waits for whom: the caller publishes a stage as one 64-bit word (stage number, unit count, next unit) and takes
+ * units like everyone else; it then waits until every unit that was taken is done. It never waits for a
+ * *thread*: a helper that the system has put aside between two units costs nothing, and when it comes back it joins the
+ * stage that is current by then. That matters on shared cores, where a barrier would wait a whole time slice.
+ *
+ *   caller:  publish -> take units -> wait until done == count -> next stage ...
+ *   helper:  take a unit (fetch-and-add on the word); none left -> spin, yield until the word changes
+ *
+ * A unit number below the count, taken from the same word as the count, proves that the stage is still open, so
+ * its function and argument are safe to read. Between forwards helpers spin some microseconds, then sleep.
  */
 #define _GNU_SOURCE
 #include "pool.h"
 
 #include <pthread.h>
 #include <sched.h>
+#include <stdint.h>
 
 #include "tlt.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ __volatile__("yield")
 #else
 #define PAUSE() __asm__ __volatile__("" ::: "memory")
 #endif
 
-#define SPIN_IDLE 1500    /* pauses before an idle worker sleeps: some 20 to 50 us */
-#define SPIN_BARRIER 2000 /* pauses before a waiting thread starts yielding */
+#define SPIN_CLOSED 1500 /* pauses before a helper of a closed team sleeps: some 20 to 50 us */
+#define SPIN_OPEN 2000   /* pauses within a forward before a thread starts yielding */
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_ACQUIRE)
 #define STORE(x, v) __atomic_store_n(&(x), (v), __ATOMIC_RELEASE)
-#define ADD(x, v) __atomic_add_fetch(&(x), (v), __ATOMIC_ACQ_REL)
+#define ADD(x, v) __atomic_fetch_add(&(x), (v), __ATOMIC_ACQ_REL)
+
+/* The word: stage in the high 22 bits, count in 20, next unit in 22 (room for one vain try per thread). */
+#define UNIT_BITS 22
+#define COUNT_BITS 20
+#define MAX_COUNT ((1L << COUNT_BITS) - 1)
+#define UNIT_OF(w) ((long)((w) & ((1ull << UNIT_BITS) - 1)))
+#define COUNT_OF(w) ((long)(((w) >> UNIT_BITS) & MAX_COUNT))
+#define STAGE_OF(w) ((w) >> (UNIT_BITS + COUNT_BITS))
 
 static pthread_mutex_t one_team = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static int workers;           /* threads started, without the caller */
-static int registered_atfork; /* the fork handler is installed once */
+static int helpers;      /* threads started */
+static int sleeping;     /* helpers asleep, under `lock` */
+static int team_size;    /* threads of the open team; 0 when closed */
+static int registered_atfork;
 
-/* Written by the caller, read by workers after they see a new epoch. */
-static TltTask task_fn;
-static void *task_arg;
-static int team_size = 1;
-static unsigned epoch __attribute__((aligned(64)));
-static int running __attribute__((aligned(64)));
+/* Hot data, each on its own cache line. */
+static uint64_t word __attribute__((aligned(64)));
+static long done __attribute__((aligned(64)));
+static struct {
+    TltUnit unit;
+    void *arg;
+    long offset;
+} stage __attribute__((aligned(64)));
 
-/* Hot counters on their own cache lines. */
-static long next_unit __attribute__((aligned(64)));
-static int arrived __attribute__((aligned(64)));
-static unsigned generation __attribute__((aligned(64)));
-
-void tlt_barrier(void) {
-    int team = team_size;
-    if (team == 1) {
-        next_unit = 0;
-        return;
-    }
-    unsigned mine = LOAD(generation);
-    if (ADD(arrived, 1) == team) {
-        STORE(arrived, 0);
-        STORE(next_unit, 0);
-        STORE(generation, mine + 1);
-        return;
-    }
-    for (int spin = 0; LOAD(generation) == mine; spin++) {
-        if (spin < SPIN_BARRIER) PAUSE();
-        else sched_yield();
-    }
-}
-
-long tlt_next_unit(void) {
-    if (team_size == 1) return next_unit++;
-    return __atomic_fetch_add(&next_unit, 1, __ATOMIC_RELAXED);
-}
-
-static unsigned wait_for_epoch(unsigned seen) {
-    for (int spin = 0; spin < SPIN_IDLE; spin++) {
-        unsigned now = LOAD(epoch);
-        if (now != seen) return now;
-        PAUSE();
-    }
-    pthread_mutex_lock(&lock);
-    while (LOAD(epoch) == seen) pthread_cond_wait(&wake, &lock);
-    pthread_mutex_unlock(&lock);
-    return LOAD(epoch);
-}
-
-typedef struct {
-    int thread;
-    unsigned epoch;
-} WorkerStart;
-
-static WorkerStart starts[TLT_MAX_THREADS];
-
-static void *worker(void *arg) {
-    WorkerStart start = *(WorkerStart *)arg;
-    unsigned seen = start.epoch;
+static void take_units(void) {
     for (;;) {
-        seen = wait_for_epoch(seen);
-        /* Workers outside the team report too: the caller may not change the task while one still looks. */
-        if (start.thread < team_size) task_fn(task_arg, start.thread, team_size);
-        ADD(running, -1);
+        uint64_t w = ADD(word, 1);
+        if (UNIT_OF(w) >= COUNT_OF(w)) return;
+        stage.unit(stage.arg, stage.offset + UNIT_OF(w));
+        ADD(done, 1);
+    }
+}
+
+static int must_sleep(int index) { return LOAD(team_size) <= index; }
+
+static void *helper(void *arg) {
+    const int index = (int)(intptr_t)arg;
+    uint64_t seen = 0;
+    for (int spin = 0;;) {
+        uint64_t w = LOAD(word);
+        if (STAGE_OF(w) != STAGE_OF(seen) && !must_sleep(index)) {
+            seen = w;
+            spin = 0;
+            if (UNIT_OF(w) < COUNT_OF(w)) take_units();
+            continue;
+        }
+        spin++;
+        if (!must_sleep(index)) {
+            if (spin < SPIN_OPEN) PAUSE();
+            else sched_yield();
+        } else if (spin < SPIN_CLOSED) {
+            PAUSE();
+        } else {
+            pthread_mutex_lock(&lock);
+            sleeping++;
+            while (must_sleep(index)) pthread_cond_wait(&wake, &lock);
+            sleeping--;
+            pthread_mutex_unlock(&lock);
+            spin = 0;
+        }
     }
     return NULL;
 }
 
-/* A forked child has no workers: start afresh there. */
+/* A forked child has no helpers: start afresh there. */
 static void after_fork_in_child(void) {
     pthread_mutex_init(&one_team, NULL);
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&wake, NULL);
-    workers = 0;
-    running = 0;
-    arrived = 0;
+    helpers = sleeping = team_size = 0;
 }
 
-static int grow(int wanted) {
+static void grow(int wanted) {
     if (!registered_atfork) {
         pthread_atfork(NULL, NULL, after_fork_in_child);
         registered_atfork = 1;
     }
-    while (workers < wanted) {
+    while (helpers < wanted) {
         pthread_t thread;
-        pthread_attr_t attr;
-        starts[workers] = (WorkerStart){workers + 1, epoch};
-        pthread_attr_init(&attr);
-        pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
-        int failed = pthread_create(&thread, &attr, worker, &starts[workers]);
-        pthread_attr_destroy(&attr);
-        if (failed) break;
-        workers++;
+        if (pthread_create(&thread, NULL, helper, (void *)(intptr_t)(helpers + 1))) return;
+        pthread_detach(thread);
+        helpers++;
     }
-    return workers < wanted ? workers : wanted;
 }
 
-void tlt_pool_run(TltTask task, void *arg, int threads) {
+void tlt_team_open(int threads) {
     if (threads > TLT_MAX_THREADS) threads = TLT_MAX_THREADS;
     pthread_mutex_lock(&one_team);
-    int helpers = threads > 1 ? grow(threads - 1) : 0;
-    next_unit = 0;
-    team_size = helpers + 1;
-    if (helpers > 0) {
-        task_fn = task;
-        task_arg = arg;
-        STORE(running, workers);
-        pthread_mutex_lock(&lock);
-        ADD(epoch, 1);
-        pthread_cond_broadcast(&wake);
-        pthread_mutex_unlock(&lock);
+    grow(threads - 1);
+    if (threads > helpers + 1) threads = helpers + 1;
+    if (threads == 1) {
+        STORE(team_size, 1);
+        return;
     }
-    task(arg, 0, team_size);
-    if (helpers > 0) {
-        for (int spin = 0; LOAD(running) != 0; spin++) {
-            if (spin < SPIN_BARRIER) PAUSE();
-            else sched_yield();
-        }
-    }
-    team_size = 1;
+    pthread_mutex_lock(&lock);
+    STORE(team_size, threads);
+    int asleep = sleeping;
+    pthread_mutex_unlock(&lock);
+    if (asleep) pthread_cond_broadcast(&wake);
+}
+
+void tlt_team_close(void) {
+    STORE(team_size, 0);
     pthread_mutex_unlock(&one_team);
+}
+
+static void run_stage(long offset, long count, TltUnit unit, void *arg) {
+    stage.unit = unit;
+    stage.arg = arg;
+    stage.offset = offset;
+    STORE(done, 0);
+    uint64_t next = STAGE_OF(LOAD(word)) + 1;
+    STORE(word, next << (UNIT_BITS + COUNT_BITS) | (uint64_t)count << UNIT_BITS);
+    take_units();
+    for (int spin = 0; LOAD(done) != count; spin++) {
+        if (spin < SPIN_OPEN) PAUSE();
+        else sched_yield();
+    }
+}
+
+void tlt_parallel(long count, TltUnit unit, void *arg) {
+    if (team_size == 1 || count == 1) {
+        for (long i = 0; i < count; i++) unit(arg, i);
+        return;
+    }
+    for (long at = 0; at < count; at += MAX_COUNT) run_stage(at, count - at < MAX_COUNT ? count - at : MAX_COUNT, unit, arg);
 }

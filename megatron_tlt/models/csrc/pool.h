@@ -1,19 +1,16 @@
-/* A team of threads that run one function together, with barriers and a shared work counter. */
+/* A team of threads for one forward: the caller drives, helpers take units of whatever stage is current. */
 #ifndef TLT_POOL_H
 #define TLT_POOL_H
 
-typedef void (*TltTask)(void *arg, int thread, int threads);
+typedef void (*TltUnit)(void *arg, long unit);
 
-/* Runs task on `threads` threads (the caller is thread 0) and returns when all are done. One team at a time;
- * a second caller waits. If threads cannot be started, fewer run. */
-void tlt_pool_run(TltTask task, void *arg, int threads);
+/* Opens the team: the caller plus at most threads - 1 helpers (fewer if they cannot be started). One team is open at
+ * a time; a second caller waits. */
+void tlt_team_open(int threads);
 
-/* Inside a task: waits for the whole team, then restarts the work counter. */
-void tlt_barrier(void);
+/* Runs unit(arg, 0 .. count-1), in any order, on any thread of the team; returns when all are done. */
+void tlt_parallel(long count, TltUnit unit, void *arg);
 
-/* Inside a task: the next unit of work, 0, 1, 2, ...; each number is given once between two barriers. */
-long tlt_next_unit(void);
-
-#define FOR_UNITS(i, count) for (long i = tlt_next_unit(); i < (long)(count); i = tlt_next_unit())
+void tlt_team_close(void);
 
 #endif

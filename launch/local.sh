@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Starts ranks of megatron-tlt on this machine, one CPU thread each unless told otherwise.
+#
+#     launch/local.sh -n RANKS [-t THREADS] [--cmd COMMAND] CONFIG [key=value ...]
+#     launch/local.sh -n 2 configs/quickstart.yaml train.num_steps=5
+#     launch/local.sh -n 2 --cmd sft sft.yaml
+#
+# The exit code is the job's. PYTHON and MPIEXEC replace the ones in .venv.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+usage() {
+    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+}
+
+fail() {
+    printf 'local.sh: %s\n\n' "$1" >&2
+    usage >&2
+    exit 2
+}
+
+positive() {
+    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "$1 takes a number above 0, not '${2:-}'"
+}
+
+ranks=1 threads=1 command=train
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -n | --ranks) positive "$1" "${2:-}" && ranks="$2" && shift 2 ;;
+    -t | --threads) positive "$1" "${2:-}" && threads="$2" && shift 2 ;;
+    --cmd) [ -n "${2:-}" ] || fail "--cmd takes a subcommand of megatron-tlt" && command="$2" && shift 2 ;;
+    -h | --help) usage && exit 0 ;;
+    --) shift && break ;;
+    -*) fail "unknown option $1 (options come before the configuration)" ;;
+    *) break ;;
+    esac
+done
+[ $# -gt 0 ] || fail "no configuration given"
+
+python="${PYTHON:-$root/.venv/bin/python}"
+mpiexec="${MPIEXEC:-$root/.venv/bin/mpiexec}"
+for program in "$python" "$mpiexec"; do
+    command -v "$program" >/dev/null || fail "$program is not there: run 'make setup' first"
+done
+
+# One thread a rank: several ranks with a thread pool each fight for the same cores.
+export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREADS="$threads"
+export TOKENIZERS_PARALLELISM=false
+# All ranks are on this machine, so nothing has to be reachable from outside it.
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
+# A rank that waits in MPI yields its core: with more ranks than cores, spinning ones slow the working ones 4x.
+export MPIR_CVAR_ENABLE_HEAVY_YIELD="${MPIR_CVAR_ENABLE_HEAVY_YIELD:-1}"
+export MPIR_CVAR_POLLS_BEFORE_YIELD="${MPIR_CVAR_POLLS_BEFORE_YIELD:-10}"
+# Ranks write into mpiexec's pipe and cannot see the terminal behind it.
+if [ -t 1 ] && [ "${TERM:-dumb}" != dumb ]; then
+    export MEGATRON_TLT_TERMINAL_COLUMNS="${COLUMNS:-$(tput cols 2>/dev/null || echo 100)}"
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# `-m mpi4py` ends all ranks when one of them raises.
+exec "$mpiexec" -iface lo -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$command" "$@" </dev/null

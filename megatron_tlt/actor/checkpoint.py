@@ -1,0 +1,204 @@
+"""Checkpoints of the policy: megatron's distributed format, written in the background, published all or nothing.
+
+One save, drawn (all lines are collective, except the threads):
+
+    start_save   plan together, snapshot to CPU ----> a thread on every rank writes and syncs its file
+    poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`, prune
+
+Reading goes through megatron's `load`, so another TP x PP x DP can read what this one wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor import distributed_optimizer
+from megatron_tlt.actor.checkpoint_files import Manifest
+from megatron_tlt.actor.device import cpu_as_cuda, current_device
+from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
+from megatron_tlt.distributed.world import World
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+_log = logging.getLogger(__name__)
+
+
+def start_save(
+    world: World, module: Any, optimizer: Any, groups: ActorGroups, directory: Path, manifest: Manifest, keep: int | None
+) -> SaveHandle:
+    """Begins to save; returns when the state is copied and training may go on. Collective.
+
+    The handle must be polled or waited for by all ranks together before the next save.
+    """
+    files.step_of(directory)
+    scratch = files.scratch_of(directory)
+    if world.is_main:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    world.barrier()
+    strategy = ThreadSaveStrategy()
+    with cpu_as_cuda():
+        request = dist_checkpointing.save(
+            sharded_state(module, optimizer, groups, loading=False),
+            str(scratch),
+            strategy,
+            async_sharded_save=True,
+            content_metadata={"format": "torch_dist"},
+        )
+    assert strategy.writer is not None and request is not None
+    strategy.writer.start()
+    return SaveHandle(world, directory, manifest, strategy, request, keep)
+
+
+class SaveHandle:
+    """A save on its way. `poll` and `wait` are collective: all ranks call them at the same place."""
+
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        manifest: Manifest,
+        strategy: ThreadSaveStrategy,
+        request: AsyncRequest,
+        keep: int | None,
+    ):
+        assert strategy.writer is not None
+        self.directory, self.done = directory, False
+        self._world, self._manifest, self._request, self._keep = world, manifest, request, keep
+        self._writer = strategy.writer
+
+    def poll(self) -> bool:
+        """Publishes the checkpoint if every rank has written its part; whether it is published. Microseconds if not.
+
+        Raises CheckpointError on every rank if any rank could not write.
+        """
+        if not self.done:
+            flag = torch.tensor(int(self._writer.is_done()), device=current_device())
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+            if int(flag):
+                self._publish()
+        return self.done
+
+    def wait(self) -> None:
+        """Publishes the checkpoint, waiting for the writers."""
+        if not self.done:
+            self._writer.join()
+            self._publish()
+
+    def _publish(self) -> None:
+        report = self._world.all_gather_object((self._writer.failure(), self._writer.records))
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(report) if failure]
+        if failures:
+            raise CheckpointError(f"cannot write {self.directory}: {'; '.join(failures)}")
+        with cpu_as_cuda():
+            for finish in self._request.finalize_fns:
+                finish()
+        problem = None
+        if self._world.is_main:
+            written = {name: record for _, records in report for name, record in records.items()}
+            try:
+                files.publish(self.directory, Manifest(**{**self._manifest.__dict__, "files": written}), self._keep)
+            except OSError as error:
+                problem = str(error)
+        if problem := self._world.broadcast_object(problem):
+            raise CheckpointError(f"cannot publish {self.directory}: {problem}")
+        self.done = True
+
+
+def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: bool) -> dict[str, Any]:
+    """megatron's description of which part of which global tensor this rank holds."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": groups.dp,
+    }
+    distributed_optimizer.prime(optimizer)
+    model = module.sharded_state_dict(metadata=metadata)
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+
+
+def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
+    """Fills model and optimizer from a checkpoint of any layout. Collective. Does not verify: see `find_checkpoint`."""
+    with cpu_as_cuda():
+        distributed_optimizer.skip_step_when_loading(optimizer)
+        state = dist_checkpointing.load(sharded_state(module, optimizer, groups, loading=True), str(directory))
+        module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        distributed_optimizer.separate_steps(optimizer)
+
+
+def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, training: dict[str, str]) -> None:
+    """Raises CheckpointError if a checkpoint is of another model, precision or optimizer."""
+    wanted = {**model_record(config), **training}
+    found = {**manifest.model, **manifest.training}
+    wrong = [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wanted.items() if found.get(name) != value]
+    if wrong:
+        raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
+
+
+def model_record(config: ModelConfig) -> dict[str, Any]:
+    """The shape of the model as the manifest keeps it."""
+    names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    everything = asdict(config)
+    return {name: everything[name] for name in (*names, "intermediate_size", "tie_word_embeddings")}
+
+
+def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
+    """The checkpoint to resume from, verified file by file; None to start anew. Collective.
+
+    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed over, loudly,
+    for the one before it. Raises CheckpointError when the one asked for by path is damaged (and names the newest
+    good one), or when there are checkpoints and all are damaged.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        asked = Path(resume)
+        problem = _problem(world, asked)
+        if problem is None:
+            return asked
+        others = [path for path in files.complete_steps(asked.parent) if path.name != asked.name]
+        good = next((path for path in others if _problem(world, path) is None), None)
+        offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
+        raise CheckpointError(f"{problem}; {offer}")
+    candidates = world.broadcast_object(_candidates(checkpoints) if world.is_main else None)
+    for candidate in candidates:
+        problem = _problem(world, candidate)
+        if problem is None:
+            return Path(candidate)
+        if world.is_main:
+            _log.warning("REFUSED: %s. Falling back to the checkpoint before it.", problem)
+    if candidates:
+        raise CheckpointError(f"every checkpoint in {checkpoints} is damaged; resume=never starts anew")
+    return None
+
+
+def _candidates(checkpoints: Path) -> list[Path]:
+    """What `latest` points to, then everything older, newest first (everything, if there is no pointer)."""
+    steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
+    if latest is None:
+        return steps
+    return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]
+
+
+def _problem(world: World, directory: Path) -> str | None:
+    """Why a checkpoint cannot be used, the same words on every rank; None if it can. Ranks share the reading."""
+    try:
+        damage = files.find_damage(directory, files.read_manifest(directory), world.rank, world.size)
+        mine = f"checkpoint {directory} is damaged: {'; '.join(damage)}" if damage else None
+    except CheckpointError as error:
+        mine = str(error)
+    return next((problem for problem in world.all_gather_object(mine) if problem), None)

@@ -1,0 +1,187 @@
+"""Checkpoint directories as files: names, manifest, verification, the `latest` pointer, pruning. Torch-free.
+
+    run_dir/checkpoints/step-000120.tmp/    being written; means nothing to anyone
+                        step-000120/        complete on disk: shards, .metadata, common.pt, metadata.json, manifest.json
+                        latest              text file with the name of the newest complete one
+
+A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after that, so
+a crash at any moment leaves `latest` on a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is and which bytes it must consist of."""
+
+    step: int
+    policy_version: int
+    optimizer_steps: int
+    layout: dict[str, int]
+    model: dict[str, Any]
+    training: dict[str, str]  # dtype, optimizer, distributed optimizer: what must agree to load it
+    extra: dict[str, Any]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Text with a digest of itself, so that an edited manifest shows."""
+        body = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises ValueError, with what is wrong."""
+        body = json.loads(text)
+        if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
+            raise ValueError("its digest does not match its content")
+        if body.pop("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT}")
+        files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+        return cls(**body, files=files)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps goes."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint directory's name. Raises CheckpointError for another name."""
+    match = _NAME.fullmatch(directory.name)
+    if match is None:
+        raise CheckpointError(f"{directory} is no checkpoint directory: its name must be step-NNNNNN")
+    return int(match.group(1))
+
+
+def complete_steps(checkpoints: Path) -> list[Path]:
+    """Checkpoint directories with a final name, newest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def record_of(file: Path) -> FileRecord:
+    """Reads a file and sums it up."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    return FileRecord(file.stat().st_size, digest.hexdigest())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises CheckpointError that names the directory and what is wrong with it."""
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint {directory} does not exist")
+    try:
+        return Manifest.from_json((directory / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {directory} has no {MANIFEST}: it was never completed") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is damaged: {error}") from error
+
+
+def find_damage(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
+    """What is missing, torn or altered among every `parts`-th file from number `part` on; empty if nothing is."""
+    damage = []
+    for name in sorted(manifest.files)[part::parts]:
+        file, wanted = directory / name, manifest.files[name]
+        if not file.is_file():
+            damage.append(f"{name} is missing")
+        elif file.stat().st_size != wanted.size:
+            damage.append(f"{name} is torn: {file.stat().st_size} of {wanted.size} bytes")
+        elif record_of(file) != wanted:
+            damage.append(f"{name} was altered: its checksum does not match")
+    return damage
+
+
+def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
+    """Gives the finished `directory`.tmp its name, moves `latest`, removes the oldest beyond `keep`. One rank only."""
+    scratch = scratch_of(directory)
+    records = {**manifest.files}
+    for file in sorted(scratch.iterdir()):
+        if file.name not in records:
+            records[file.name] = record_of(file)
+        sync(file)
+    complete = Manifest(**{**manifest.__dict__, "files": records})
+    write_synced(scratch / MANIFEST, complete.to_json())
+    sync(scratch)
+    if directory.exists():  # saved again after a resume from an earlier step
+        shutil.rmtree(directory)
+    os.rename(scratch, directory)
+    sync(directory.parent)
+    pointer = directory.parent / f"{LATEST}.tmp"
+    write_synced(pointer, directory.name + "\n")
+    os.replace(pointer, directory.parent / LATEST)
+    sync(directory.parent)
+    if keep is not None:
+        prune(directory.parent, keep, spare=directory)
+
+
+def prune(checkpoints: Path, keep: int, spare: Path) -> None:
+    """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `spare`.
+
+    Steps later than `spare`'s belong to a past that this run has left (it resumed from before them): they go first.
+    """
+    current = step_of(spare)
+    older = [path for path in complete_steps(checkpoints) if step_of(path) < current]
+    later = [path for path in complete_steps(checkpoints) if step_of(path) > current]
+    leftovers = [path for path in checkpoints.glob("step-*.tmp") if path != scratch_of(spare)]
+    for path in [*later, *older[max(0, keep - 1) :], *leftovers]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def scratch_of(directory: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return directory.with_name(directory.name + ".tmp")
+
+
+def read_latest(checkpoints: Path) -> Path | None:
+    """The checkpoint `latest` points to, None where there is no pointer."""
+    pointer = checkpoints / LATEST
+    return checkpoints / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Writes a small text file onto the disk."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or a directory entry onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

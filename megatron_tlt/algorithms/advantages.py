@@ -1,0 +1,92 @@
+"""Advantages from one reward a sample: group-relative baselines and whitening over the batch.
+
+Pure numpy in float64, from the table that is the same on every rank. Legend: N samples, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def group_statistics(prompt_id: Ints, rewards: Floats) -> tuple[Floats, Floats, Ints]:
+    """(mean, standard deviation, size) of every row's own group, each [N].
+
+    The deviation is the sample one (n - 1), 0 for a group of one. The papers write only "std"; n - 1 is what
+    the public implementations compute.
+    """
+    _, group = np.unique(prompt_id, return_inverse=True)
+    size = np.bincount(group)
+    mean = np.bincount(group, weights=rewards) / size
+    spread = np.bincount(group, weights=(rewards - mean[group]) ** 2)
+    std = np.sqrt(spread / np.maximum(size - 1, 1))
+    return mean[group], std[group], size[group].astype(np.int64)
+
+
+def centred(prompt_id: Ints, rewards: Floats) -> Floats:
+    """Reward minus the group's mean, [N] (Dr.GRPO, 2503.20783, section 3.2)."""
+    mean, _, _ = group_statistics(prompt_id, rewards)
+    return rewards - mean
+
+
+def standardised(prompt_id: Ints, rewards: Floats, eps: float) -> Floats:
+    """(reward - mean) / (std + eps) within the group, [N] (GRPO, 2402.03300, section 4.1.2)."""
+    mean, std, _ = group_statistics(prompt_id, rewards)
+    return (rewards - mean) / (std + eps)
+
+
+def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
+    """Reward minus the mean of the *other* answers to the prompt, [N] (RLOO, 2402.14740, equation 7).
+
+    An answer alone in its group has no baseline and gets 0.
+    """
+    mean, _, size = group_statistics(prompt_id, rewards)
+    # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
+    return np.where(size > 1, (rewards - mean) * size / np.maximum(size - 1, 1), 0.0)
+
+
+def share_of_equal_groups(prompt_id: Ints, rewards: Floats) -> float:
+    """Share of groups whose rewards are all the same: they teach a group-relative algorithm nothing."""
+    if not len(rewards):
+        return 0.0
+    _, group = np.unique(prompt_id, return_inverse=True)
+    low = np.full(group.max() + 1, np.inf)
+    high = np.full(group.max() + 1, -np.inf)
+    np.minimum.at(low, group, rewards)
+    np.maximum.at(high, group, rewards)
+    return float(np.mean(low == high))
+
+
+def whitened_rows(rewards: Floats, tokens: Ints, eps: float) -> Floats:
+    """Rewards whitened over all tokens of the batch, [N]; row i counts `tokens[i]` times.
+
+    For REINFORCE++ (2501.03262, section 3) where every token of an answer has the answer's reward.
+    """
+    total = tokens.sum()
+    if not total:
+        return np.zeros_like(rewards)
+    mean = (rewards * tokens).sum() / total
+    std = np.sqrt(((rewards - mean) ** 2 * tokens).sum() / total)
+    return (rewards - mean) / (std + eps)
+
+
+def whitened_tokens(
+    values: Sequence[Floats], counted: Sequence[bool], eps: float, reduce_sum: Callable[[Floats], Floats]
+) -> list[Floats]:
+    """This rank's per-token values ([R] each) whitened over all tokens of all ranks.
+
+    `counted[i]` says whether sequence i enters mean and deviation. Collective: `reduce_sum` adds an array
+    over ranks and is called exactly twice on each, also on one without sequences.
+    """
+    chosen = [v for v, used in zip(values, counted, strict=True) if used]
+    local = np.array([sum(float(v.sum()) for v in chosen), float(sum(len(v) for v in chosen))])
+    total, count = reduce_sum(local)
+    mean = total / max(count, 1.0)
+    squares = np.array([sum(float(((v - mean) ** 2).sum()) for v in chosen)])
+    std = np.sqrt(reduce_sum(squares)[0] / max(count, 1.0))
+    return [(v - mean) / (std + eps) for v in values]

@@ -1,0 +1,260 @@
+"""What every algorithm shares: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
+
+An algorithm's own file says three things: how a reward becomes an advantage, how tokens are weighed within
+their answer, and what the sum is divided by. Legend: N samples of the step over all ranks, R response
+tokens of one sample, T response tokens of one packed micro-batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_tlt.algorithms.advantages import Floats, Ints, share_of_equal_groups
+from megatron_tlt.algorithms.correction import importance_weights, mismatch_sums
+from megatron_tlt.algorithms.kl import LOG_RATIO_LIMIT, k3, kl_estimate
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.types import SampleGroup, TrainSequence
+
+ReduceSum = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """One row a sample, the step over all ranks, sorted by (prompt_id, sample_index), equal on every rank."""
+
+    prompt_id: Ints  # [N]
+    sample_index: Ints  # [N]
+    reward: Floats  # [N], after shaping
+    correct: npt.NDArray[np.bool_]  # [N]
+    length: Ints  # [N], response tokens
+    truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
+    kl_sum: Floats  # [N], sum of the sample's per-token KL; zeros when unused
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The response tokens of one packed micro-batch, flat; answers are whole, never split over micro-batches.
+
+    Rows with mask 0 may hold anything (also inf and NaN) and count for nothing.
+    """
+
+    logprobs: Tensor  # [T], with gradient
+    old_logprobs: Tensor | None  # [T], before the first update of the step; None: equal to logprobs
+    rollout_logprobs: Tensor  # [T], the engine's
+    ref_logprobs: Tensor | None  # [T], the frozen reference's
+    entropy: Tensor | None  # [T]
+    advantages: Tensor  # [T]
+    mask: Tensor  # [T], 1 or 0
+    weights: Tensor  # [T], `TrainSequence.weight` of the token's answer
+    segments: Tensor  # int64 [T], which answer a token belongs to
+    num_segments: int
+
+    def cleaned(self) -> LossInputs:
+        """The same with zeros in masked rows, so that inf * 0 cannot make a NaN, forward or backward."""
+        on = self.mask > 0
+
+        def clean(values: Tensor) -> Tensor:
+            return torch.where(on, values, torch.zeros_like(values))
+
+        def optional(values: Tensor | None) -> Tensor | None:
+            return None if values is None else clean(values)
+
+        return replace(
+            self,
+            logprobs=clean(self.logprobs),
+            old_logprobs=optional(self.old_logprobs),
+            rollout_logprobs=clean(self.rollout_logprobs),
+            ref_logprobs=optional(self.ref_logprobs),
+            entropy=optional(self.entropy),
+            advantages=clean(self.advantages),
+            mask=clean(self.mask),
+            weights=clean(self.weights),
+            segments=clean(self.segments),
+        )
+
+
+class Algorithm(ABC):
+    """A policy-gradient algorithm; pure but for `assign`, which fills in sequences."""
+
+    default_clip: ClassVar[tuple[float, float]] = (0.2, 0.2)
+
+    def __init__(self, config: AlgorithmSection, max_tokens: int):
+        low, high = self.default_clip
+        self.config, self.max_tokens = config, max_tokens
+        self.clip_low = low if config.ratio_clip_low is None else config.ratio_clip_low
+        self.clip_high = high if config.ratio_clip_high is None else config.ratio_clip_high
+
+    # What a file of an algorithm fills in.
+
+    @abstractmethod
+    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
+        """[N] advantages from [N] rewards (shaped, minus KL where it is part of the reward). Pure."""
+
+    @abstractmethod
+    def token_weight(self, length: int) -> float:
+        """Factor of every token's loss in an answer of `length` > 0 tokens."""
+
+    @abstractmethod
+    def divisor(self, lengths: Ints) -> float:
+        """What the loss sum over answers of these lengths is divided by."""
+
+    def pooled(self, values: Tensor, inputs: LossInputs) -> Tensor:
+        """[T] log-ratios as the importance ratio sees them: by token, unless overridden. Differentiable."""
+        return values
+
+    # What the loop and the actor ask.
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy must be kept."""
+        return self.config.kl_coef > 0
+
+    @property
+    def needs_token_kl(self) -> bool:
+        """Whether `assign` needs every token's KL to the reference."""
+        return self.needs_reference and self.config.kl_in == "reward"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether later mini-batches need log-probs from before the first."""
+        return self.config.mini_batches > 1
+
+    def shaped(self, group: SampleGroup) -> list[float]:
+        """Rewards of a group, minus the penalty on overlong answers (DAPO, 2503.14476, equation 13). Pure."""
+        pairs = zip(group.rewards, group.samples, strict=True)
+        return [reward.value - self.overlong(len(sample.token_ids)) for reward, sample in pairs]
+
+    def overlong(self, length: int) -> float:
+        """Penalty >= 0 on an answer of `length` tokens: 0 up to max_tokens - buffer, then growing."""
+        buffer = self.config.overlong_buffer
+        if not buffer:
+            return 0.0
+        excess = (length - (self.max_tokens - buffer)) / buffer
+        return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
+
+    def keep_group(self, rewards: Sequence[float]) -> bool:
+        """Whether a group teaches anything; always true without dynamic sampling (DAPO, equation 11)."""
+        return not self.config.dynamic_sampling or any(value != rewards[0] for value in rewards)
+
+    def trained(self, table: RewardTable) -> npt.NDArray[np.bool_]:
+        """[N] whether a row takes part in the loss."""
+        masked = table.truncated if self.config.mask_truncated else np.zeros_like(table.truncated)
+        trained: npt.NDArray[np.bool_] = (table.length > 0) & ~masked
+        return trained
+
+    def denominator(self, table: RewardTable, members: Ints) -> float:
+        """World-wide divisor of the loss sum over the rows `members`; 0 if none of them is trained."""
+        lengths = table.length[members][self.trained(table)[members]]
+        return float(self.divisor(lengths)) if len(lengths) else 0.0
+
+    def assign(
+        self,
+        sequences: Sequence[TrainSequence],
+        table: RewardTable,
+        token_kl: Sequence[np.ndarray] | None,
+        reduce_sum: ReduceSum,
+    ) -> dict[str, float]:
+        """Sets `advantages`, `loss_mask` and `weight` of this rank's sequences; returns metrics of the step.
+
+        `token_kl[i]`, [R], belongs to sequence i. `reduce_sum` adds a float64 array over data-parallel
+        ranks; all of them must call `assign` together. Raises ValueError for a sequence that is not in the
+        table.
+        """
+        if self.needs_token_kl and token_kl is None:
+            raise ValueError("algorithm.kl_in = 'reward' needs token_kl")
+        keys = zip(table.prompt_id.tolist(), table.sample_index.tolist(), strict=True)
+        row_of = {key: row for row, key in enumerate(keys)}
+        missing = [s for s in sequences if (s.prompt_id, s.sample_index) not in row_of]
+        if missing:
+            raise ValueError(f"sample {missing[0].prompt_id}/{missing[0].sample_index} is not in the table")
+        rows = [row_of[s.prompt_id, s.sample_index] for s in sequences]
+        trained = self.trained(table)
+        values = self.token_advantages(sequences, rows, table, token_kl, reduce_sum)
+        for sequence, row, advantages in zip(sequences, rows, values, strict=True):
+            length = len(sequence.rollout_logprobs)
+            sequence.advantages = advantages.astype(np.float32)
+            sequence.loss_mask = np.full(length, float(trained[row]), dtype=np.float32)
+            sequence.weight = self.token_weight(length) if length else 0.0
+        return self.table_metrics(table)
+
+    def token_advantages(
+        self,
+        sequences: Sequence[TrainSequence],
+        rows: Sequence[int],
+        table: RewardTable,
+        token_kl: Sequence[np.ndarray] | None,
+        reduce_sum: ReduceSum,
+    ) -> list[Floats]:
+        """[R] advantages of every sequence; sequence i is row `rows[i]`. Collective where overridden."""
+        rewards = table.reward - self.config.kl_coef * table.kl_sum if self.needs_token_kl else table.reward
+        advantages = self.row_advantages(table, rewards)
+        pairs = zip(sequences, rows, strict=True)
+        return [np.full(len(s.rollout_logprobs), advantages[row]) for s, row in pairs]
+
+    def table_metrics(self, table: RewardTable) -> dict[str, float]:
+        """Figures of the step that follow from the table alone."""
+        if not len(table.reward):
+            return {}
+        return {
+            "reward/mean": float(table.reward.mean()),
+            "reward/std": float(table.reward.std()),
+            "reward/equal_groups": share_of_equal_groups(table.prompt_id, table.reward),
+            "reward/kl": float(table.kl_sum.sum() / max(table.length.sum(), 1)),
+            "loss/masked_samples": float(1.0 - self.trained(table).mean()),
+        }
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss sum (0-d, before the denominator) and sums over unmasked tokens for the metrics. Pure.
+
+        The clipped surrogate of PPO (1707.06347, equation 7), times the engine/actor importance weight, plus
+        `kl_coef` times the KL, minus `entropy_coef` times the entropy. A metric ending in `_max` is a
+        maximum. Raises ValueError when the reference or the entropy that the configuration asks for is not
+        there.
+        """
+        x = inputs.cleaned()
+        current = x.logprobs.detach()
+        old = current if x.old_logprobs is None else x.old_logprobs
+        weights = x.weights * x.mask
+        mismatch = old - x.rollout_logprobs
+        correction = importance_weights(self.pooled(mismatch, x), self.config.importance_cap)
+        ratio = self.pooled(x.logprobs - old, x).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        surrogate = torch.minimum(ratio * x.advantages, clipped * x.advantages)
+        value = -(weights * correction * surrogate).sum()
+        extra, metrics = self._regularisers(x, weights)
+        too_low = (ratio.detach() < 1.0 - self.clip_low) & (x.advantages < 0)
+        too_high = (ratio.detach() > 1.0 + self.clip_high) & (x.advantages > 0)
+        metrics |= {
+            "tokens": x.mask.sum(),
+            "clip_low": (too_low * x.mask).sum(),
+            "clip_high": (too_high * x.mask).sum(),
+            "policy_kl": (k3(current - old) * x.mask).sum(),
+            **mismatch_sums(mismatch, correction, x.mask, self.config.importance_cap),
+        }
+        return value + extra, {name: total.detach() for name, total in metrics.items()}
+
+    def _regularisers(self, x: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """KL and entropy terms of the loss sum (0-d), and their metric sums."""
+        value, metrics = x.logprobs.new_zeros(()), {}
+        if self.needs_reference and self.config.kl_in == "loss":
+            if x.ref_logprobs is None:
+                raise ValueError("algorithm.kl_coef > 0 in the loss needs ref_logprobs")
+            kl = kl_estimate(x.logprobs, x.ref_logprobs, self.config.kl_estimator)
+            value = value + self.config.kl_coef * (weights * kl).sum()
+        if x.ref_logprobs is not None:
+            metrics["kl_ref"] = (k3(x.ref_logprobs - x.logprobs.detach()) * x.mask).sum()
+        if self.config.entropy_coef:
+            if x.entropy is None:
+                raise ValueError("algorithm.entropy_coef != 0 needs the entropy")
+            value = value - self.config.entropy_coef * (weights * x.entropy).sum()
+        if x.entropy is not None:
+            metrics["entropy"] = (x.entropy * x.mask).sum()
+        return value, metrics

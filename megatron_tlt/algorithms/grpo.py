@@ -1,0 +1,22 @@
+"""GRPO: group-standardised rewards, mean over an answer's tokens, then over answers (2402.03300, eq. 3)."""
+
+from __future__ import annotations
+
+from megatron_tlt.algorithms.advantages import Floats, Ints, standardised
+from megatron_tlt.algorithms.base import Algorithm, RewardTable
+
+
+class Grpo(Algorithm):
+    """Group relative policy optimisation."""
+
+    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
+        """(r - mean) / (std + eps) of the group."""
+        return standardised(table.prompt_id, rewards, self.config.advantage_eps)
+
+    def token_weight(self, length: int) -> float:
+        """Every answer weighs the same, however long."""
+        return 1.0 / length
+
+    def divisor(self, lengths: Ints) -> float:
+        """Answers."""
+        return float(len(lengths))

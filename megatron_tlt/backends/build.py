@@ -1,0 +1,165 @@
+"""Building a rollout backend: for training, and for `megatron-tlt generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+import torch
+
+from megatron_tlt.backends.answers import answer_lines, read_prompts, stats_report, write_atomically
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.kv_cache import choose_num_blocks
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.models.base import Decoder
+    from megatron_tlt.rollout.sampler import NativeSample
+    from megatron_tlt.types import EngineStats, SamplingParams
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How answers are made and written; the sampling itself is `SamplingParams`."""
+
+    n: int  # answers to each prompt, default 1
+    chat: bool  # wrap prompts in the tokenizer's chat template
+    logprobs: bool  # write log-probabilities
+    dtype: Literal["fp32", "bf16"]
+    kernels: Literal["auto", "native", "torch"]
+    threads: int
+
+
+def build_backend(
+    rollout: RolloutSection,
+    model: ModelSection,
+    sync: SyncSection | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    tokenizer: Tokenizer | None = None,
+    tp: TensorParallel | None = None,
+    local_ranks: int = 1,
+    load_weights: bool = False,
+    count_near_ties: bool = False,
+) -> EmbeddedBackend:
+    """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
+
+    `tp` is this rank's place in its tensor-parallel group (size `rollout.tp`); `local_ranks` ranks share this
+    machine's memory. `sync.verify` makes it keep checksums. Raises ConfigError, CheckpointError or
+    BackendError.
+    """
+    device = torch.device(device)
+    config = ModelConfig.from_hf(model.path)
+    _check(rollout, model, config, tp)
+    decoder = build_decoder(config, device, DTYPES[rollout.dtype], rollout.kernels, rollout.threads, tp)
+    if load_weights:
+        decoder.load_weights(iter_weights(model.path, config))
+    num_blocks = choose_num_blocks(
+        decoder.kv_bytes_per_block(rollout.block_size),
+        block_size=rollout.block_size,
+        max_running=rollout.max_running_requests,
+        max_context=model.max_context,
+        budget_mib=rollout.kv_cache_mib,
+        device=device,
+        local_ranks=local_ranks,
+    )
+    engine = Engine(
+        decoder,
+        SchedulerLimits(
+            rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size
+        ),
+        num_blocks,
+        rollout.block_size,
+        device=device,
+        tokenizer=tokenizer,
+        eos_token_ids=sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        tp=tp,
+        native_sample=_native_sample(decoder, rollout.threads),
+        count_near_ties=count_near_ties,
+    )
+    return EmbeddedBackend(
+        engine,
+        config.parameter_shapes(),
+        ignorable=("lm_head.weight",) if config.tie_word_embeddings else (),
+        keep_checksums=sync is not None and sync.verify,
+        has_weights=load_weights,
+    )
+
+
+def generate_file(
+    model_dir: str | Path,
+    in_jsonl: str | Path,
+    out_jsonl: str | Path,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    stats_path: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    tp: TensorParallel | None = None,
+    on_progress: Callable[[int, int, int], None] | None = None,
+    **options: Unpack[GenerateOptions],
+) -> EngineStats:
+    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` in one piece at the end.
+
+    Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
+    sample_index, text, token_ids, finish_reason and, if asked, logprobs. The prompt's index is its id in the
+    sampling key. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming
+    file and line, ConfigError, CheckpointError, BackendError.
+    """
+    prompts = read_prompts(Path(in_jsonl), tokenizer, options.get("chat", False))
+    rollout = RolloutSection(
+        tp=tp.size if tp is not None else 1,
+        dtype=options.get("dtype", "fp32"),
+        kernels=options.get("kernels", "auto"),
+        threads=options.get("threads", 1),
+    )
+    context = max((len(p.token_ids) for p in prompts), default=0) + params.max_tokens
+    model = ModelSection(path=str(model_dir), max_context=context)
+    backend = build_backend(rollout, model, device=device, tokenizer=tokenizer, tp=tp, load_weights=True)
+    started = time.perf_counter()
+    samples = backend.generate(prompts, params, options.get("n", 1), on_progress)
+    stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
+    if tp is None or tp.rank == 0:
+        write_atomically(Path(out_jsonl), answer_lines(samples, options.get("logprobs", False)))
+        if stats_path is not None:
+            write_atomically(Path(stats_path), [stats_report(stats, backend)])
+    backend.close()
+    return stats
+
+
+def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
+    """The C sampler, where the decoder is the native one (its library is built already)."""
+    if decoder.kind != "native":
+        return None
+    from megatron_tlt.models.native import keyed_sample
+
+    return partial(keyed_sample, threads=threads)
+
+
+def _check(
+    rollout: RolloutSection, model: ModelSection, config: ModelConfig, tp: TensorParallel | None
+) -> None:
+    """Everything that sizes an engine wrongly, at once."""
+    problems = []
+    if model.max_context > config.max_position_embeddings:
+        allowed = f"at most {config.max_position_embeddings}, the positions of the model in {model.path}"
+        problems.append(ConfigProblem("model.max_context", model.max_context, allowed))
+    size = tp.size if tp is not None else 1
+    if size != rollout.tp:
+        problems.append(ConfigProblem("rollout.tp", rollout.tp, f"the engine's group has {size} ranks"))
+    if problems:
+        raise ConfigError(problems)

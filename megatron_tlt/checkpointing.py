@@ -1,0 +1,55 @@
+"""When a run saves and what it resumes from; the files themselves are `actor.checkpoint`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
+from megatron_tlt.actor.checkpoint_files import read_latest, step_directory
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.config.run import CheckpointSection
+    from megatron_tlt.distributed.world import World
+
+
+class CheckpointManager:
+    """Saves every so many steps in the background, one save at a time. Every method but `latest` is collective."""
+
+    def __init__(self, section: CheckpointSection, run_dir: Path, num_steps: int, policy: MegatronPolicy, world: World):
+        self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
+        self._directory = run_dir / "checkpoints"
+        self._pending: SaveHandle | None = None
+
+    def load_latest(self) -> dict[str, Any] | None:
+        """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
+
+        Raises CheckpointError when the checkpoint asked for is damaged or of another model.
+        """
+        found = find_checkpoint(self._world, self._directory, self._section.resume)
+        return None if found is None else self._policy.load(found)
+
+    def maybe_save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Publishes a finished save, and starts one if `step` (steps done) is due."""
+        if self._pending is not None and self._pending.poll():
+            self._pending = None
+        every = self._section.every
+        if not every or (step % every and step != self._num_steps):
+            return
+        self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
+        target = step_directory(self._directory, step)
+        self._pending = self._policy.start_save(target, state(), self._section.keep)
+        if not self._section.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Publishes the save under way, if there is one."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return read_latest(self._directory)

@@ -1,0 +1,193 @@
+"""Prompt streams: tokenized questions in an order fixed by the seed, with a position to resume from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_tlt.config.data import DataSection, PromptSourceConfig
+from megatron_tlt.data.hashing import digest, hashed
+from megatron_tlt.data.sources import FileSource, Source, read_jsonl
+from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.interfaces import Tokenizer
+from megatron_tlt.types import Prompt
+
+Which = Literal["train", "eval"]
+
+# So many draws of an infinite source in a row without one that fits: none ever will.
+_MOST_DROPS_IN_A_ROW = 1000
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that may have a chat template."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of the template around one user message, open for the answer. Mutates nothing."""
+
+
+class PromptStream(Protocol):
+    """Prompts in an order that every rank computes alike."""
+
+    def next_batch(self, n: int) -> list[Prompt]:
+        """The next n prompts. Moves the position. Raises DataError."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able. Mutates nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a position. Raises DataError when it belongs to other data."""
+
+
+def build_prompts(section: DataSection, which: Which, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
+    """The training or held-out stream of a run with this seed.
+
+    The held-out stream depends on its source's own seed only, so that runs of different seeds are measured
+    on the same questions; and it never shares the training stream's seed. Raises ConfigError and DataError.
+    """
+    source = section.train if which == "train" else section.eval
+    if source is None:
+        raise ConfigError.of(f"data.{which}", None, "is required for this stream")
+    own = hashed("train", source.seed, seed) if which == "train" else hashed("eval", source.seed)
+    return SourceStream(
+        open_source(source, f"data.{which}", own),
+        tokenizer,
+        seed=own,
+        shuffle=source.shuffle,
+        chat=section.chat_template,
+        system=section.system_prompt,
+        max_prompt_tokens=section.max_prompt_tokens,
+    )
+
+
+def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
+    """The configured source; `path` names its section in errors. Raises ConfigError and DataError.
+
+    A factory: imports only what this source needs, for each of these libraries takes about a second.
+    """
+    if config.kind == "tasks":
+        from megatron_tlt.data.tasks import TaskSource
+
+        return TaskSource(config.tasks, seed, f"{path}.tasks")
+    if config.path is None:
+        raise ConfigError.of(f"{path}.path", None, f"is required with kind: {config.kind}")
+    file = Path(config.path)
+    if config.kind == "jsonl":
+        return FileSource(config, file, *read_jsonl(file))
+    if config.kind == "parquet":
+        from megatron_tlt.data.parquet import read_parquet
+
+        rows = read_parquet(file)
+        return FileSource(config, file, rows, range(len(rows)))
+    from megatron_tlt.data.hub import read_directory
+
+    rows = read_directory(file)
+    return FileSource(config, file, rows, range(len(rows)))
+
+
+class SourceStream:
+    """Rows of a source, shuffled anew each epoch if finite, tokenized, without those that are too long."""
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: ChatTokenizer,
+        *,
+        seed: int,
+        shuffle: bool,
+        chat: bool,
+        system: str | None,
+        max_prompt_tokens: int,
+    ):
+        if system is not None and not (chat and tokenizer.has_chat_template):
+            allowed = "needs data.chat_template and a tokenizer that has a chat template"
+            raise ConfigError.of("data.system_prompt", system, allowed)
+        self._source, self._tokenizer, self._seed = source, tokenizer, seed
+        self._shuffle = shuffle and source.size is not None
+        self._chat, self._system = chat and tokenizer.has_chat_template, system
+        self._max_prompt_tokens = max_prompt_tokens
+        self._draws = 0  # rows taken from the source, also dropped ones
+        self._next_id = 0  # prompts handed out
+        self._dropped = 0
+        self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
+
+    @property
+    def epoch(self) -> int:
+        """Full passes over a finite source so far; 0 for an infinite one."""
+        return self._draws // self._source.size if self._source.size else 0
+
+    @property
+    def dropped(self) -> int:
+        """Rows found too long; a finite source's rows are counted once, in the first epoch."""
+        return self._dropped
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows and their order."""
+        return digest(self._source.fingerprint, self._shuffle, self._seed if self._shuffle else "")
+
+    def next_batch(self, n: int) -> list[Prompt]:
+        return [self._next() for _ in range(n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "draws": self._draws,
+            "next_id": self._next_id,
+            "epoch": self.epoch,
+            "dropped": self._dropped,
+            "fingerprint": self.fingerprint,
+            "source": self._source.description,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("fingerprint") != self.fingerprint:
+            raise DataError(
+                f"the saved data position belongs to other prompts (or another seed or order): saved "
+                f"{state.get('source')} [{state.get('fingerprint')}], configured {self._source.description} "
+                f"[{self.fingerprint}]. Resume with the same data, or start a new run from the weights"
+            )
+        self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], state["dropped"]
+
+    def _next(self) -> Prompt:
+        for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
+            row = self._source.row(self._row_number(self._draws))
+            first_pass = self.epoch == 0
+            self._draws += 1
+            tokens = self._encode(row.question)
+            if len(tokens) > self._max_prompt_tokens:
+                self._dropped += first_pass
+                continue
+            prompt_id, self._next_id = self._next_id, self._next_id + 1
+            return Prompt(
+                prompt_id,
+                row.dataset_id,
+                tuple(tokens),
+                row.question,
+                row.answer,
+                row.task,
+                dict(row.metadata),
+            )
+        raise DataError(
+            f"{self._source.description}: no prompt fits into "
+            f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+        )
+
+    def _row_number(self, draw: int) -> int:
+        size = self._source.size
+        if size is None:
+            return draw
+        epoch, place = divmod(draw, size)
+        if not self._shuffle:
+            return place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(size)
+        return int(self._order[1][place])
+
+    def _encode(self, question: str) -> list[int]:
+        if self._chat:
+            return self._tokenizer.encode_chat(question, self._system)
+        return self._tokenizer.encode(question)

@@ -1,0 +1,143 @@
+"""Finite prompt sources: the records of a file, by number. Nothing is shuffled or tokenized here."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_tlt.config.data import PromptSourceConfig
+from megatron_tlt.errors import DataError
+
+_DEFAULT_ANSWER_FIELD = "answer"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question before tokenization. `metadata` has the source's other columns."""
+
+    dataset_id: str
+    question: str
+    answer: str | None
+    task: str
+    metadata: dict[str, Any]
+
+
+class Source(Protocol):
+    """Rows by number. A finite source has `size` rows, an infinite one None."""
+
+    @property
+    def size(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str:
+        """Changes with anything that changes a row."""
+
+    @property
+    def description(self) -> str:
+        """For error messages."""
+
+    def row(self, index: int) -> Row:
+        """Row `index`. Mutates nothing that shows. Raises DataError."""
+
+
+class Table(Protocol):
+    """Records by number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class FileSource:
+    """The records of a JSONL file, a Parquet file or a `datasets` directory."""
+
+    def __init__(self, config: PromptSourceConfig, path: Path, records: Table, places: Sequence[object]):
+        """Checks every record; record i stands at `places[i]`. Raises DataError naming file and place."""
+        self._config, self._path, self._records, self._places = config, path, records, places
+        if not len(records):
+            raise DataError(f"{path}: no records")
+        self._fingerprint = self._check()
+
+    @property
+    def size(self) -> int:
+        return len(self._records)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all questions and answers in order; the file may move."""
+        return self._fingerprint
+
+    @property
+    def description(self) -> str:
+        return f"{self._config.kind} {self._path} ({self.size} records)"
+
+    def row(self, index: int) -> Row:
+        record = self._records[index]
+        question, answer = self._fields(index, record)
+        taken = {self._config.prompt_field, self._config.answer_field}
+        metadata = {key: value for key, value in record.items() if key not in taken}
+        return Row(f"{self._path.stem}:{index}", question, answer, self._path.stem, metadata)
+
+    def _check(self) -> str:
+        """Looks at every record once; returns the fingerprint."""
+        sha, answers = hashlib.sha256(), 0
+        for index in range(self.size):
+            question, answer = self._fields(index, self._records[index])
+            answers += answer is not None
+            sha.update(json.dumps([question, answer]).encode())
+        field = self._config.answer_field
+        # Rewards by a user's function may need no answer, but a mistyped column must not pass for that.
+        if not answers and field != _DEFAULT_ANSWER_FIELD:
+            there = _columns(self._records[0], field)
+            raise DataError(f"{self._path}: no record has the answer field {field!r}{there}")
+        return sha.hexdigest()[:16]
+
+    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str, str | None]:
+        where = f"{self._path}:{self._places[index]}"
+        question = record.get(self._config.prompt_field)
+        if question is None:
+            there = _columns(record, self._config.prompt_field)
+            raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
+        if not isinstance(question, str) or not question:
+            found = type(question).__name__ if question != "" else "an empty string"
+            raise DataError(f"{where}: field {self._config.prompt_field!r} must be a string, found {found}")
+        answer = record.get(self._config.answer_field)
+        if answer is not None and not isinstance(answer, str | int | float):
+            found = type(answer).__name__
+            allowed = "must be a string or a number"
+            raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
+        return question, None if answer is None else str(answer)
+
+
+def _columns(record: Mapping[str, Any], wanted: str) -> str:
+    close = difflib.get_close_matches(wanted, record, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
+
+
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """(records, their line numbers) of a file with one JSON object a line; empty lines are skipped.
+
+    Raises DataError naming file and line.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    pairs = list(_json_lines(path))
+    return [record for _, record in pairs], [line for line, _ in pairs]
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # of JSON or of UTF-8
+                raise DataError(f"{path}:{number}: not a JSON object: {error}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+            yield number, record

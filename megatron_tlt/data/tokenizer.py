@@ -1,0 +1,117 @@
+"""A Hugging Face tokenizer from a local directory, behind the small interface of `interfaces.Tokenizer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from megatron_tlt.errors import CheckpointError
+
+_REPLACEMENT = "\ufffd"  # what decoding puts for bytes that are not (yet) UTF-8
+
+
+class HFTokenizer:
+    """Implements `interfaces.Tokenizer`. Nothing is downloaded."""
+
+    def __init__(self, path: str | Path):
+        """Reads the tokenizer's files in `path`. Raises CheckpointError."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: no such directory (a tokenizer is read from local files)")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
+        self._eos = _eos_ids(directory, self._tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: of generation_config.json (else config.json), then the tokenizer's own."""
+        return self._eos
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens with added ones; a model's embedding may have more rows."""
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` works."""
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+        """Token ids of the chat template around a user message, open for the answer."""
+        if not self.has_chat_template:
+            raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": text})
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def stream(self) -> IncrementalDecoder:
+        """Decodes one answer as its tokens come."""
+        return IncrementalDecoder(self)
+
+
+class IncrementalDecoder:
+    """Text of an answer token by token, at a cost that does not grow with the answer.
+
+    Only a short window is decoded again: the tokens of the last piece, which decide how the next one is
+    joined (leading spaces), and those whose bytes are not yet whole characters.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._done = 0  # tokens of the window whose text is out
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens; bytes of an unfinished character are held back."""
+        self._window.extend(token_ids)
+        before = self._tokenizer.decode(self._window[: self._done])
+        text = self._tokenizer.decode(self._window)
+        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+            return ""
+        self._window, self._done = self._window[self._done :], len(self._window) - self._done
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer."""
+        before = self._tokenizer.decode(self._window[: self._done])
+        text = self._tokenizer.decode(self._window)
+        self._done = len(self._window)
+        return text[len(before) :]
+
+
+def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if not found and (directory / name).is_file():
+            try:
+                value = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token_id")
+            except ValueError as error:
+                raise CheckpointError(f"{directory / name}: not JSON: {error}") from error
+            found = [] if value is None else [value] if isinstance(value, int) else list(value)
+    if tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    if not found:
+        raise CheckpointError(f"{directory}: neither configuration nor tokenizer names an end of sequence")
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,102 @@
+"""From the configured reward functions to one verdict a sample."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.types import Prompt, RewardResult, Sample
+
+# The value of one reward function for one sample. May raise: `judge` records it.
+Scorer = Callable[[Prompt, Sample], object]
+
+_LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
+
+
+@dataclass(frozen=True)
+class NamedScorer:
+    """A reward function with its place in the configuration."""
+
+    label: str  # key in RewardResult.parts
+    config: RewardConfig
+    scorer: Scorer
+
+
+def judge(
+    scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, sample: Sample
+) -> RewardResult:
+    """The weighted sum of all functions; a sample is correct if every function that counts reaches its
+    threshold.
+
+    Never raises for what a reward function does: the sample's value is then `failure_value`, it is not
+    correct, and `failure` says which function failed and how. Mutates nothing.
+    """
+    parts: dict[str, float] = {}
+    correct, counting = True, False
+    for named in scorers:
+        try:
+            value = as_number(named.scorer(prompt, sample))
+        # The one broad except of the package outside cli.py: a user's function may raise anything, even call
+        # sys.exit, and by contract that costs this sample a recorded failure and not the job.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return failed(f"{named.label}: {type(error).__name__}: {error}", failure_value, parts)
+        parts[named.label] = value
+        if named.config.counts_as_correct:
+            counting = True
+            correct = correct and value >= named.config.threshold
+    total = sum(named.config.weight * parts[named.label] for named in scorers)
+    return RewardResult(float(total), correct and counting, parts)
+
+
+def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
+    """The verdict on a sample whose reward could not be had."""
+    return RewardResult(failure_value, False, dict(parts or {}), why[:_LONGEST_FAILURE])
+
+
+def as_number(value: object) -> float:
+    """A reward as a finite float; numbers, booleans and 0-d arrays pass. Raises ValueError for the rest."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}): must be a number or a boolean")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"returned {number}: must be finite")
+    return number
+
+
+def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """The pattern with `.` matching line ends too: answers span lines."""
+    return None if pattern is None else re.compile(pattern, re.DOTALL)
+
+
+def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """Group 1 of the *last* match, stripped: a model may try several answers and the last is the one it
+    gives.
+
+    Without a pattern the whole text, stripped. None if nothing matches.
+    """
+    if pattern is None:
+        return text.strip()
+    answer: str | None = None
+    for found in pattern.finditer(text):
+        answer = found.group(1)
+    return None if answer is None else answer.strip()
+
+
+def reference_of(prompt: Prompt) -> str:
+    """The prompt's reference answer. Raises ValueError without one."""
+    if prompt.answer is None:
+        raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
+    return prompt.answer
+
+
+def labels(section: RewardSection) -> list[str]:
+    """A unique name for every function: its kind, or the user's function; repeated ones are numbered."""
+    names: list[str] = []
+    for config in section.functions:
+        name = config.path.rpartition(":")[2] if config.name == "python" and config.path else config.name
+        taken = sum(n == name or n.startswith(f"{name}#") for n in names)
+        names.append(f"{name}#{taken + 1}" if taken else name)
+    return names

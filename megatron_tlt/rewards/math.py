@@ -1,0 +1,59 @@
+"""Mathematical equality with the reference answer, by `math-verify` (sympy)."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+from megatron_tlt.config.data import RewardConfig
+from megatron_tlt.rewards.base import compile_pattern, extract_answer, reference_of
+from megatron_tlt.types import Prompt, Sample
+
+# math-verify stops itself after so many seconds by SIGALRM, which works in a process's main thread only. An
+# expression that takes longer is simply not equal, which is cheaper than the pool killing a worker over it.
+_TIMEOUT_S = 3
+_MARKS = ("$", r"\(", r"\[", r"\boxed")
+
+
+class MathReward:
+    """1 if the answer equals the reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0."""
+
+    def __init__(self, config: RewardConfig):
+        self._pattern = compile_pattern(config.pattern)
+
+    def __call__(self, prompt: Prompt, sample: Sample) -> float:
+        """Raises ValueError for a prompt whose reference is missing or cannot be parsed."""
+        reference = _marked(reference_of(prompt))
+        if not _parsed(reference):
+            raise ValueError(
+                f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed"
+            )
+        answer = extract_answer(self._pattern, sample.text)
+        if answer is None:
+            return 0.0
+        # Without a pattern math-verify looks for the answer in the text itself.
+        return float(_equal(reference, answer if self._pattern is None else _marked(answer)))
+
+
+# sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    return tuple(parse(text, parsing_timeout=_timeout()))
+
+
+@lru_cache(maxsize=4096)
+def _equal(reference: str, text: str) -> bool:
+    equal: bool = verify(list(_parsed(reference)), list(_parsed(text)), timeout_seconds=_timeout())
+    return equal
+
+
+def _timeout() -> int | None:
+    return _TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+
+
+def _marked(expression: str) -> str:
+    """The expression as math-verify recognises it: between dollar signs unless it is marked already."""
+    return expression if any(mark in expression for mark in _MARKS) else f"${expression}$"

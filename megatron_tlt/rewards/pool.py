@@ -1,0 +1,136 @@
+"""Judging samples in worker processes, with a timeout a sample.
+
+    rank      gives a batch -> worker; waits for verdicts of all workers at once
+    worker    judges the batch in order, sends each verdict as it is found
+A worker that is silent for `timeout_s` is killed; one that dies is noticed by its closed connection. Either
+costs the sample it was at a recorded failure; the rest of its batch goes to a fresh worker. Workers are
+started with the first samples and wait between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from types import TracebackType
+
+from megatron_tlt.config.data import RewardSection
+from megatron_tlt.rewards.base import NamedScorer, failed, judge
+from megatron_tlt.rewards.build import build_scorers, check_user_functions
+from megatron_tlt.rewards.process import Job, WorkerProcess
+from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+
+_LARGEST_BATCH = 64
+
+
+class RewardPool:
+    """The reward functions of a run on this rank. Use from one thread; close it."""
+
+    def __init__(self, section: RewardSection):
+        """Checks the users' functions by importing them here. Raises RewardError naming what is wrong."""
+        self._section = section
+        self._workers: list[WorkerProcess] = []
+        self._inline: list[NamedScorer] | None = None
+        check_user_functions(section)
+
+    def score(self, groups: Sequence[SampleGroup]) -> None:
+        """Judges every sample: sets `rewards` of each group, in its samples' order.
+
+        Functions see the texts but not token ids or log-probs, which stay here. Raises RewardError
+        only when workers cannot be started.
+        """
+        jobs: list[Job] = []
+        for group in groups:
+            prompt = replace(group.prompt, token_ids=())
+            for sample in group.samples:
+                jobs.append((len(jobs), prompt, replace(sample, token_ids=[], logprobs=[])))
+        if self._section.workers:
+            verdicts = self._score_in_workers(jobs)
+        else:
+            verdicts = {place: self._judge_here(prompt, sample) for place, prompt, sample in jobs}
+        found = iter(verdicts[place] for place in range(len(jobs)))
+        for group in groups:
+            group.rewards = [next(found) for _ in group.samples]
+
+    def close(self) -> None:
+        """Ends the workers. Idempotent; a later `score` starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _judge_here(self, prompt: Prompt, sample: Sample) -> RewardResult:
+        if self._inline is None:
+            self._inline = build_scorers(self._section)
+        return judge(self._inline, self._section.failure_value, prompt, sample)
+
+    def _score_in_workers(self, jobs: list[Job]) -> dict[int, RewardResult]:
+        if not jobs:
+            return {}
+        self._start(min(self._section.workers, len(jobs)))
+        size = min(-(-len(jobs) // (2 * len(self._workers))), _LARGEST_BATCH)
+        queue = deque(jobs[i : i + size] for i in range(0, len(jobs), size))
+        verdicts: dict[int, RewardResult] = {}
+        while len(verdicts) < len(jobs):
+            for worker in self._workers:
+                if not worker.jobs and queue:
+                    worker.give(queue.popleft())
+            self._wait(verdicts, queue)
+        return verdicts
+
+    def _start(self, count: int) -> None:
+        """At least `count` live workers, all with their functions loaded."""
+        dead = [worker for worker in self._workers if not worker.alive]
+        for worker in dead:
+            worker.kill()
+        self._workers = [worker for worker in self._workers if worker not in dead]
+        self._workers += [WorkerProcess(self._section) for _ in range(count - len(self._workers))]
+        for worker in self._workers:
+            worker.wait_ready()
+
+    def _wait(self, verdicts: dict[int, RewardResult], queue: deque[list[Job]]) -> None:
+        """Waits for the next verdicts, deaths or timeouts, and deals with them."""
+        busy = [worker for worker in self._workers if worker.jobs]
+        patience = min(w.since for w in busy) + self._section.timeout_s - time.monotonic()
+        wait([w.connection for w in busy], timeout=max(patience, 0.0))
+        for worker in busy:
+            # What has arrived counts before the clock does: replacing the worker before this one takes a
+            # while.
+            if not self._receive(worker, verdicts):
+                self._replace(worker, "worker {how}", verdicts, queue)
+            elif worker.jobs and time.monotonic() - worker.since >= self._section.timeout_s:
+                self._replace(worker, f"no verdict within {self._section.timeout_s:g} s", verdicts, queue)
+
+    def _receive(self, worker: WorkerProcess, verdicts: dict[int, RewardResult]) -> bool:
+        """Takes all verdicts that are there; False if the worker is dead."""
+        try:
+            while worker.jobs and worker.connection.poll(0):
+                verdicts[worker.jobs[0][0]] = worker.connection.recv()
+                del worker.jobs[0]
+                worker.since = time.monotonic()
+        except (EOFError, ConnectionError):
+            return False
+        return True
+
+    def _replace(
+        self, worker: WorkerProcess, why: str, verdicts: dict[int, RewardResult], queue: deque[list[Job]]
+    ) -> None:
+        """Puts a fresh worker in place of one that hangs or died, and fails the sample it was at."""
+        how = worker.kill()
+        (place, _, _), *rest = worker.jobs
+        verdicts[place] = failed(why.format(how=how), self._section.failure_value)
+        if rest:
+            queue.appendleft(rest)
+        self._workers.remove(worker)
+        if queue:
+            self._workers.append(WorkerProcess(self._section))
+            self._workers[-1].wait_ready()

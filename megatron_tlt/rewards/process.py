@@ -1,0 +1,114 @@
+"""The rank's end of one reward worker: starting, watching and killing the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from megatron_tlt.config.data import RewardSection
+from megatron_tlt.errors import RewardError
+from megatron_tlt.rewards.worker import READY
+from megatron_tlt.types import Prompt, Sample
+
+Job = tuple[int, Prompt, Sample]  # place in the caller's list, and what to judge
+
+# Not multiprocessing's spawn: that imports the parent's main module again, which here starts MPI.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megatron_tlt.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+# What a launcher tells its ranks. A user's function that imports mpi4py must not believe that it is one of
+# them.
+_LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
+_START_TIMEOUT_S = 120.0
+
+
+class WorkerProcess:
+    """One worker with the batch it is at. States: idle (no jobs) or judging `jobs[0]` since `since`."""
+
+    def __init__(self, section: RewardSection):
+        """Starts the process; returns at once, see `wait_ready`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = json.dumps([p or str(Path.cwd()) for p in sys.path])
+            command = [sys.executable, "-c", _BOOT, path, str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a user's function prints must not mix with the rank's own output
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,  # so that killing it also kills what a user's function started
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send(section)
+        self.jobs: list[Job] = []
+        self.since = 0.0
+        self._ready = False
+
+    def wait_ready(self) -> None:
+        """Waits until the reward functions are loaded. Raises RewardError."""
+        if self._ready:
+            return
+        answer: object = None
+        try:
+            if self.connection.poll(_START_TIMEOUT_S):
+                answer = self.connection.recv()
+        except (EOFError, ConnectionError):
+            pass
+        if answer != READY:
+            why = answer[1] if isinstance(answer, tuple) else self._how_it_ended("did not load the functions")
+            self.kill()
+            raise RewardError(f"a reward worker did not start: {why}")
+        self._ready = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def give(self, jobs: Sequence[Job]) -> None:
+        """Hands over a batch. A worker that dies of it is found out by its closed connection."""
+        self.jobs = list(jobs)
+        self.since = time.monotonic()
+        with suppress(ConnectionError):  # dead: its connection reads as closed, which the pool deals with
+            self.connection.send([(prompt, sample) for _, prompt, sample in jobs])
+
+    def kill(self) -> str:
+        """Ends the process and everything it started; says how it had ended. Idempotent."""
+        how = self._how_it_ended("was killed")
+        with suppress(ProcessLookupError):  # the whole group is gone
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+        return how
+
+    def _how_it_ended(self, otherwise: str) -> str:
+        try:
+            code = self._process.wait(timeout=1.0 if not self.connection.closed and self._hung_up() else 0)
+        except subprocess.TimeoutExpired:
+            return otherwise
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def _hung_up(self) -> bool:
+        """Whether the other end is closed, so that the process is about to end."""
+        try:
+            if self.connection.poll(0):
+                self.connection.recv()
+        except (EOFError, ConnectionError):
+            return True
+        return False
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,53 @@
+"""The reward worker: a process that judges samples and says so one by one.
+
+It is started as a fresh interpreter (see `pool`), knows nothing of MPI and imports no torch of its own.
+Messages:
+    in   list of (Prompt, Sample)      a batch to judge
+    out  READY | ("error", text)       once, after loading the reward functions
+    out  RewardResult                  one a sample, in the batch's order
+The parent counts what comes back, so it knows which sample a silent or dead worker was at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from megatron_tlt.config.data import RewardSection
+from megatron_tlt.errors import TltError
+from megatron_tlt.rewards.base import judge
+from megatron_tlt.rewards.build import build_scorers
+
+READY = "ready"
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int, parent: int) -> None:
+    """Serves one connection until its other end closes. `parent` is the process id of the rank."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when to stop, by closing the connection
+    connection = Connection(fd)
+    try:
+        section: RewardSection = connection.recv()
+        try:
+            scorers = build_scorers(section)
+        except TltError as error:
+            connection.send(("error", str(error)))
+            return
+        connection.send(READY)
+        while True:
+            for prompt, sample in connection.recv():
+                connection.send(judge(scorers, section.failure_value, prompt, sample))
+    except (EOFError, ConnectionError):
+        pass  # the rank is done with us, or gone
+
+
+def _die_with(parent: int) -> None:
+    """A hung reward must not outlive a killed rank: asks Linux to kill this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)

@@ -1,0 +1,30 @@
+"""One thread for every test: the suite may run in parallel, and results must not depend on a thread pool."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test may look anything up on a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/mpi starts ranks, so it carries the marker `mpi`; tests/gpu needs a GPU."""
+    here = Path(__file__).parent
+    for item in items:
+        top = item.path.relative_to(here).parts[0]
+        if top in ("mpi", "gpu"):
+            item.add_marker(top)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests for a GPU where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")

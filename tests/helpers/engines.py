@@ -1,0 +1,91 @@
+"""Small engines around real decoders, and requests for them."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.types import SamplingParams
+
+Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
+Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
+
+
+def small_config(family: str) -> ModelConfig:
+    """A tiny model of a family, without importing transformers (slow on many ranks)."""
+    heads, kv_heads = {"qwen2": (6, 2), "qwen3": (4, 4), "llama": (8, 1)}[family]
+    return ModelConfig(
+        family,  # type: ignore[arg-type]
+        vocab_size=131,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        intermediate_size=96,
+        tie_word_embeddings=family != "llama",
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+def make_engine(
+    config: ModelConfig,
+    weights: list[tuple[str, Tensor]],
+    kernels: str = "native",
+    num_blocks: int = 200,
+    max_running: int = 16,
+    budget: int = 128,
+    tp=None,
+    count_near_ties: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Engine:
+    decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp)
+    decoder.load_weights(weights)
+    return Engine(
+        decoder,
+        SchedulerLimits(max_running, budget, 256, config.vocab_size),
+        num_blocks,
+        16,
+        eos_token_ids=(0,),
+        tp=tp,
+        native_sample=partial(keyed_sample, threads=1) if kernels == "native" else None,
+        count_near_ties=count_near_ties,
+    )
+
+
+def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:
+    rng = random.Random(seed)
+    jobs = []
+    for i in range(count):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.8, 1.0]),
+            top_k=rng.choice([0, 0, 20]),
+            top_p=rng.choice([1.0, 1.0, 0.9]),
+            min_p=rng.choice([0.0, 0.0, 0.02]),
+            max_tokens=rng.randint(1, longest),
+            ignore_eos=rng.random() < 0.5,
+            seed=17,
+        )
+        prompt = [rng.randrange(1, vocab) for _ in range(rng.randint(1, 60))]
+        jobs.append((i, prompt, params, rng.randint(1, 4)))
+    return jobs
+
+
+def answer_all(engine: Engine, jobs: list[Job]) -> Answers:
+    for prompt_id, prompt, params, n in jobs:
+        engine.add(prompt, params, prompt_id, num_samples=n)
+    return collect(engine.run())
+
+
+def collect(requests: list[Request]) -> Answers:
+    return {(r.prompt_id, r.sample_index): (r.output, r.logprobs) for r in requests}

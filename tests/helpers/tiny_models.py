@@ -1,0 +1,108 @@
+"""Tiny random models of the three families, and ragged batches over shuffled KV blocks.
+
+Legend: T packed rows, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.base import Decoder, KVCache
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+
+_SHAPE = {"vocab_size": 131, "num_hidden_layers": 3, "initializer_range": 0.08, "rms_norm_eps": 1e-6}
+
+
+def hf_model(family: str, **changes):
+    """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3" or "llama"."""
+    import transformers
+
+    torch.manual_seed({"qwen2": 1, "qwen3": 2, "llama": 3}[family])
+    if family == "qwen2":  # tied, biased, 3 query heads to a kv head
+        config = transformers.Qwen2Config(
+            **_SHAPE | {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2,
+                        "max_position_embeddings": 1024, "tie_word_embeddings": True} | changes)  # fmt: skip
+        cls = transformers.Qwen2ForCausalLM
+    elif family == "qwen3":  # head size unrelated to hidden / heads
+        config = transformers.Qwen3Config(
+            **_SHAPE | {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 4,
+                        "head_dim": 40, "max_position_embeddings": 1024, "tie_word_embeddings": True} | changes)  # fmt: skip
+        cls = transformers.Qwen3ForCausalLM
+    else:  # untied, scaled rotary embedding
+        rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 128}  # fmt: skip
+        config = transformers.LlamaConfig(
+            **_SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 1,
+                        "max_position_embeddings": 2048, "tie_word_embeddings": False, "rope_parameters": rope}
+            | changes)  # fmt: skip
+        cls = transformers.LlamaForCausalLM
+    config._attn_implementation = "eager"
+    model = cls(config).eval()
+    with torch.no_grad():  # norms and biases start at 1 and 0: make them matter
+        for name, p in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def model_config(model) -> ModelConfig:
+    return ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
+
+
+def named_weights(model) -> list[tuple[str, Tensor]]:
+    return [(n, p.detach()) for n, p in model.named_parameters()]
+
+
+def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
+    """Weights of sensible size for any configuration, without transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for name, shape in config.parameter_shapes().items():
+        w = torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
+        out.append((name, (w + 1 if "norm" in name else w).to(dtype)))
+    return out
+
+
+@dataclass
+class Driver:
+    """Runs sequences through a decoder, each with its own shuffled blocks. `step` takes any mix of chunks."""
+
+    decoder: Decoder
+    num_blocks: int = 64
+    block_size: int = 16
+    seed: int = 0
+    kv: KVCache = field(init=False)
+    done: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kv = self.decoder.new_kv_cache(self.num_blocks, self.block_size)
+        order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(self.seed))
+        self.free = order.tolist()
+
+    def step(self, chunks: list[tuple[int, list[int]]], all_rows: bool = True) -> DecoderOutput:
+        """chunks: (sequence id, its next tokens). Logits of every row, or of each chunk's last row."""
+        tokens, positions, slots, starts, contexts, tables = [], [], [], [0], [], []
+        for seq, ids in chunks:
+            first = self.done.get(seq, 0)
+            table = self.tables.setdefault(seq, [])
+            while len(table) * self.block_size < first + len(ids):
+                table.append(self.free.pop())
+            for p in range(first, first + len(ids)):
+                positions.append(p)
+                slots.append(table[p // self.block_size] * self.block_size + p % self.block_size)
+            tokens += ids
+            starts.append(len(tokens))
+            contexts.append(first + len(ids))
+            tables.append(table)
+            self.done[seq] = first + len(ids)
+        width = max(map(len, tables))
+        padded = [list(t) + [0] * (width - len(t)) for t in tables]
+        rows = list(range(len(tokens))) if all_rows else [s - 1 for s in starts[1:]]
+        data = (tokens, positions, slots, starts, contexts, padded, rows)
+        batch = DecoderInput(*(torch.tensor(x, dtype=torch.int32, device=self.decoder.device) for x in data))
+        return self.decoder.forward(batch, self.kv)

@@ -1,0 +1,139 @@
+"""Checkpoints on real ranks. Arguments: a verb, the directory with models, the checkpoints directory, verb's own.
+
+save LAYOUT:   two updates, save asynchronously while a third runs; leaves the outcome in after.pt
+load LAYOUT:   load what save left, do the third update, compare
+forever:       saves after every update until killed
+continue:      resume=auto, says what it found
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+from megatron_tlt.errors import CheckpointError
+from tests.mpi.workers.actor_common import WeightedNll, relative_error, say, sequences, share, train_batch
+from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy
+
+MODEL = "qwen3"
+
+
+def build(world: World, root: Path, layout: dict[str, Any]) -> Any:
+    """An Adam policy (SGD, bf16 or the distributed optimizer if the layout says so)."""
+    section = SGD if layout.pop("sgd", False) else ADAM
+    return make_policy(world, root / MODEL, section, WeightedNll(), keep_reference=False, **layout)
+
+
+def update(policy: Any, number: int) -> dict[str, float]:
+    """Update `number` of the run, the same data whatever the layout."""
+    mine = share(sequences(8, seed=100 + number), policy.dims.dp, policy.groups.at.dp)
+    return policy.train_step(train_batch([mine], [120.0])).metrics
+
+
+def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """Two updates, save, the third while the threads write."""
+    policy = build(world, root, dict(layout))
+    for number in (1, 2):
+        update(policy, number)
+    start = time.perf_counter()
+    handle = policy.start_save(checkpoints / "step-000002", {"data": [1, 2], "name": "x"}, keep=3)
+    blocking = time.perf_counter() - start
+    third = update(policy, 3)
+    weights = copy_of(policy.named_weights())
+    while not handle.poll():
+        time.sleep(0.005)
+    total = time.perf_counter() - start
+    if world.is_main:
+        torch.save({"weights": weights, "metrics": third}, checkpoints / "after.pt")
+    say(world, case="save", layout=layout, blocking=blocking, total=total, version=policy.policy_version)
+
+
+def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """The third update from the checkpoint."""
+    from megatron_tlt.actor.checkpoint import find_checkpoint  # noqa: PLC0415
+
+    after = torch.load(checkpoints / "after.pt", weights_only=False)
+    policy = build(world, root, dict(layout))
+    found = find_checkpoint(world, checkpoints, "auto")
+    assert found is not None
+    extra = policy.load(found)
+    third = update(policy, 3)
+    weights = copy_of(policy.named_weights())
+    say(
+        world,
+        case="load",
+        layout=layout,
+        extra=extra,
+        version=policy.policy_version,
+        same_bits=all(torch.equal(weights[n], t) for n, t in after["weights"].items()),
+        weights=relative_error(weights, after["weights"])[0],
+        grad_norm=abs(third["grad_norm"] - after["metrics"]["grad_norm"]),
+        same_lr=third["lr"] == after["metrics"]["lr"],
+    )
+
+
+def forever(world: World, root: Path, checkpoints: Path) -> None:
+    """A save after every update, until killed."""
+    policy = build(world, root, {})
+    for number in range(1, 500):  # an end, should the kill ever miss a rank
+        update(policy, number)
+        policy.save(checkpoints / f"step-{number:06d}", {"step": number}, keep=3)
+        if world.is_main:
+            print(f"SAVED {number}", flush=True)
+
+
+def resume(world: World, root: Path, checkpoints: Path, how: str) -> None:
+    """What find_checkpoint says, and whether what it found loads."""
+    from megatron_tlt.actor.checkpoint import find_checkpoint  # noqa: PLC0415
+
+    try:
+        found = find_checkpoint(world, checkpoints, how)
+    except CheckpointError as error:
+        say(world, case="resume", how=how, error=str(error))
+        return
+    extra = None
+    if found is not None:
+        extra = build(world, root, {}).load(found)
+    say(world, case="resume", how=how, found=found and found.name, extra=extra)
+
+
+def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
+    """Another optimizer, another model."""
+    for label, policy in (
+        ("sgd", build(world, root, {"sgd": True})),
+        ("model", make_policy(world, root / "llama", ADAM, WeightedNll(), keep_reference=False)),
+    ):
+        try:
+            policy.load(checkpoints / "step-000002")
+        except CheckpointError as error:
+            say(world, case="refuse", label=label, error=str(error))
+
+
+def main() -> None:
+    """Verbs separated by '+', each with its arguments: `save DIR {} + load DIR {}`."""
+    world = World.start(DistributedSection(device="cpu"), threads=1)
+    root = Path(sys.argv[1])
+    for command in " ".join(sys.argv[2:]).split(" + "):
+        verb, where, *rest = command.split(" ", 2)
+        checkpoints = Path(where)
+        if world.is_main:
+            checkpoints.mkdir(parents=True, exist_ok=True)
+        world.barrier()
+        if verb in ("save", "load"):
+            {"save": save, "load": load}[verb](world, root, checkpoints, json.loads(rest[0]))
+        elif verb == "resume":
+            resume(world, root, checkpoints, rest[0])
+        else:
+            {"forever": forever, "refuse": refuse_other}[verb](world, root, checkpoints)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Tiny models, batches and losses shared by the actor's tests. Imports no megatron and no transformers at the top."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.types import TrainBatch, TrainSequence
+
+KINDS = ("qwen2", "qwen3", "llama")
+VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
+
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+    "attn_implementation": "eager",
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def hf_model(kind: str) -> Any:
+    """A random tiny transformers model with non-trivial norms and biases."""
+    import transformers as hf  # noqa: PLC0415  (seconds to import; workers do without)
+
+    config: Any
+    if kind == "qwen2":
+        config = hf.Qwen2Config(**_BASE, tie_word_embeddings=True)
+    elif kind == "qwen3":
+        config = hf.Qwen3Config(**_BASE, tie_word_embeddings=True, head_dim=32)
+    else:
+        config = hf.LlamaConfig(**_BASE, tie_word_embeddings=False, rope_parameters=_LLAMA3)
+    torch.manual_seed(7)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(kind: str, directory: Path) -> Any:
+    """Writes the tiny model of `kind` as a Hugging Face directory and returns it."""
+    model = hf_model(kind)
+    model.save_pretrained(directory)
+    return model
+
+
+def sequences(count: int, seed: int = 3, longest: int = 40) -> list[TrainSequence]:
+    """Random sequences of uneven lengths, with advantages, partial masks and weights."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        prompt, response = int(rng.integers(1, 12)), int(rng.integers(1, longest))
+        mask = (rng.random(response) < 0.8).astype(np.float32)
+        mask[0] = 1.0
+        made.append(
+            TrainSequence(
+                prompt_id=i,
+                sample_index=0,
+                token_ids=rng.integers(0, VOCAB, prompt + response).astype(np.int64),
+                prompt_len=prompt,
+                advantages=rng.normal(size=response).astype(np.float32),
+                loss_mask=mask,
+                rollout_logprobs=np.full(response, -4.5, np.float32),
+                weight=float(rng.uniform(0.5, 1.5)),
+            )
+        )
+    return made
+
+
+def share(all_sequences: list[TrainSequence], dp: int, at: int) -> list[TrainSequence]:
+    """What data-parallel rank `at` of `dp` trains on."""
+    return all_sequences[at::dp]
+
+
+def train_batch(mini_batches: list[list[TrainSequence]], denominators: list[float], temperature: float = 1.0) -> TrainBatch:
+    """A TrainBatch of these mini-batches."""
+    return TrainBatch(mini_batches=mini_batches, denominators=denominators, temperature=temperature)
+
+
+@dataclass
+class WeightedNll:
+    """-advantage * weight * logprob plus an entropy term: smooth, and every input matters."""
+
+    entropy_factor: float = 0.01
+    needs_reference: bool = False
+
+    def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        value = -(x.advantages * x.logprobs + self.entropy_factor * x.entropy) * x.weights * x.mask
+        return value.sum(), {"negative": -(x.logprobs * x.mask).sum(), "worst_max": -x.logprobs.min()}
+
+
+@dataclass
+class ClippedRatio:
+    """PPO's clipped objective with a k3 KL term to the reference."""
+
+    kl: float = 0.1
+    needs_reference: bool = True
+
+    def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
+        ratio = (x.logprobs - old).exp()
+        clipped = ratio.clamp(0.8, 1.28)
+        policy = -torch.minimum(ratio * x.advantages, clipped * x.advantages)
+        distance = x.ref_logprobs - x.logprobs
+        kl = distance.exp() - distance - 1
+        value = (policy + self.kl * kl) * x.weights * x.mask
+        return value.sum(), {"kl": (kl.detach() * x.mask).sum(), "ratio_max": ratio.detach().max()}
+
+
+@dataclass
+class Exploding:
+    """A loss whose gradient is infinite."""
+
+    needs_reference: bool = False
+
+    def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return (x.logprobs * x.mask).sum() * float("inf"), {}
+
+
+def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """Largest |found - wanted| / |wanted| over tensors (Frobenius), and which tensor."""
+    assert set(found) == set(wanted), set(found) ^ set(wanted)
+    errors = []
+    for name, right in wanted.items():
+        difference = (found[name].double() - right.double()).norm()
+        errors.append((float(difference / right.double().norm().clamp_min(1e-30)), name))
+    return max(errors)
+
+
+def say(world: Any, **result: Any) -> None:
+    """One JSON line from rank 0, for the test to read."""
+    if world.is_main:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+def results(output: str) -> list[dict[str, Any]]:
+    """The JSON lines of a worker's output."""
+    return [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]

@@ -1,0 +1,70 @@
+"""Several ranks: the scenario at many layouts against its one-rank outcome.
+
+Arguments: directory, and [layout, kind, optimizer] triples as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
+from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
+
+
+def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimizer: str) -> None:
+    """One kind at one layout."""
+    expected = torch.load(root / f"{kind}.tp1.pt", weights_only=False)[optimizer]
+    source = torch.load(root / f"{kind}.pt", weights_only=False)
+    policy = make_policy(world, root / kind, SGD if optimizer == "sgd" else ADAM, **layout)
+    loaded = copy_of(policy.named_weights())
+    exact = set(loaded) == set(source["weights"]) and all(torch.equal(t, source["weights"][n]) for n, t in loaded.items())
+    every = sequences(18)
+    mine = policy.logprobs(share(every, policy.dims.dp, policy.groups.at.dp), 0.8)
+    wanted = share(source["logprobs"][0.8], policy.dims.dp, policy.groups.at.dp)
+    logprobs = max((float(abs(a - b).max()) for a, b in zip(mine, wanted, strict=True)), default=0.0)
+    found = run_scenario(policy)
+    if layout.get("distributed_optimizer") == "on":  # gradients stay with their owners there
+        found["gradients"] = expected["gradients"]
+    outcome = {
+        "exact": exact,
+        "logprobs": logprobs,
+        "gradients": relative_error(found["gradients"], expected["gradients"])[0],
+        "weights": relative_error(found["weights"], expected["weights"])[0],
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["loss"], expected["loss"], strict=True)),
+        "grad_norm": max(abs(a - b) / b for a, b in zip(found["grad_norm"], expected["grad_norm"], strict=True)),
+    }
+    # Every rank checks its own view; rank 0 tells the worst.
+    views = world.all_gather_object(outcome)
+    worst = {name: (all if name == "exact" else max)(view[name] for view in views) for name in outcome}
+    say(world, case="layout", kind=kind, layout=layout, optimizer=optimizer, **worst)
+
+
+def skip_everywhere(world: World, root: Path) -> None:
+    """A gradient that explodes on one replica only must be refused by all."""
+    policy = make_policy(world, root / "qwen2", loss=Exploding(), keep_reference=False)
+    before = copy_of(policy.named_weights())
+    batch = train_batch([sequences(2) if world.rank == 0 else []], [1.0])
+    out = policy.train_step(batch)
+    untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
+    say(world, case="skip", views=world.all_gather_object([out.skipped, untouched]))
+
+
+def main() -> None:
+    """All triples, in order (neighbours of one layout share its process groups)."""
+    world = World.start(DistributedSection(device="cpu"), threads=1)
+    root = Path(sys.argv[1])
+    for layout, kind, optimizer in json.loads(sys.argv[2]):
+        compare(world, root, kind, layout, optimizer)
+    skip_everywhere(world, root)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

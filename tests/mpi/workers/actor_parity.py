@@ -1,0 +1,147 @@
+"""One rank: the actor against transformers, packing, precision, recompute, optimizer guards.
+
+Arguments: a directory with one model directory and one NAME.pt of expected values per kind. Leaves NAME.tp1.pt.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+from tests.mpi.workers.actor_common import KINDS, Exploding, WeightedNll, relative_error, say, sequences, train_batch
+from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
+
+
+def worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Largest absolute difference."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+def parity(world: World, root: Path, kind: str) -> None:
+    """Weights, log-probs and gradients against transformers."""
+    expected = torch.load(root / f"{kind}.pt", weights_only=False)
+    policy = make_policy(world, root / kind, loss=WeightedNll(), optimizer=SGD.model_copy(update={"clip_grad": 0.0}))
+    weights = copy_of(policy.named_weights())
+    same = set(weights) == set(expected["weights"]) and all(torch.equal(weights[n], expected["weights"][n]) for n in weights)
+    errors = {str(t): worst(policy.logprobs(sequences(18), t), lp) for t, lp in expected["logprobs"].items()}
+    reference = worst(policy.logprobs(sequences(18), 0.8, which="reference"), expected["logprobs"][0.8])
+    out = policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8))
+    gradients, where = relative_error(copy_of(policy.named_gradients()), expected["gradients"])
+    say(
+        world,
+        case="parity",
+        kind=kind,
+        same_weights=same,
+        logprobs=errors,
+        reference=reference,
+        gradients=gradients,
+        where=where,
+        loss=abs(out.metrics["loss"] - expected["loss"]),
+    )
+
+
+def packing(world: World, root: Path) -> None:
+    """One sequence per micro-batch, a few, all in one: same gradients. Recompute: the same bits."""
+    made: dict[str, Any] = {}
+    for name, actor in {
+        "one": {"micro_batch_tokens": 1},
+        "some": {"micro_batch_tokens": 96},
+        "all": {"micro_batch_tokens": 100_000},
+        "full": {"recompute": "full"},
+        "selective": {"recompute": "selective"},
+    }.items():
+        policy = make_policy(world, root / "qwen3", loss=WeightedNll(), keep_reference=False, **actor)
+        metrics = policy.train_step(train_batch([sequences(18)], [250.0])).metrics
+        made[name] = (copy_of(policy.named_gradients()), metrics["micro_batches"])
+    say(
+        world,
+        case="packing",
+        micro_batches={name: count for name, (_, count) in made.items()},
+        some=relative_error(made["some"][0], made["one"][0])[0],
+        all=relative_error(made["all"][0], made["one"][0])[0],
+        recompute_same_bits=all(
+            torch.equal(made[name][0][n], g) for name in ("full", "selective") for n, g in made["some"][0].items()
+        ),
+    )
+
+
+def guards(world: World, root: Path) -> None:
+    """Clipping, the refusal of non-finite gradients, random initialisation, old log-probs."""
+    policy = make_policy(world, root / "qwen2", loss=Exploding(), keep_reference=False)
+    before = copy_of(policy.named_weights())
+    out = policy.train_step(train_batch([sequences(4)], [1.0]))
+    untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
+    tight = make_policy(
+        world, root / "qwen2", SGD.model_copy(update={"clip_grad": 1e-3, "weight_decay": 0.0}), WeightedNll(), False
+    )
+    clipped = tight.train_step(train_batch([sequences(4)], [50.0])).metrics
+    norm = math.sqrt(sum(float(g.double().pow(2).sum()) for _, g in tight.named_gradients()))
+    moved = math.sqrt(sum(float((t - before[n]).double().pow(2).sum()) for n, t in tight.named_weights()))
+    drawn = [copy_of(make_policy(world, root / "qwen3", seed=s, random_init=True).named_weights()) for s in (1, 1, 2)]
+    say(
+        world,
+        case="guards",
+        skipped=out.skipped,
+        version=out.policy_version,
+        skipped_steps=out.metrics["skipped_steps"],
+        untouched=untouched,
+        grad_norm=clipped["grad_norm"],
+        norm_after_clip=norm,
+        moved=moved,
+        random_same=all(torch.equal(t, drawn[1][n]) for n, t in drawn[0].items()),
+        random_other=not torch.equal(drawn[0]["model.embed_tokens.weight"], drawn[2]["model.embed_tokens.weight"]),
+    )
+
+
+def nothing_trained(world: World, root: Path) -> None:
+    """A denominator of zero: Adam must not move on momentum or weight decay."""
+    policy = make_policy(world, root / "qwen2", ADAM, WeightedNll(), keep_reference=False)
+    policy.train_step(train_batch([sequences(4)], [50.0]))
+    before = copy_of(policy.named_weights())
+    out = policy.train_step(train_batch([[]], [0.0]))
+    untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
+    say(world, case="nothing_trained", untouched=untouched and out.skipped and out.policy_version == 1)
+
+
+def precision(world: World, root: Path) -> None:
+    """bf16 parameters with fp32 masters stay close to fp32, and learn."""
+    exact = make_policy(world, root / "qwen3", ADAM, WeightedNll(entropy_factor=0.0), False)
+    rough = make_policy(world, root / "qwen3", ADAM, WeightedNll(entropy_factor=0.0), False, dtype="bf16")
+    distance = worst(rough.logprobs(sequences(8), 1.0), exact.logprobs(sequences(8), 1.0))
+    dtypes = {str(t.dtype) for _, t in rough.named_weights()}
+    batch = train_batch([[_positive(s) for s in sequences(8)]], [100.0])
+    losses = [rough.train_step(batch).metrics["loss"] for _ in range(4)]
+    say(world, case="bf16", distance=distance, dtypes=sorted(dtypes), losses=losses)
+
+
+def _positive(sequence: Any) -> Any:
+    sequence.advantages = np.abs(sequence.advantages)
+    return sequence
+
+
+def main() -> None:
+    """All cases, then the one-rank outcome of the scenario for the parallel tests."""
+    world = World.start(DistributedSection(device="cpu"), threads=1)
+    root = Path(sys.argv[1])
+    for kind in KINDS:
+        parity(world, root, kind)
+        torch.save(
+            {name: run_scenario(make_policy(world, root / kind, opt)) for name, opt in (("sgd", SGD), ("adam", ADAM))},
+            root / f"{kind}.tp1.pt",
+        )
+    packing(world, root)
+    guards(world, root)
+    nothing_trained(world, root)
+    precision(world, root)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""One update scenario, run at any layout, whose outcome must not depend on the layout. Needs megatron.
+
+Three optimizer steps in two `train_step`s: ten sequences at once, then two mini-batches, of which the second has so
+few sequences that some data-parallel ranks get none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.model import ModelSection
+from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, train_batch
+
+SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
+ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)
+
+
+def make_policy(
+    world: Any,
+    directory: Path,
+    optimizer: OptimizerSection = SGD,
+    loss: Any = None,
+    keep_reference: bool = True,
+    seed: int = 0,
+    random_init: bool = False,
+    **actor: Any,
+) -> MegatronPolicy:
+    """A policy of the tiny model in `directory` at the layout in `actor`."""
+    return MegatronPolicy(
+        world,
+        ModelSection(path=str(directory), max_context=512),
+        ActorSection(**{"micro_batch_tokens": 96, **actor}),
+        optimizer,
+        loss or ClippedRatio(),
+        total_optimizer_steps=10,
+        keep_reference=keep_reference,
+        seed=seed,
+        random_init=random_init,
+    )
+
+
+def scenario_batches(dp: int, at: int) -> list[Any]:
+    """The two TrainBatches of the scenario for one data-parallel rank."""
+    every = sequences(18)
+    first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
+    second = train_batch([share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8)
+    return [first, second]
+
+
+def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
+    """Losses, gradient norms, the gradients of the first step and the weights after all three."""
+    out: dict[str, Any] = {"loss": [], "grad_norm": [], "kl": []}
+    for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp)):
+        metrics = policy.train_step(batch).metrics
+        for name in ("loss", "grad_norm", "kl"):
+            out[name].append(metrics[name])
+        if i == 0 and policy.actor.distributed_optimizer != "on":
+            out["gradients"] = copy_of(policy.named_gradients())
+    out["weights"] = copy_of(policy.named_weights())
+    return out
+
+
+def copy_of(named: Any) -> dict[str, Tensor]:
+    """A dictionary of clones."""
+    return {name: tensor.clone() for name, tensor in named}

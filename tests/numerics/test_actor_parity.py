@@ -1,0 +1,68 @@
+"""The actor on one rank against transformers and against itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.mpi.workers.actor_common import KINDS
+from tests.numerics.actor_expected import one_rank_results
+
+
+def case(name: str, **match: Any) -> dict[str, Any]:
+    return next(
+        r for r in one_rank_results() if r["case"] == name and all(r[key] == value for key, value in match.items())
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_transformers(kind: str) -> None:
+    found = case("parity", kind=kind)
+    assert found["same_weights"], "exported tensors must equal the source bit for bit"
+    assert all(error <= 1e-4 for error in found["logprobs"].values()), found
+    assert found["reference"] <= 1e-4
+    assert found["gradients"] <= 1e-5, found
+    assert found["loss"] <= 1e-5
+
+
+def test_packing_changes_nothing() -> None:
+    found = case("packing")
+    assert found["micro_batches"]["one"] == 18
+    assert 1 < found["micro_batches"]["some"] < 18
+    assert found["micro_batches"]["all"] == 1
+    assert found["some"] <= 1e-5
+    assert found["all"] <= 1e-5
+    assert found["recompute_same_bits"]
+
+
+def test_non_finite_gradients_are_refused() -> None:
+    found = case("guards")
+    assert found["skipped"]
+    assert found["untouched"]
+    assert found["version"] == 0
+    assert found["skipped_steps"] == 1
+
+
+def test_gradients_are_clipped() -> None:
+    found = case("guards")
+    assert found["grad_norm"] > 1
+    assert found["norm_after_clip"] == pytest.approx(1e-3, rel=1e-4)
+    assert found["moved"] == pytest.approx(0.05 * 1e-3, rel=1e-2)  # one SGD step: learning rate times norm
+
+
+def test_a_step_without_trained_tokens_leaves_everything() -> None:
+    assert case("nothing_trained")["untouched"]
+
+
+def test_random_init_depends_on_the_seed_only() -> None:
+    found = case("guards")
+    assert found["random_same"]
+    assert found["random_other"]
+
+
+def test_bf16_stays_close_and_learns() -> None:
+    found = case("bf16")
+    assert found["dtypes"] == ["torch.bfloat16"]
+    assert found["distance"] < 0.1
+    assert found["losses"][-1] < found["losses"][0]

@@ -1,0 +1,191 @@
+"""Keyed sampling draws from the softmax, masks are Hugging Face's, and C and torch agree.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import erfc, sqrt
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.rollout.keys import mix, request_key, row_key, row_keys
+from megatron_tlt.rollout.masks import apply_masks
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
+
+CPU = torch.device("cpu")
+MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]
+
+
+def rows_of(keys: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    n = len(keys)
+    return SamplingRows(
+        keys,
+        np.full(n, temperature, np.float32),
+        np.full(n, top_k, np.int32),
+        np.full(n, top_p, np.float64),
+        np.full(n, min_p, np.float32),
+        is_masked=top_k > 0 or top_p < 1 or min_p > 0,
+    )
+
+
+def some_keys(count: int, seed: int = 0) -> np.ndarray:
+    """Keys as an engine makes them: few requests, many positions."""
+    requests = np.array([request_key(seed, p, s) for p in range(8) for s in range(8)], np.uint64)
+    positions = np.repeat(np.arange(-(-count // 64)), 64)[:count]
+    return row_keys(np.resize(requests, count), positions)
+
+
+def warped(scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """transformers' own warpers, in the order in which `generate` applies them."""
+    ids = torch.zeros(scores.shape[0], 1, dtype=torch.long)
+    scores = TemperatureLogitsWarper(temperature)(ids, scores) if temperature != 1.0 else scores
+    scores = TopKLogitsWarper(top_k)(ids, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(ids, scores) if top_p < 1 else scores
+    return MinPLogitsWarper(min_p)(ids, scores) if min_p else scores
+
+
+def g_test(tokens: np.ndarray, probs: np.ndarray) -> float:
+    """p-value of the log-likelihood ratio test (Wilson-Hilferty approximation of chi-squared)."""
+    observed, allowed = np.bincount(tokens, minlength=len(probs)), probs > 0
+    assert not observed[~allowed].any(), "a masked token was drawn"
+    expected = probs[allowed] * len(tokens)
+    observed, df = observed[allowed], int(allowed.sum()) - 1
+    assert expected.min() > 5
+    g = 2 * np.sum(observed[observed > 0] * np.log(observed[observed > 0] / expected[observed > 0]))
+    z = ((g / df) ** (1 / 3) - (1 - 2 / (9 * df))) / sqrt(2 / (9 * df))
+    return 0.5 * erfc(z / sqrt(2))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_frequencies_are_the_masked_softmax(masks: tuple[int, float, float]):
+    """1,048,576 draws each; by chance a p-value falls below 1e-4 once in 10,000 seeds (the seed is fixed)."""
+    temperature, count = 0.8, 1 << 20
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4)) * 1.5
+    probs = warped(logits, temperature, *masks)[0].double().softmax(-1).numpy()
+    sampler = Sampler(CPU, partial(keyed_sample, threads=2))
+    keys = some_keys(count, 11)
+    tokens = []
+    for part in np.split(keys, 8):
+        drawn, _ = sampler.sample(logits.expand(len(part), -1).contiguous(), rows_of(part, temperature, *masks))
+        tokens.append(drawn)
+    assert g_test(torch.cat(tokens).numpy(), probs) > 1e-4
+
+
+def test_the_g_test_can_fail():
+    """A bias of one percent of one token's probability is seen."""
+    probs = np.full(10, 0.1)
+    biased = probs + np.array([0.01, -0.01, *[0] * 8]) * 0.5
+    assert g_test(np.random.default_rng(0).choice(10, 1 << 20, p=biased), probs) < 1e-4
+
+
+def test_the_torch_sampler_draws_from_softmax():
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(5))
+    parts = np.split(some_keys(1 << 20, 2), 8)
+    tokens = [Sampler(CPU).sample(logits.expand(len(part), -1), rows_of(part))[0] for part in parts]
+    assert g_test(torch.cat(tokens).numpy(), logits[0].double().softmax(-1).numpy()) > 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("vocab", [7, 500, 20000])
+def test_masks_are_those_of_transformers(vocab: int, temperature: float):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(16, vocab, generator=generator) * 3
+    logits[8:] = (logits[8:] * 2).round() / 2  # many ties
+    ours, theirs = [], []
+    for top_k in (0, 1, 5, 10**6):
+        for top_p in (1.0, 0.95, 0.5, 1e-6):
+            for min_p in (0.0, 0.02, 1.0):
+                scores = logits / temperature
+                count = len(scores)
+                ours.append(
+                    apply_masks(
+                        scores,
+                        torch.full((count,), top_k, dtype=torch.int32),
+                        torch.full((count,), top_p, dtype=torch.float64),
+                        torch.full((count,), min_p),
+                    )
+                )
+                theirs.append(warped(logits, temperature, top_k, top_p, min_p))
+    got, expected = torch.stack(ours), torch.stack(theirs)
+    assert torch.equal(got[:, :8], expected[:, :8])
+    # Which of several equal logits survive top-p is chance in transformers (its sort is not stable); how many is not.
+    assert torch.equal(got[:, 8:].sort(-1).values, expected[:, 8:].sort(-1).values)
+
+
+def test_rows_with_different_masks_do_not_touch_each_other():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
+    settings = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.0), (0, 0.9, 0.2), (300, 1.0, 0.0), (40, 0.7, 0.01)]
+    together = apply_masks(
+        logits,
+        torch.tensor([s[0] for s in settings]),
+        torch.tensor([s[1] for s in settings], dtype=torch.float64),
+        torch.tensor([s[2] for s in settings]),
+    )
+    for row, setting in enumerate(settings):
+        assert torch.equal(together[row : row + 1], warped(logits[row : row + 1], 1.0, *setting))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+def test_native_equals_torch(masks: tuple[int, float, float]):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3000, 500, generator=generator) * 2
+    rows = rows_of(some_keys(3000, 7), 0.9, *masks)
+    rows.temperature[::5] = 0.0
+    native, torch_only = Sampler(CPU, keyed_sample), Sampler(CPU, count_near_ties=True)
+    tokens, logprobs = native.sample(logits, rows)
+    same, expected = torch_only.sample(logits, rows)
+    assert int((tokens != same).sum()) <= torch_only.near_ties
+    assert torch_only.near_ties < 10
+    agree = tokens == same
+    torch.testing.assert_close(logprobs[agree], expected[agree], atol=5e-6, rtol=0)
+    scale = torch.where(torch.from_numpy(rows.temperature) > 0, torch.from_numpy(rows.temperature), 1.0)
+    before_masks = (logits / scale[:, None]).double().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), before_masks, atol=5e-6, rtol=0)
+    greedy = torch.from_numpy(rows.temperature) == 0
+    assert torch.equal(tokens[greedy].long(), logits[greedy].argmax(-1))
+
+
+def test_noise_is_finite_at_both_ends_of_the_hash():
+    """Keys whose token 0 has m = 0 and m = 2**24 - 1: rounding u to fp32 would make the latter infinite."""
+    for bits, expected in ((0, -np.log(-np.log(2.0**-25))), (2**64 - 1, -np.log(-np.log1p(-(2.0**-25))))):
+        key = (unmix(bits) - 0x9E3779B97F4A7C15) % 2**64
+        signed = key - (1 << 64) * (key >> 63)
+        noise = gumbel_noise(torch.tensor([signed]), 1)
+        assert abs(float(noise) - expected) < 1e-5
+
+
+def unmix(z: int) -> int:
+    """The inverse of `keys.mix`."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        out = z
+        for _ in range(3):
+            out = z ^ (out >> shift)
+        z = out * pow(factor, -1, 2**64) % 2**64
+    return z
+
+
+def test_unmix_inverts_mix():
+    assert all(unmix(mix(z)) == z for z in (0, 1, 12345678901234567890, 2**64 - 1))
+
+
+def test_row_keys_are_the_scalar_definition_and_do_not_collide():
+    cases = [(s, p, i, t) for s in (0, 5) for p in (0, 1, 2**40, -3) for i in range(4) for t in range(50)]
+    scalar = [row_key(*case) for case in cases]
+    requests = np.array([request_key(*case[:3]) for case in cases], np.uint64)
+    assert row_keys(requests, np.array([c[3] for c in cases], np.int32)).tolist() == scalar
+    assert len(set(scalar)) == len(scalar)
+
+
+def test_large_batches_are_walked_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron_tlt.rollout.sampler._ELEMENTS_AT_ONCE", 2500)
+    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(0))
+    rows = rows_of(some_keys(9))
+    tokens, _ = Sampler(CPU).sample(logits, rows)
+    assert torch.equal(tokens, keyed_sample(logits, torch.ones(9), torch.from_numpy(rows.keys))[0])

@@ -1,0 +1,90 @@
+"""Checkpoint directories as files: publishing, pruning, finding damage."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.checkpoint_files import Manifest
+from megatron_tlt.errors import CheckpointError
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(step, 1, 1, {"tp": 1}, {"family": "qwen3"}, {"dtype": "fp32"}, {"data": step})
+
+
+def published(checkpoints: Path, step: int, keep: int | None = None) -> Path:
+    directory = files.step_directory(checkpoints, step)
+    scratch = files.scratch_of(directory)
+    scratch.mkdir(parents=True)
+    (scratch / "shard").write_bytes(b"weights of step %d" % step)
+    files.publish(directory, manifest(step), keep)
+    return directory
+
+
+def test_publish_moves_latest_and_records_every_file(tmp_path: Path) -> None:
+    directory = published(tmp_path, 7)
+    assert files.read_latest(tmp_path) == directory
+    found = files.read_manifest(directory)
+    assert set(found.files) == {"shard"}
+    assert found.extra == {"data": 7}
+    assert files.find_damage(directory, found) == []
+    assert not files.scratch_of(directory).exists()
+
+
+def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 9):
+        published(tmp_path, step)
+    (tmp_path / "step-000008.tmp").mkdir()
+    published(tmp_path, 4, keep=2)
+    assert [path.name for path in files.complete_steps(tmp_path)] == ["step-000004", "step-000003"]
+    assert not (tmp_path / "step-000008.tmp").exists()
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    published(tmp_path, 3)
+    directory = published(tmp_path, 3)
+    assert files.find_damage(directory, files.read_manifest(directory)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [(None, "missing"), (b"weights of", "torn"), (b"weights of step 6", "altered")]
+)
+def test_damage_is_named(tmp_path: Path, content: bytes | None, word: str) -> None:
+    directory = published(tmp_path, 5)
+    (directory / "shard").unlink()
+    if content is not None:
+        (directory / "shard").write_bytes(content)
+    (damage,) = files.find_damage(directory, files.read_manifest(directory))
+    assert "shard" in damage
+    assert word in damage
+
+
+def test_an_edited_manifest_shows(tmp_path: Path) -> None:
+    directory = published(tmp_path, 5)
+    file = directory / files.MANIFEST
+    file.write_text(file.read_text().replace('"step": 5', '"step": 6'))
+    with pytest.raises(CheckpointError, match="step-000005.*digest"):
+        files.read_manifest(directory)
+
+
+def test_missing_and_unfinished_are_different_messages(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        files.read_manifest(tmp_path / "step-000001")
+    (tmp_path / "step-000002").mkdir()
+    with pytest.raises(CheckpointError, match="never completed"):
+        files.read_manifest(tmp_path / "step-000002")
+
+
+def test_manifest_round_trip() -> None:
+    text = manifest(3).to_json()
+    assert dataclasses.asdict(Manifest.from_json(text)) == dataclasses.asdict(manifest(3))
+
+
+def test_names_are_checked(tmp_path: Path) -> None:
+    assert files.step_of(Path("a/step-000123")) == 123
+    with pytest.raises(CheckpointError, match="step-NNNNNN"):
+        files.step_of(tmp_path / "final")

@@ -1,0 +1,70 @@
+"""Token log-probs and entropy against the textbook, values and gradients; vocabulary shards emulated by slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_tlt.actor import logprob
+from megatron_tlt.actor.logprob import VocabShard, token_statistics
+
+
+def textbook(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    table = (logits.double() / temperature).log_softmax(-1)
+    return table.gather(1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 64, 1 << 20])
+def test_equals_the_textbook(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob._CHUNK_ELEMENTS, "cpu", chunk)
+    torch.manual_seed(0)
+    logits = (torch.randn(11, 23) * 4).requires_grad_()
+    labels = torch.randint(0, 23, (11,))
+    weights = torch.randn(2, 11)
+    shard = VocabShard.of_rank(23, 0, 1, None)
+    found = token_statistics(logits, labels, shard, temperature, with_entropy=True)
+    wanted = textbook(logits, labels, temperature)
+    for got, want in zip(found, wanted, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    assert found[1] is not None
+    (gradient,) = torch.autograd.grad((found[0] * weights[0] + found[1] * weights[1]).sum(), logits)
+    (expected,) = torch.autograd.grad((wanted[0] * weights[0] + wanted[1] * weights[1]).sum(), logits)
+    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_without_entropy_and_of_entropy_alone() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(5, 9, requires_grad=True)
+    labels = torch.randint(0, 9, (5,))
+    shard = VocabShard.of_rank(9, 0, 1, None)
+    for index in (0, 1):
+        found = token_statistics(logits, labels, shard, 0.9, with_entropy=True)[index]
+        assert found is not None
+        (gradient,) = torch.autograd.grad(found.sum(), logits)
+        (expected,) = torch.autograd.grad(textbook(logits, labels, 0.9)[index].sum(), logits)
+        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_padding_columns_do_not_exist() -> None:
+    logits = torch.randn(4, 8, requires_grad=True)
+    labels = torch.tensor([0, 1, 2, 4])
+    padded = token_statistics(logits, labels, VocabShard(0, 5, None), 1.0, with_entropy=False)[0]
+    torch.testing.assert_close(padded.double(), textbook(logits[:, :5], labels, 1.0)[0], atol=1e-6, rtol=1e-6)
+    (gradient,) = torch.autograd.grad(padded.sum(), logits)
+    assert gradient[:, 5:].abs().max() == 0
+
+
+def test_shards_cover_the_vocabulary() -> None:
+    shards = [VocabShard.of_rank(5, rank, 4, None) for rank in range(4)]
+    assert [(s.start, s.valid) for s in shards] == [(0, 2), (2, 2), (4, 1), (6, 0)]
+
+
+def test_bf16_logits_lose_nothing_but_their_own_rounding() -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(6, 50).bfloat16()
+    labels = torch.randint(0, 50, (6,))
+    found = token_statistics(logits, labels, VocabShard.of_rank(50, 0, 1, None), 1.0, with_entropy=False)[0]
+    torch.testing.assert_close(found.double(), textbook(logits, labels, 1.0)[0], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,208 @@
+"""Advantages, shaping, group filters and divisors on cases small enough to check by hand."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from megatron_tlt.algorithms import advantages as adv
+from megatron_tlt.algorithms.base import RewardTable
+from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup, TrainSequence
+
+PROMPT = np.array([1, 1, 1, 5, 5, 9])
+REWARD = np.array([1.0, 0.0, 0.5, 2.0, 2.0, 7.0])
+
+
+def table(**changes: np.ndarray) -> RewardTable:
+    columns = {
+        "prompt_id": PROMPT,
+        "sample_index": np.array([0, 1, 2, 0, 1, 0]),
+        "reward": REWARD,
+        "correct": REWARD >= 1,
+        "length": np.array([4, 2, 6, 1, 3, 0]),
+        "truncated": np.array([False, False, True, False, False, False]),
+        "kl_sum": np.zeros(6),
+    }
+    return RewardTable(**{**columns, **changes})
+
+
+def sequences_of(rewards: RewardTable, rows: list[int]) -> list[TrainSequence]:
+    made = []
+    for row in rows:
+        zeros = np.zeros(rewards.length[row], np.float32)
+        ids = np.zeros(rewards.length[row] + 1, np.int64)
+        key = int(rewards.prompt_id[row]), int(rewards.sample_index[row])
+        made.append(TrainSequence(*key, ids, 1, zeros, zeros.copy(), zeros.copy()))
+    return made
+
+
+def group_of(lengths: list[int], values: list[float]) -> SampleGroup:
+    samples = [Sample(0, i, [1] * n, [0.0] * n, "", "stop", 0) for i, n in enumerate(lengths)]
+    return SampleGroup(Prompt(0, "d", (1,), ""), samples, [RewardResult(v, v > 0) for v in values])
+
+
+def test_group_statistics_use_the_sample_deviation() -> None:
+    mean, std, size = adv.group_statistics(PROMPT, REWARD)
+    np.testing.assert_allclose(mean, [0.5, 0.5, 0.5, 2, 2, 7])
+    np.testing.assert_allclose(std, [0.5, 0.5, 0.5, 0, 0, 0])
+    assert size.tolist() == [3, 3, 3, 2, 2, 1]
+
+
+def test_baselines() -> None:
+    np.testing.assert_allclose(adv.centred(PROMPT, REWARD), [0.5, -0.5, 0, 0, 0, 0])
+    np.testing.assert_allclose(adv.standardised(PROMPT, REWARD, 0.5), [0.5, -0.5, 0, 0, 0, 0])
+    np.testing.assert_allclose(adv.leave_one_out(PROMPT, REWARD), [0.75, -0.75, 0, 0, 0, 0])
+    assert adv.share_of_equal_groups(PROMPT, REWARD) == pytest.approx(2 / 3)
+    assert adv.share_of_equal_groups(PROMPT[:0], REWARD[:0]) == 0.0
+
+
+def test_whitening_counts_every_token() -> None:
+    tokens = np.array([4, 2, 0, 1, 3, 0])
+    flat = np.repeat(REWARD, tokens)
+    expected = (REWARD - flat.mean()) / (flat.std() + 1e-6)
+    np.testing.assert_allclose(adv.whitened_rows(REWARD, tokens, 1e-6), expected)
+    np.testing.assert_array_equal(adv.whitened_rows(REWARD, tokens * 0, 1e-6), np.zeros(6))
+
+
+@pytest.mark.parametrize(
+    ("name", "divisor", "masked_divisor", "weight"),
+    [
+        ("grpo", 5, 4, 0.25),
+        ("gspo", 5, 4, 0.25),
+        ("dr_grpo", 50, 40, 1),
+        ("dapo", 16, 10, 1),
+        ("reinforce_pp", 16, 10, 1),
+        ("rloo", 5, 4, 1),
+    ],
+)
+def test_divisors_and_weights(name: str, divisor: float, masked_divisor: float, weight: float) -> None:
+    every = np.arange(6)
+    plain = build_algorithm(AlgorithmSection(name=name), 10)
+    masked = build_algorithm(AlgorithmSection(name=name, mask_truncated=True), 10)
+    assert plain.denominator(table(), every) == divisor
+    assert masked.denominator(table(), every) == masked_divisor
+    assert masked.denominator(table(), np.array([2, 5])) == 0.0
+    sequences = sequences_of(table(), [0, 2, 5])
+    masked.assign(sequences, table(), None, lambda x: x)
+    assert sequences[0].weight == weight
+    assert sequences[0].loss_mask.tolist() == [1, 1, 1, 1]
+    assert sequences[1].loss_mask.tolist() == [0] * 6
+    assert all(s.advantages.dtype == np.float32 and s.loss_mask.dtype == np.float32 for s in sequences)
+
+
+def test_assign_depends_on_the_table_not_on_the_local_share() -> None:
+    for name in ALGORITHMS:
+        algorithm = build_algorithm(AlgorithmSection(name=name), 10)
+        whole = sequences_of(table(), [0, 1, 2, 3, 4])
+        algorithm.assign(whole, table(), None, lambda x: x)
+        for row in range(5):
+            alone = sequences_of(table(), [row])
+            algorithm.assign(alone, table(), None, lambda x: x)
+            np.testing.assert_array_equal(alone[0].advantages, whole[row].advantages)
+
+
+def test_assign_reports_the_step() -> None:
+    metrics = build_algorithm(AlgorithmSection(mask_truncated=True), 10).assign(
+        [], table(), None, lambda x: x
+    )
+    assert metrics["reward/mean"] == pytest.approx(REWARD.mean())
+    assert metrics["reward/equal_groups"] == pytest.approx(2 / 3)
+    assert metrics["loss/masked_samples"] == pytest.approx(2 / 6)
+
+
+def test_assign_refuses_a_stranger() -> None:
+    sequences = sequences_of(table(), [0])
+    sequences[0].sample_index = 77
+    with pytest.raises(ValueError, match="1/77"):
+        build_algorithm(AlgorithmSection(), 10).assign(sequences, table(), None, lambda x: x)
+
+
+def test_reinforce_pp_with_kl_in_the_reward_whitens_over_ranks() -> None:
+    config = AlgorithmSection(name="reinforce_pp", kl_coef=0.5, kl_in="reward")
+    rng = np.random.default_rng(0)
+    rows, shares = [0, 1, 2, 3, 4], [[0, 3], [1, 2, 4], []]  # the third rank has nothing
+    kl = {row: rng.normal(size=table().length[row]) for row in rows}
+    returns = {
+        row: REWARD[row] - 0.5 * np.array([kl[row][t:].sum() for t in range(len(kl[row]))]) for row in rows
+    }
+    flat = np.concatenate([returns[row] for row in rows])
+
+    barrier, slots = threading.Barrier(3), [np.zeros(0)] * 3
+    results: dict[int, np.ndarray] = {}
+
+    def rank(index: int) -> None:
+        def reduce_sum(values: np.ndarray) -> np.ndarray:
+            slots[index] = values
+            barrier.wait(5)
+            total = np.sum(slots, axis=0)
+            barrier.wait(5)
+            return total
+
+        sequences = sequences_of(table(), shares[index])
+        algorithm = build_algorithm(config, 10)
+        algorithm.assign(sequences, table(), [kl[row] for row in shares[index]], reduce_sum)
+        results.update({row: s.advantages for row, s in zip(shares[index], sequences)})
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for row in rows:
+        expected = (returns[row] - flat.mean()) / (flat.std() + config.advantage_eps)
+        np.testing.assert_allclose(results[row], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kl_in_the_reward_needs_its_tokens() -> None:
+    algorithm = build_algorithm(AlgorithmSection(kl_coef=0.5, kl_in="reward"), 10)
+    assert algorithm.needs_token_kl
+    assert algorithm.needs_reference
+    with pytest.raises(ValueError, match="token_kl"):
+        algorithm.assign([], table(), None, lambda x: x)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (6, 0), (7, 0.5), (8, 1), (10, 2), (12, 2)])
+def test_overlong_shaping_is_equation_13(length: int, penalty: float) -> None:
+    algorithm = build_algorithm(AlgorithmSection(name="dapo", overlong_buffer=4, overlong_penalty=2), 10)
+    assert algorithm.shaped(group_of([length], [1.0])) == [1.0 - penalty]
+
+
+def test_shaping_is_off_by_default() -> None:
+    assert build_algorithm(AlgorithmSection(name="dapo"), 10).shaped(group_of([10, 3], [1.0, 0.5])) == [
+        1.0,
+        0.5,
+    ]
+
+
+def test_dynamic_sampling_drops_groups_of_equal_rewards() -> None:
+    plain = build_algorithm(AlgorithmSection(name="dapo"), 10)
+    dynamic = build_algorithm(AlgorithmSection(name="dapo", dynamic_sampling=True), 10)
+    assert plain.keep_group([1.0, 1.0])
+    assert not dynamic.keep_group([1.0, 1.0])
+    assert not dynamic.keep_group([0.0, 0.0])
+    assert dynamic.keep_group([1.0, 0.0])
+
+
+def test_defaults_of_the_papers() -> None:
+    clips = {name: build_algorithm(AlgorithmSection(name=name), 10) for name in ALGORITHMS}
+    assert {n: (a.clip_low, a.clip_high) for n, a in clips.items()} == {
+        "grpo": (0.2, 0.2),
+        "dr_grpo": (0.2, 0.2),
+        "dapo": (0.2, 0.28),
+        "rloo": (0.2, 0.2),
+        "reinforce_pp": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+    }
+    assert not clips["grpo"].needs_reference
+    assert not clips["grpo"].needs_old_logprobs
+    assert build_algorithm(AlgorithmSection(mini_batches=2), 10).needs_old_logprobs
+
+
+def test_a_buffer_longer_than_answers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.overlong_buffer = 11.*10"):
+        build_algorithm(AlgorithmSection(overlong_buffer=11), 10)

@@ -1,0 +1,369 @@
+"""Every algorithm's loss and gradient against a loop over answers and tokens, from its paper (float64).
+
+The loop knows nothing of packing, masks, weights or denominators: it is the formula. R response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
+from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.types import TrainSequence
+
+NAMES = sorted(ALGORITHMS)
+MAX_TOKENS = 8
+CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
+
+
+@dataclass
+class Answer:
+    """One answer; tensors are float64 [R]."""
+
+    prompt: int
+    index: int
+    reward: float
+    truncated: bool
+    logp: Tensor
+    old: Tensor
+    rollout: Tensor
+    ref: Tensor
+    entropy: Tensor
+    kl: list[float] = field(default_factory=list)  # KL in the reward: k1 of the sampling policy
+
+    def __len__(self) -> int:
+        return len(self.logp)
+
+
+def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
+    rng = torch.Generator().manual_seed(seed)
+    pick = random.Random(seed)
+    drift = 2e-3 if name == "gspo" else 0.5  # wide enough that both clips act
+
+    def noise(length: int, scale: float) -> Tensor:
+        return torch.randn(length, generator=rng, dtype=torch.float64) * scale
+
+    answers = []
+    for prompt in (3, 7, 8, 20):
+        for index in range(pick.choice([2, 3, 4])):
+            length = pick.randint(1, MAX_TOKENS)
+            logp = -noise(length, 1.0).abs()
+            old = logp.clone() if on_policy else logp + noise(length, drift)
+            ref = logp + noise(length, 0.4)
+            kl = (old - ref).tolist()
+            answers.append(
+                Answer(
+                    prompt,
+                    index,
+                    pick.choice([0.0, 0.25, 1.0]),
+                    pick.random() < 0.3,
+                    logp.requires_grad_(),
+                    old,
+                    old + noise(length, 0.6),
+                    ref,
+                    noise(length, 1.0).abs().requires_grad_(),
+                    kl,
+                )
+            )
+    return answers
+
+
+# The papers' formulas, token by token.
+
+
+def naive_advantages(name: str, config: AlgorithmSection, answers: list[Answer]) -> list[list[float]]:
+    in_reward = config.kl_coef if config.kl_in == "reward" else 0.0
+    if name == "reinforce_pp":
+        returns = [[a.reward - in_reward * sum(a.kl[t:]) for t in range(len(a))] for a in answers]
+        counted = [r for a, r in zip(answers, returns) if not (config.mask_truncated and a.truncated)]
+        flat = [value for row in counted for value in row]
+        mean, std = statistics.fmean(flat), statistics.pstdev(flat)
+        return [[(value - mean) / (std + config.advantage_eps) for value in row] for row in returns]
+    reward = [a.reward - in_reward * sum(a.kl) for a in answers]
+    result = []
+    for i, a in enumerate(answers):
+        group = [reward[j] for j, b in enumerate(answers) if b.prompt == a.prompt]
+        others = [reward[j] for j, b in enumerate(answers) if b.prompt == a.prompt and j != i]
+        if name == "rloo":
+            value = reward[i] - statistics.fmean(others)
+        elif name == "dr_grpo":
+            value = reward[i] - statistics.fmean(group)
+        else:
+            value = (reward[i] - statistics.fmean(group)) / (statistics.stdev(group) + config.advantage_eps)
+        result.append([value] * len(a))
+    return result
+
+
+def naive_kl(a: Answer, t: int, estimator: str) -> Tensor:
+    log_r = a.ref[t] - a.logp[t]
+    return {"k1": -log_r, "k2": log_r * log_r / 2, "k3": log_r.exp() - 1 - log_r}[estimator]
+
+
+def naive_terms(name: str, config: AlgorithmSection, a: Answer, advantages: list[float]) -> list[Tensor]:
+    """What every token adds to the objective (to be maximised)."""
+    low, high = CLIP.get(name, (0.2, 0.2))
+    low = config.ratio_clip_low if config.ratio_clip_low is not None else low
+    high = config.ratio_clip_high if config.ratio_clip_high is not None else high
+    terms = []
+    for t in range(len(a)):
+        if name == "gspo":
+            ratio = torch.exp(sum((a.logp[s] - a.old[s]) for s in range(len(a))) / len(a))
+            trust = math.exp(sum(float(a.old[s] - a.rollout[s]) for s in range(len(a))) / len(a))
+        else:
+            ratio = torch.exp(a.logp[t] - a.old[t])
+            trust = math.exp(float(a.old[t] - a.rollout[t]))
+        trust = min(trust, config.importance_cap) if config.importance_cap else 1.0
+        unclipped, clipped = ratio * advantages[t], ratio.clamp(1 - low, 1 + high) * advantages[t]
+        term = trust * (unclipped if unclipped.item() < clipped.item() else clipped)
+        if config.kl_in == "loss":
+            term = term - config.kl_coef * naive_kl(a, t, config.kl_estimator)
+        terms.append(term + config.entropy_coef * a.entropy[t])
+    return terms
+
+
+def naive_loss(name: str, config: AlgorithmSection, answers: list[Answer], members: set[int]) -> Tensor:
+    """The loss of one mini-batch: of the prompts `members`, with advantages from the whole step."""
+    advantages = naive_advantages(name, config, answers)
+    chosen = [
+        naive_terms(name, config, a, adv)
+        for a, adv in zip(answers, advantages)
+        if a.prompt in members and not (config.mask_truncated and a.truncated)
+    ]
+    tokens, count = sum(len(terms) for terms in chosen), len(chosen)
+    if name in ("grpo", "gspo"):
+        return -sum(sum(terms) / len(terms) for terms in chosen) / count
+    if name in ("dapo", "reinforce_pp"):
+        return -sum(sum(terms) for terms in chosen) / tokens
+    if name == "dr_grpo":
+        return -sum(sum(terms) / MAX_TOKENS for terms in chosen) / count
+    return -sum(sum(terms) for terms in chosen) / count  # rloo
+
+
+# The production path: table, assign, packs, denominator.
+
+
+def make_table(answers: list[Answer]) -> RewardTable:
+    return RewardTable(
+        prompt_id=np.array([a.prompt for a in answers]),
+        sample_index=np.array([a.index for a in answers]),
+        reward=np.array([a.reward for a in answers]),
+        correct=np.array([a.reward == 1 for a in answers]),
+        length=np.array([len(a) for a in answers]),
+        truncated=np.array([a.truncated for a in answers]),
+        kl_sum=np.array([sum(a.kl) for a in answers]),
+    )
+
+
+def make_sequences(answers: list[Answer]) -> list[TrainSequence]:
+    zeros = [np.zeros(len(a), np.float32) for a in answers]
+    return [
+        TrainSequence(a.prompt, a.index, np.zeros(2 + len(a), np.int64), 2, z, z.copy(), z.copy())
+        for a, z in zip(answers, zeros)
+    ]
+
+
+def pack(answers: list[Answer], sequences: list[TrainSequence], with_old: bool, garbage: bool) -> LossInputs:
+    """A micro-batch of whole answers; `garbage` adds masked rows full of inf and NaN before each."""
+    columns: dict[str, list[Tensor]] = {
+        k: [] for k in ["logp", "old", "rollout", "ref", "entropy", "adv", "mask", "weight", "seg"]
+    }
+    bad = torch.tensor([math.inf, -math.inf, math.nan], dtype=torch.float64)
+    for segment, (a, s) in enumerate(zip(answers, sequences)):
+        ones = torch.ones(len(a), dtype=torch.float64)
+        rows = {"logp": a.logp, "old": a.old, "rollout": a.rollout, "ref": a.ref, "entropy": a.entropy}
+        rows |= {"adv": torch.from_numpy(s.advantages).double(), "weight": ones * s.weight}
+        rows |= {"mask": torch.from_numpy(s.loss_mask).double(), "seg": ones.long() * segment}
+        for name, values in rows.items():
+            if garbage:
+                filler = {"mask": bad * 0, "seg": torch.tensor([-1, 99, 0])}.get(name, bad)
+                filler = torch.zeros(3, dtype=torch.float64) if name == "mask" else filler
+                columns[name].append(filler)
+            columns[name].append(values)
+    flat = {name: torch.cat(parts) for name, parts in columns.items()}
+    return LossInputs(
+        logprobs=flat["logp"],
+        old_logprobs=flat["old"] if with_old else None,
+        rollout_logprobs=flat["rollout"],
+        ref_logprobs=flat["ref"],
+        entropy=flat["entropy"],
+        advantages=flat["adv"],
+        mask=flat["mask"],
+        weights=flat["weight"],
+        segments=flat["seg"],
+        num_segments=len(answers),
+    )
+
+
+def packs(seed: int, rows: list[int]) -> Iterator[list[int]]:
+    """The rows in a random order, cut at random places."""
+    rng = random.Random(seed)
+    rows = rows[:]
+    rng.shuffle(rows)
+    while rows:
+        size = rng.randint(1, 4)
+        yield rows[:size]
+        rows = rows[size:]
+
+
+def production_loss(
+    algorithm: Algorithm,
+    answers: list[Answer],
+    members: set[int],
+    seed: int = 0,
+    with_old: bool = True,
+    garbage: bool = True,
+) -> Tensor:
+    table, sequences = make_table(answers), make_sequences(answers)
+    token_kl = [np.array(a.kl) for a in answers] if algorithm.needs_token_kl else None
+    algorithm.assign(sequences, table, token_kl, lambda x: x)
+    rows = [i for i, a in enumerate(answers) if a.prompt in members]
+    total = torch.zeros((), dtype=torch.float64)
+    for chosen in packs(seed, rows):
+        inputs = pack([answers[i] for i in chosen], [sequences[i] for i in chosen], with_old, garbage)
+        total = total + algorithm.loss(inputs)[0]
+    return total / algorithm.denominator(table, np.array(rows))
+
+
+def gradients(loss: Tensor, answers: list[Answer]) -> list[Tensor]:
+    leaves = [a.logp for a in answers] + [a.entropy for a in answers]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]
+
+
+def assert_same(mine: Tensor, naive: Tensor, answers: list[Answer]) -> None:
+    # Advantages and weights travel as float32, hence 1e-6 and not 1e-12.
+    torch.testing.assert_close(mine, naive, rtol=2e-6, atol=2e-6)
+    for a, b in zip(gradients(mine, answers), gradients(naive, answers)):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+VARIANTS = {
+    "defaults": {},
+    "mini_batches": {"mini_batches": 2},
+    "kl_k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
+    "kl_k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
+    "kl_k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
+    "kl_reward": {"kl_coef": 0.3, "kl_in": "reward"},
+    "entropy": {"entropy_coef": 0.05},
+    "no_correction": {"importance_cap": 0.0},
+    "masked": {"mask_truncated": True},
+    "masked_kl_reward": {"mask_truncated": True, "kl_coef": 0.2, "kl_in": "reward"},
+    "clips": {"ratio_clip_low": 0.05, "ratio_clip_high": 0.5},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -> None:
+    config = AlgorithmSection(name=name, **VARIANTS[variant])
+    answers = make_answers(seed, name)
+    algorithm = build_algorithm(config, MAX_TOKENS)
+    for members in [{3, 7}, {8, 20}] if config.mini_batches == 2 else [{3, 7, 8, 20}]:
+        mine = production_loss(algorithm, answers, members, seed)
+        assert_same(mine, naive_loss(name, config, answers, members), answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(name: str) -> None:
+    config = AlgorithmSection(name=name)
+    answers = make_answers(5, name, on_policy=True)
+    mine = production_loss(build_algorithm(config, MAX_TOKENS), answers, {3, 7, 8, 20}, with_old=False)
+    assert_same(mine, naive_loss(name, config, answers, {3, 7, 8, 20}), answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packing_changes_nothing(name: str) -> None:
+    algorithm = build_algorithm(AlgorithmSection(name=name, kl_coef=0.1, mask_truncated=True), MAX_TOKENS)
+    answers = make_answers(1, name)
+    first = production_loss(algorithm, answers, {3, 7, 8, 20}, seed=0, garbage=False)
+    for seed in range(1, 4):
+        other = production_loss(algorithm, answers, {3, 7, 8, 20}, seed, garbage=seed % 2 == 1)
+        torch.testing.assert_close(other, first, rtol=1e-12, atol=1e-12)
+        for a, b in zip(gradients(other, answers), gradients(first, answers)):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cases_clip_on_both_sides_and_truncate_weights(name: str) -> None:
+    """Guards the tests above: their random cases do reach every branch."""
+    algorithm = build_algorithm(AlgorithmSection(name=name, mini_batches=2), MAX_TOKENS)
+    sums = dict.fromkeys(("clip_low", "clip_high", "importance_truncated", "tokens"), 0.0)
+    for seed in range(3):
+        answers = make_answers(seed, name)
+        sequences = make_sequences(answers)
+        algorithm.assign(sequences, make_table(answers), None, lambda x: x)
+        metrics = algorithm.loss(pack(answers, sequences, True, False))[1]
+        sums = {key: value + float(metrics[key]) for key, value in sums.items()}
+    assert min(sums.values()) > 0
+    assert sums["clip_low"] + sums["clip_high"] < sums["tokens"]
+
+
+def test_metrics_are_sums_over_unmasked_tokens() -> None:
+    algorithm = build_algorithm(AlgorithmSection(name="grpo", kl_coef=0.1, mask_truncated=True), MAX_TOKENS)
+    answers = make_answers(2, "grpo")
+    sequences = make_sequences(answers)
+    algorithm.assign(sequences, make_table(answers), None, lambda x: x)
+    metrics = algorithm.loss(pack(answers, sequences, True, True))[1]
+    kept = [a for a in answers if not a.truncated]
+    assert len(kept) < len(answers)
+    ratio = torch.cat([a.old - a.rollout for a in kept])
+    assert metrics["tokens"] == len(ratio)
+    torch.testing.assert_close(metrics["mismatch_abs"], ratio.abs().sum())
+    torch.testing.assert_close(metrics["mismatch_abs_max"], ratio.abs().max())
+    torch.testing.assert_close(metrics["mismatch_k3"], (ratio.exp() - 1 - ratio).sum())
+    torch.testing.assert_close(metrics["importance_weight"], ratio.exp().clamp(max=2).sum())
+    torch.testing.assert_close(metrics["entropy"], torch.cat([a.entropy for a in kept]).sum().detach())
+    assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_micro_batch_with_nothing_to_train_is_zero(name: str) -> None:
+    algorithm = build_algorithm(AlgorithmSection(name=name, mask_truncated=True), MAX_TOKENS)
+    answers = make_answers(0, name)
+    for a in answers:
+        a.truncated = True
+    sequences = make_sequences(answers)
+    table = make_table(answers)
+    algorithm.assign(sequences, table, None, lambda x: x)
+    loss, metrics = algorithm.loss(pack(answers, sequences, True, True))
+    assert loss == 0
+    assert all(float(v) == 0 for v in metrics.values())
+    assert all(not g.any() for g in gradients(loss, answers))
+    assert algorithm.denominator(table, np.arange(len(answers))) == 0
+
+
+def test_missing_reference_or_entropy_is_refused() -> None:
+    answers = make_answers(0, "grpo")
+    sequences = make_sequences(answers)
+    inputs = pack(answers, sequences, True, False)
+    without = LossInputs(**{**inputs.__dict__, "ref_logprobs": None, "entropy": None})
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        build_algorithm(AlgorithmSection(kl_coef=0.1), MAX_TOKENS).loss(without)
+    with pytest.raises(ValueError, match="entropy"):
+        build_algorithm(AlgorithmSection(entropy_coef=0.1), MAX_TOKENS).loss(without)
+
+
+def test_extreme_log_ratios_stay_finite() -> None:
+    algorithm = build_algorithm(AlgorithmSection(kl_coef=0.1, mini_batches=2), MAX_TOKENS)
+    answers = make_answers(0, "grpo")
+    for a in answers:
+        a.old = a.old - 500
+        a.rollout = a.rollout - 900
+        a.ref = a.ref + 700
+    sequences = make_sequences(answers)
+    algorithm.assign(sequences, make_table(answers), None, lambda x: x)
+    loss, metrics = algorithm.loss(pack(answers, sequences, True, False))
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(v) for v in metrics.values())
+    assert all(torch.isfinite(g).all() for g in gradients(loss, answers))

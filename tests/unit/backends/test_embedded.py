@@ -1,0 +1,224 @@
+"""The backend's contract: whole weights or no answers; files in, files out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.backends.answers import read_prompts, write_atomically
+from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.errors import BackendError, ConfigError, DataError, SyncError
+from megatron_tlt.interfaces import RolloutBackend
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from tests.helpers.tiny_models import random_weights
+
+SHAPES = {"a.weight": (3,), "b.weight": (2, 2)}
+PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
+PARAMS = SamplingParams(max_tokens=12)
+CONFIG = ModelConfig(
+    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
+)
+
+
+def make_backend(keep_checksums: bool = False, has_weights: bool = True, num_blocks: int = 100) -> EmbeddedBackend:
+    limits = SchedulerLimits(8, 64, 128, 50)
+    engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
+    return EmbeddedBackend(engine, SHAPES, ("lm_head.weight",), keep_checksums, has_weights)
+
+
+def bucket(version: int, *names: str) -> WeightBucket:
+    return WeightBucket(version, [(n, torch.ones(SHAPES.get(n, (3,)))) for n in names])
+
+
+def test_answers_are_sorted_and_stamped():
+    backend = make_backend()
+    assert isinstance(backend, RolloutBackend)
+    samples = backend.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True), 3)
+    assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(3)]
+    for s in samples:
+        assert s.policy_version == 0
+        assert s.text == CharTokenizer().decode(s.token_ids)
+        assert len(s.token_ids) == len(s.logprobs) <= 12
+    stats = backend.take_stats()
+    assert stats.generated_tokens == sum(len(s.token_ids) for s in samples)
+    assert (stats.finished_requests, stats.prompt_tokens) == (6, 5)
+    assert max(running for _, running in stats.running_curve) == 6
+    assert stats.running_curve[-1][1] == 0
+    assert backend.take_stats().steps == 0
+    assert set(backend.take_phase_seconds()) == {"schedule", "forward", "sample", "commit"}
+
+
+def test_a_push_is_all_or_nothing():
+    backend = make_backend(keep_checksums=True)
+    backend.begin_update(5)
+    with pytest.raises(BackendError, match="torn: the push of version 5"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    backend.update_weights(bucket(5, "a.weight", "lm_head.weight"))
+    with pytest.raises(SyncError, match=r"version 5 lacks b\.weight"):
+        backend.finish_update()
+    with pytest.raises(BackendError, match="torn"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    assert backend.policy_version == 0
+    backend.begin_update(6)  # a later push heals it
+    backend.update_weights(bucket(6, "b.weight", "a.weight"))
+    backend.finish_update()
+    assert backend.policy_version == 6
+    assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {6}
+    assert backend.weight_checksums() == {n: checksum(torch.ones(s)) for n, s in SHAPES.items()}
+    assert set(backend.engine.runner.decoder.weights) == set(SHAPES)  # the tied head was dropped
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (bucket(8, "a.weight"), "version 8 came into the push of 7"),
+        (bucket(7, "c.weight"), "engine expects None"),
+        (WeightBucket(7, [("a.weight", torch.ones(4))]), r"\(4,\) came, the engine expects \(3,\)"),
+    ],
+)
+def test_wrong_buckets_are_refused(wrong: WeightBucket, message: str):
+    backend = make_backend()
+    backend.begin_update(7)
+    with pytest.raises(SyncError, match=message):
+        backend.update_weights(wrong)
+
+
+def test_a_bucket_without_a_push_is_refused():
+    with pytest.raises(SyncError, match="no push is open"):
+        make_backend().update_weights(bucket(1, "a.weight"))
+    with pytest.raises(SyncError, match="without begin_update"):
+        make_backend().finish_update()
+
+
+def test_without_weights_it_does_not_answer():
+    backend = make_backend(has_weights=False)
+    with pytest.raises(BackendError, match="no weights yet"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    assert backend.policy_version == -1
+
+
+def test_a_refused_prompt_leaves_nothing_behind():
+    backend = make_backend()
+    too_long = Prompt(9, "q9", tuple([1] * 120), "")
+    with pytest.raises(BackendError, match="132 exceed the context of 128"):
+        backend.generate([*PROMPTS, too_long], PARAMS, 2)
+    assert backend.engine.is_idle
+    assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
+
+
+def test_progress_is_told():
+    told = []
+    make_backend().generate(PROMPTS, PARAMS, 3, lambda *numbers: told.append(numbers))
+    assert told
+    assert all(running <= 6 and tokens > 0 for running, _, tokens in told)
+
+
+def test_closed():
+    backend = make_backend()
+    backend.close()
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.generate(PROMPTS, PARAMS, 1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(folder, CONFIG, random_weights(CONFIG))
+    return folder
+
+
+def test_built_from_a_directory_and_pushed_to(model_dir: Path):
+    rollout, model = RolloutSection(kv_cache_mib=4), ModelSection(path=str(model_dir), max_context=64)
+    loaded = build_backend(rollout, model, tokenizer=CharTokenizer(), load_weights=True)
+    expected = loaded.generate(PROMPTS, PARAMS, 2)
+    pushed = build_backend(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer())
+    pushed.begin_update(0)
+    for name, tensor in random_weights(CONFIG):
+        pushed.update_weights(WeightBucket(0, [(name, tensor)]))
+    pushed.finish_update()
+    assert pushed.generate(PROMPTS, PARAMS, 2) == expected
+    assert pushed.weight_checksums().keys() == CONFIG.parameter_shapes().keys()
+    assert loaded.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4)
+
+
+def test_wrong_sizes_are_found_together(model_dir: Path):
+    with pytest.raises(ConfigError) as caught:
+        build_backend(RolloutSection(tp=2), ModelSection(path=str(model_dir), max_context=257))
+    assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.tp"]
+
+
+def test_generate_file(model_dir: Path, tmp_path: Path):
+    prompts, out, stats = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl", tmp_path / "stats.json"
+    prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
+    params = SamplingParams(max_tokens=9, seed=2)
+    for run in range(2):
+        generate_file(
+            model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats, chat=run == 5
+        )
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [(p, i) for p in (0, 1) for i in range(3)]
+    assert all(set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"} for a in lines)
+    report = json.loads(stats.read_text())
+    assert report["generated_tokens"] == sum(len(a["token_ids"]) for a in lines)
+    assert report["tokens_per_s"] > 0
+    assert {"phase_seconds", "running_curve", "decoder"} <= report.keys()
+    again = tmp_path / "again.jsonl"
+    generate_file(model_dir, prompts, again, params, CharTokenizer(), n=3, kernels="torch")
+    assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [a["token_ids"] for a in lines]
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "an object with either"),
+        ('{"prompt": "a", "token_ids": [1]}', "an object with either"),
+        ('{"prompt": [1]}', "must be a string"),
+        ('{"token_ids": ["a"]}', "a list of integers"),
+        ('{"token_ids": []}', "no tokens"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        read_prompts(file, CharTokenizer(), chat=False)
+    assert f"{file}:2" in str(caught.value)
+
+
+def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "b"}\n')
+    with pytest.raises(DataError, match="needs a tokenizer"):
+        read_prompts(file, None, chat=False)
+    assert CharTokenizer().decode(read_prompts(file, CharTokenizer(), chat=True)[0].token_ids) == "A b B"
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl", None, chat=False)
+
+
+def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path):
+    file = tmp_path / "out.jsonl"
+    file.write_text("old")
+
+    def lines():
+        yield "new"
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError):
+        write_atomically(file, lines())
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+    assert file.read_text() == "old"

@@ -1,0 +1,74 @@
+"""Every file under configs/ loads, and every one that can be run passes all checks."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.docs import render
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.report import find_problems, render_check
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+# Parts are for `defaults:` of others; alone they say nothing about ranks or prompts.
+PARTS = ("models", "algorithms", "data")
+
+
+def is_part(path: Path) -> bool:
+    return path.parent.name in PARTS
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_there_are_recipes_for_1_8_and_32_nodes():
+    names = [path.stem for path in FILES if path.parent.name == "recipes"]
+    for algorithm in ("grpo", "dapo"):
+        for nodes in (1, 8, 32):
+            assert any(n.startswith(algorithm) and n.endswith(f"-{nodes}n8g") for n in names), (
+                algorithm,
+                nodes,
+            )
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if is_part(p)], ids=label)
+def test_parts_load(path):
+    config = build_config(deep_merge({"model": {"path": "m"}}, read_config_file(path)))
+    shape = config.model.architecture
+    if path.parent.name == "models":
+        assert shape is not None
+        assert shape.num_heads % shape.num_kv_heads == 0
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not is_part(p)], ids=label)
+def test_runnable_files_pass_every_check(path):
+    values = read_config_file(path)
+    config = load_config(path, root=SftConfig if "sft" in values else Config)
+    ranks = config.cluster.num_ranks
+    assert [str(p) for p in find_problems(config, None, ranks)] == []
+    assert "Ranks:" in render_check(config, None, ranks)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "recipes"], ids=label)
+def test_recipe_names_say_what_they_are(path):
+    config = load_config(path)
+    algorithm, *model, size = path.stem.split("-")
+    assert config.algorithm.name == algorithm
+    assert size == f"{config.cluster.nodes}n{config.cluster.ranks_per_node}g"
+    assert (path.parent.parent / "models" / f"{'-'.join(model)}.yaml").exists()
+    assert config.model.architecture is not None
+    assert config.train.run_dir == f"runs/{path.stem}"
+
+
+def test_the_generated_page_is_fresh():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == render(), "docs/config.md is stale: run `make docs`"
+
+
+def test_every_setting_is_documented():
+    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    undocumented = [row for row in rows if row.rsplit("|", 2)[-2].strip() == ""]
+    assert undocumented == []

@@ -1,0 +1,159 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.load import build_config, dump_config, load_config
+from megatron_tlt.config.root import SftConfig
+from megatron_tlt.config.yaml_reader import parse_yaml
+from megatron_tlt.errors import ConfigError
+
+BASE = {"model": {"path": "m"}}
+
+
+def problems(values: dict, *overrides: str) -> dict[str, str]:
+    """Problems by path."""
+    with pytest.raises(ConfigError) as caught:
+        build_config(values, overrides)
+    return {p.path: p.allowed for p in caught.value.problems}
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_overrides_are_typed_as_in_yaml():
+    config = build_config(
+        BASE,
+        [
+            "optimizer.lr=1e-6",
+            "actor.distributed_optimizer=on",
+            "rollout.stop=[a, 'b c']",
+            "eval.max_tokens=null",
+        ],
+    )
+    assert config.optimizer.lr == 1e-6
+    assert config.actor.distributed_optimizer == "on"
+    assert config.rollout.stop == ("a", "b c")
+    assert config.eval.max_tokens is None
+
+
+@pytest.mark.parametrize("index", ["tasks.1.weight", "tasks[1].weight"])
+def test_overrides_reach_into_lists(index):
+    values = BASE | {"data": {"train": {"tasks": [{"name": "a"}, {"name": "b"}]}}}
+    config = build_config(values, [f"data.train.{index}=2.5"])
+    assert [task.weight for task in config.data.train.tasks] == [1.0, 2.5]
+    assert values["data"]["train"]["tasks"][1] == {"name": "b"}, "the caller's values must stay"
+
+
+def test_an_index_outside_the_list_is_named():
+    values = BASE | {"data": {"train": {"tasks": [{"name": "a"}]}}}
+    assert "indices 0 to 0" in problems(values, "data.train.tasks.1.name=b")["data.train.tasks.1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("rollout.temprature=1", "rollout.temperature"),
+        ("train.lr=1", "optimizer.lr"),
+        ("rolout.tp=1", "rollout"),
+        ("actor.tensor_model_parallel_size=2", "actor.tp"),
+        ("algorithm.clip_ratio_high=0.28", "algorithm.ratio_clip_high"),
+        ("data.train.taskz=[]", "data.train.tasks"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one_with_its_path(override, nearest):
+    path = override.split("=")[0]
+    found = problems(BASE, override)
+    assert f"did you mean {nearest}?" in next(text for p, text in found.items() if path.startswith(p))
+
+
+def test_a_wrong_value_names_path_value_and_range():
+    with pytest.raises(ConfigError, match=r"rollout\.top_p = 2: must be number > 0 and <= 1"):
+        build_config(BASE, ["rollout.top_p=2"])
+    with pytest.raises(ConfigError, match=r"actor\.dtype = 'fp8': must be one of 'fp32', 'bf16'"):
+        build_config(BASE, ["actor.dtype=fp8"])
+
+
+def test_all_problems_come_at_once():
+    found = problems(
+        {},
+        "actor.tp=0",
+        "optimizer.lr=.nan",
+        "train.num_stepz=1",
+        "nonsense",
+        "train.seed.x=1",
+        "train.seed=1",
+    )
+    assert set(found) >= {"model", "actor.tp", "optimizer.lr", "train.num_stepz", "override"}
+
+
+def test_a_required_key_inside_a_list_is_named():
+    assert "is required" in problems(BASE, "data.train.tasks=[{weight: 1}]")["data.train.tasks.0.name"]
+
+
+def test_a_union_reports_one_problem():
+    assert problems(BASE, "checkpoint.resume=[1]") == {
+        "checkpoint.resume": "must be one of 'auto', 'never' or text"
+    }
+
+
+def test_defaults_merge_maps_and_replace_lists(tmp_path):
+    write(tmp_path, "models/a.yaml", "model: {path: a, max_context: 100}\nrollout: {stop: [x, y], tp: 2}\n")
+    write(tmp_path, "b.yaml", "rollout: {temperature: 0.5}\ntrain: {num_steps: 3}\n")
+    path = write(tmp_path, "run/c.yaml", "defaults: [../models/a.yaml, ../b.yaml]\nrollout: {stop: [z]}\n")
+    config = load_config(path, ["train.num_steps=4"])
+    assert (config.model.path, config.model.max_context) == ("a", 100)
+    assert (config.rollout.stop, config.rollout.tp, config.rollout.temperature) == (("z",), 2, 0.5)
+    assert config.train.num_steps == 4
+
+
+def test_later_defaults_win(tmp_path):
+    write(tmp_path, "a.yaml", "model: {path: a}\ntrain: {seed: 1}\n")
+    write(tmp_path, "b.yaml", "train: {seed: 2}\n")
+    assert load_config(write(tmp_path, "c.yaml", "defaults: [a.yaml, b.yaml]\n")).train.seed == 2
+
+
+def test_a_file_may_be_inherited_twice_but_not_in_a_circle(tmp_path):
+    write(tmp_path, "base.yaml", "model: {path: a}\n")
+    write(tmp_path, "left.yaml", "defaults: [base.yaml]\n")
+    write(tmp_path, "right.yaml", "defaults: [base.yaml]\n")
+    assert load_config(write(tmp_path, "both.yaml", "defaults: [left.yaml, right.yaml]\n")).model.path == "a"
+    write(tmp_path, "x.yaml", "defaults: [y.yaml]\n")
+    with pytest.raises(ConfigError, match=r"circle: y\.yaml -> x\.yaml -> y\.yaml"):
+        load_config(write(tmp_path, "y.yaml", "defaults: [x.yaml]\n"))
+
+
+def test_a_missing_file_is_named_with_the_one_that_wants_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*named in defaults of top\.yaml"):
+        load_config(write(tmp_path, "top.yaml", "defaults: [nowhere.yaml]\n"))
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2", "s: {a: 1, a: 2}"])
+def test_duplicate_keys_are_refused(text):
+    with pytest.raises(ConfigError, match="the key 'a' is there twice"):
+        parse_yaml(text, "f.yaml")
+
+
+def test_broken_yaml_names_file_and_line():
+    with pytest.raises(ConfigError, match=r"f\.yaml:3"):
+        parse_yaml("a: 1\nb: [1,\nc: }", "f.yaml")
+
+
+def test_scalars_are_those_of_yaml_1_2():
+    text = "[on, no, 1e-6, 12:30, 010, 0x10, ~, true, .5, 2026-01-02]"
+    assert parse_yaml(text, "t") == ["on", "no", 1e-6, "12:30", 10, 16, None, True, 0.5, "2026-01-02"]
+
+
+def test_a_dump_reads_back_to_the_same_configuration():
+    config = build_config(BASE, ["data.train.tasks=[{name: t, params: {a: [1, 2]}}]", "rollout.stop=[x]"])
+    assert build_config(parse_yaml(dump_config(config), "dump")) == config
+
+
+def test_sft_is_a_root_of_its_own():
+    values = BASE | {"sft": {"train_path": "a", "out": "b"}}
+    assert build_config(values, ["sft.num_steps=3"], SftConfig).sft.num_steps == 3
+    with pytest.raises(ConfigError, match="rollout"):
+        build_config(values, ["rollout.tp=1"], SftConfig)

@@ -1,0 +1,119 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.memory import (
+    GIB,
+    check_memory,
+    estimate_memory,
+    kv_bytes_per_token,
+    total_parameters,
+)
+from megatron_tlt.config.report import find_problems, render_check
+
+MODELS = Path("configs/models")
+# Published parameter counts (model cards).
+PUBLISHED = {
+    "qwen2.5-7b": 7.61e9,
+    "qwen3-8b": 8.2e9,
+    "r1-distill-qwen-7b": 7.61e9,
+    "qwen2.5-32b": 32.5e9,
+    "llama3.3-70b": 70.6e9,
+}
+
+
+def shape_of(name: str):
+    architecture = load_config(MODELS / f"{name}.yaml").model.architecture
+    assert architecture is not None
+    return architecture
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_match_the_published_ones(name):
+    assert total_parameters(shape_of(name)) == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def config_of(*overrides: str):
+    return build_config({"model": {"path": "m"}, "actor": {"dtype": "bf16"}}, overrides)
+
+
+def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
+    shape = shape_of("qwen2.5-7b")
+    count = total_parameters(shape)
+    for device, ranks, expected in (
+        ("cpu", 1, 18),
+        ("cuda", 1, 18),
+        ("cuda", 1000, 6.012),
+        ("cpu", 1000, 18),
+    ):
+        (stage,) = estimate_memory(config_of(), shape, ranks, device)
+        state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
+        assert state / count == pytest.approx(expected, rel=1e-3)
+
+
+def test_fp32_costs_16_bytes_a_parameter():
+    shape = shape_of("qwen2.5-7b")
+    (stage,) = estimate_memory(config_of("actor.dtype=fp32"), shape, 1, "cpu")
+    state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert state / total_parameters(shape) == pytest.approx(16, rel=1e-3)
+
+
+def test_stages_share_the_model():
+    shape = shape_of("qwen3-8b")
+    stages = estimate_memory(config_of("actor.tp=2", "actor.pp=4"), shape, 8, "cuda")
+    assert sum(s.parts["weights"] for s in stages) == pytest.approx(total_parameters(shape) * 2 / 2, rel=1e-3)
+    # 1F1B: the first stage holds four micro-batches, the third two of the same size.
+    assert stages[0].parts["activations"] == pytest.approx(2 * stages[2].parts["activations"], rel=1e-6)
+
+
+def test_kv_bytes_of_a_known_model():
+    # Qwen2.5-7B in bf16: 2 * 28 layers * 4 heads * 128 * 2 bytes.
+    assert kv_bytes_per_token(config_of("rollout.dtype=bf16"), shape_of("qwen2.5-7b")) == 57344
+
+
+def test_reference_is_counted_only_with_a_kl_term():
+    shape = shape_of("qwen2.5-7b")
+    without = estimate_memory(config_of(), shape, 1, "cuda")[0].parts
+    with_kl = estimate_memory(config_of("algorithm.kl_coef=0.1"), shape, 1, "cuda")[0].parts
+    assert without["reference"] == 0
+    assert with_kl["reference"] == with_kl["weights"]
+
+
+def test_recompute_shrinks_activations():
+    shape = shape_of("qwen2.5-7b")
+    sizes = [
+        estimate_memory(config_of(f"actor.recompute={how}"), shape, 1, "cuda")[0].parts["activations"]
+        for how in ("none", "full")
+    ]
+    assert sizes[1] < sizes[0] / 3  # what is left is mostly logits
+
+
+def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
+    config = config_of("cluster.memory_gib=80")
+    (problem,) = check_memory(config, shape_of("llama3.3-70b"), 1, "cuda")
+    assert problem.path == "cluster.memory_gib"
+    assert "optimizer 788." in problem.allowed
+    assert check_memory(config_of(), shape_of("llama3.3-70b"), 1, "cuda") == []
+
+
+def test_the_report_shows_grid_memory_and_tokens():
+    config = load_config(Path("configs/recipes/grpo-llama3.3-70b-32n8g.yaml"))
+    text = render_check(config, None, 256)
+    assert "Ranks: 256 = tp 8 x pp 2 x cp 1 x dp 16" in text
+    assert "  dp 1      8-15  136-143\n" in text
+    assert "Rollout engines: 32 of 8 ranks: 0-7, 8-15, ..., 248-255" in text
+    assert "512 prompts x 16 answers = 8192 sequences, at most 83886080 tokens" in text
+    total = next(line for line in text.splitlines() if line.startswith("  total"))
+    worst = max(stage.total for stage in estimate_memory(config, config.model.architecture, 256))
+    assert total.split()[-1] == f"{worst / GIB:.2f}"
+
+
+def test_the_report_without_a_shape_says_so():
+    text = render_check(config_of(), None, 2)
+    assert "Memory: unknown (m is not here and model.architecture is not set)" in text
+
+
+def test_problems_include_memory():
+    config = load_config(Path("configs/recipes/grpo-llama3.3-70b-32n8g.yaml"), ["cluster.memory_gib=40"])
+    assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}

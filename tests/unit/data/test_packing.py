@@ -1,0 +1,94 @@
+"""Packing and balancing: valid, deterministic, near the best possible, and importable alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+
+from megatron_tlt.data.packing import balance, pack_by_budget
+
+
+def best_number_of_bins(lengths: list[int], budget: int) -> int:
+    """By search, for a few items."""
+    for count in range(1, len(lengths) + 1):
+        for places in itertools.product(range(count), repeat=len(lengths)):
+            loads = [0] * count
+            for length, place in zip(lengths, places):
+                loads[place] += length
+            if max(loads) <= budget:
+                return count
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packs_hold_every_item_once_and_keep_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(0, 120) for _ in range(rng.randint(0, 200))]
+    groups = pack_by_budget(lengths, 100)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        assert group == sorted(group)
+        assert sum(lengths[i] for i in group) <= 100 or len([i for i in group if lengths[i]]) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_packs_are_within_the_bound_of_first_fit_decreasing(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(10, 60) for _ in range(7)]
+    best = best_number_of_bins(lengths, 100)
+    assert len(pack_by_budget(lengths, 100)) <= 11 / 9 * best + 6 / 9
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    assert pack_by_budget([4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 2, 3, 5]]
+    assert pack_by_budget([30, 5, 5], 10) == [[0], [1, 2]]
+    assert pack_by_budget([], 10) == []
+
+
+def test_equal_lengths_keep_their_order() -> None:
+    assert pack_by_budget([5] * 4, 10) == [[0, 1], [2, 3]]
+
+
+def test_a_large_batch_packs_quickly_and_tightly() -> None:
+    rng = random.Random(0)
+    lengths = [int(rng.lognormvariate(6, 0.8)) % 4000 + 1 for _ in range(4000)]
+    groups = pack_by_budget(lengths, 8192)
+    assert len(groups) <= 1.01 * sum(lengths) / 8192 + 1
+
+
+@pytest.mark.parametrize(("lengths", "budget"), [([1], 0), ([-1], 5)])
+def test_bad_input_is_refused(lengths: list[int], budget: int) -> None:
+    with pytest.raises(ValueError, match="must be >="):
+        pack_by_budget(lengths, budget)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_balance_is_within_the_bound_of_longest_processing_time(seed: int) -> None:
+    rng = random.Random(seed)
+    costs, bins = [rng.randint(1, 50) for _ in range(9)], rng.choice([2, 3])
+
+    def fullest(places: tuple[int, ...] | list[int]) -> int:
+        return max(sum(c for c, p in zip(costs, places) if p == b) for b in range(bins))
+
+    best = min(fullest(places) for places in itertools.product(range(bins), repeat=len(costs)))
+    assert best <= fullest(balance(costs, bins)) <= (4 / 3 - 1 / (3 * bins)) * best
+
+
+def test_balance_by_hand_ties_and_bad_input() -> None:
+    assert balance([5, 5, 4, 3, 3], 2) == [0, 1, 0, 1, 1]
+    assert balance([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    assert balance([], 3) == []
+    with pytest.raises(ValueError, match="bins = 0"):
+        balance([1], 0)
+
+
+def test_the_module_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import megatron_tlt.data.packing, megatron_tlt.data.prompts"
+    )
+    loaded = "; assert not {'transformers', 'pyarrow', 'datasets', 'reasoning_gym'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + loaded], check=True)

@@ -1,0 +1,228 @@
+"""Prompt streams: order, epochs, resuming, dropped prompts, and messages about bad files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
+from megatron_tlt.data.prompts import PromptStream, build_prompts
+from megatron_tlt.errors import ConfigError, DataError
+
+TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
+
+
+class Letters:
+    """One token a character; a chat is the text in brackets."""
+
+    eos_token_ids = (0,)
+    vocab_size = 256
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
+        return self.encode(f"{system or ''}[{text}]")
+
+    def decode(self, token_ids: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+class Plain(Letters):
+    has_chat_template = False
+
+
+def stream(
+    source: PromptSourceConfig, seed: int = 0, tokenizer: Letters | None = None, **section: Any
+) -> Any:
+    return build_prompts(DataSection(train=source, **section), "train", tokenizer or Letters(), seed)
+
+
+def write_jsonl(path: Path, records: list[Any]) -> PromptSourceConfig:
+    path.write_text("\n".join(json.dumps(r) for r in records) + "\n")
+    return PromptSourceConfig(kind="jsonl", path=str(path))
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> PromptSourceConfig:
+    return write_jsonl(
+        tmp_path / "ten.jsonl", [{"prompt": f"q{i}", "answer": i, "level": i % 3} for i in range(10)]
+    )
+
+
+def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -> None:
+    prompts = stream(ten).next_batch(30)
+    assert [p.prompt_id for p in prompts] == list(range(30))
+    epochs = [[p.text for p in prompts[i : i + 10]] for i in (0, 10, 20)]
+    assert all(sorted(epoch) == [f"q{i}" for i in range(10)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert len({p.dataset_id for p in prompts}) == 10
+
+
+def test_order_is_a_function_of_the_seed(ten: PromptSourceConfig) -> None:
+    assert stream(ten).next_batch(25) == stream(ten).next_batch(25)
+    assert stream(ten, seed=1).next_batch(25) != stream(ten).next_batch(25)
+    unshuffled = ten.model_copy(update={"shuffle": False})
+    assert [p.text for p in stream(unshuffled).next_batch(12)] == [f"q{i % 10}" for i in range(12)]
+
+
+def test_prompts_carry_answer_task_and_the_other_columns(ten: PromptSourceConfig) -> None:
+    prompt = next(p for p in stream(ten).next_batch(10) if p.text == "q4")
+    assert (prompt.answer, prompt.task, prompt.metadata) == ("4", "ten", {"level": 1})
+    assert prompt.dataset_id == "ten:4"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 10, 23])
+def test_resuming_continues_exactly(ten: PromptSourceConfig, cut: int) -> None:
+    for source in (ten, TASKS):
+        whole = stream(source).next_batch(40)
+        first = stream(source)
+        first.next_batch(cut)
+        second = stream(source)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.next_batch(40 - cut) == whole[cut:]
+
+
+def test_resuming_on_other_data_is_refused(ten: PromptSourceConfig, tmp_path: Path) -> None:
+    state = stream(ten).state_dict()
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "q", "answer": 1}])
+    for changed in (
+        other,
+        ten.model_copy(update={"shuffle": False}),
+        ten.model_copy(update={"seed": 9}),
+        TASKS,
+    ):
+        with pytest.raises(DataError, match=r"(?s)belongs to other prompts.*ten\.jsonl"):
+            stream(changed).load_state_dict(state)
+    with pytest.raises(DataError):
+        stream(ten, seed=5).load_state_dict(state)
+
+
+def test_a_moved_file_is_the_same_data(ten: PromptSourceConfig, tmp_path: Path) -> None:
+    assert ten.path is not None
+    moved = Path(ten.path).rename(tmp_path / "moved.jsonl")
+    before = PromptSourceConfig(kind="jsonl", path=str(moved))
+    state = stream(before).state_dict()
+    again = Path(moved).rename(tmp_path / "again.jsonl")
+    stream(PromptSourceConfig(kind="jsonl", path=str(again))).load_state_dict(state)
+
+
+def test_train_and_held_out_streams_differ_and_held_out_ignores_the_run_seed() -> None:
+    section = DataSection(train=TASKS, eval=TASKS)
+
+    def first(which: Any, seed: int) -> list[str]:
+        return [p.text for p in build_prompts(section, which, Letters(), seed).next_batch(50)]
+
+    assert not set(first("train", 0)) & set(first("eval", 0))
+    assert first("train", 0) != first("train", 1)
+    assert first("eval", 0) == first("eval", 1)
+
+
+def test_too_long_prompts_are_dropped_and_counted_once(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in (3, 50, 5, 60)])
+    prompts = stream(source, max_prompt_tokens=10)
+    batch = prompts.next_batch(6)
+    assert {len(p.text) for p in batch} == {3, 5}
+    assert [p.prompt_id for p in batch] == list(range(6))
+    assert prompts.dropped == 2
+    with pytest.raises(DataError, match="max_prompt_tokens = 2"):
+        stream(source, max_prompt_tokens=2).next_batch(1)
+    with pytest.raises(DataError, match="max_prompt_tokens = 2"):
+        stream(TASKS, max_prompt_tokens=2).next_batch(1)
+
+
+def test_chat_template_and_system_prompt(ten: PromptSourceConfig) -> None:
+    letters = Letters()
+
+    def text(tokenizer: Letters, **section: Any) -> str:
+        return letters.decode(stream(ten, tokenizer=tokenizer, **section).next_batch(1)[0].token_ids)
+
+    assert text(letters).startswith("[q")
+    assert text(letters, system_prompt="Be brief.").startswith("Be brief.[q")
+    assert text(letters, chat_template=False).startswith("q")
+    assert text(Plain()).startswith("q")
+    with pytest.raises(ConfigError, match=r"data\.system_prompt"):
+        text(Plain(), system_prompt="Be brief.")
+
+
+def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:
+    columns = {
+        "prompt": [f"q{i}" for i in range(5)],
+        "answer": list("abcde"),
+        "tags": [[i] for i in range(5)],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "five.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "five"))
+    one = stream(PromptSourceConfig(kind="parquet", path=str(tmp_path / "five.parquet"))).next_batch(7)
+    two = stream(PromptSourceConfig(kind="hf", path=str(tmp_path / "five"))).next_batch(7)
+    assert one == two
+    assert one[0].metadata["tags"] == [int(one[0].text[1])]
+
+
+BAD_LINES = [
+    ('{"prompt": "a"}\n{broken\n', r"bad\.jsonl:2: not a JSON object"),
+    ('{"prompt": "a"}\n\n[1]\n', r"bad\.jsonl:3: expected a JSON object, found list"),
+    (
+        '{"prompt": "a"}\n{"promt": "b"}\n',
+        r"bad\.jsonl:2: no field 'prompt'; there are 'promt', did you mean 'promt'",
+    ),
+    ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt' must be a string, found list"),
+    ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
+    (
+        '{"prompt": "a", "answer": {}}\n',
+        r"bad\.jsonl:1: field 'answer' must be a string or a number, found dict",
+    ),
+    ("", r"bad\.jsonl: no records"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_LINES)
+def test_errors_name_file_and_line(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        stream(PromptSourceConfig(kind="jsonl", path=str(tmp_path / "bad.jsonl")))
+
+
+def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2"):
+        stream(PromptSourceConfig(kind="jsonl", path=str(tmp_path / "bad.jsonl")))
+
+
+def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
+    (tmp_path / "junk.parquet").write_text("junk")
+    pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
+    (tmp_path / "empty").mkdir()
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
+        str(tmp_path / "d")
+    )
+    cases = [
+        ("jsonl", "missing.jsonl", "no such file"),
+        ("parquet", "missing.parquet", "no such file"),
+        ("parquet", "junk.parquet", "not a Parquet file"),
+        ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'.*did you mean 'prompts'"),
+        ("hf", "missing", "no such directory"),
+        ("hf", "empty", "not a directory written by"),
+        ("hf", "d", "several splits; name one of: .*train"),
+    ]
+    for kind, name, message in cases:
+        with pytest.raises(DataError, match=message):
+            stream(PromptSourceConfig(kind=kind, path=str(tmp_path / name)))
+    with pytest.raises(DataError, match=r"answer field 'anwser'.*'answer'"):
+        stream(ten.model_copy(update={"answer_field": "anwser"}))
+    with pytest.raises(ConfigError, match=r"data\.train\.path"):
+        stream(PromptSourceConfig(kind="jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.eval"):
+        build_prompts(DataSection(train=ten), "eval", Letters(), 0)
+
+
+def test_the_stream_keeps_its_protocol(ten: PromptSourceConfig) -> None:
+    typed: PromptStream = stream(ten)
+    assert typed.next_batch(0) == []

@@ -1,0 +1,99 @@
+"""HFTokenizer on a byte-level tokenizer made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.errors import CheckpointError
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = "Zwölf Boxkämpfer — 12 × 7 = 84 🙂🙃 日本語  two spaces\n"
+
+
+def save(path: Path, template: str | None = TEMPLATE, eos: str | None = "<|end|>") -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    fast.add_special_tokens(
+        {"additional_special_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|end|>"]}
+    )
+    fast.chat_template = template
+    fast.save_pretrained(str(path))
+    return path
+
+
+def test_round_trip_without_special_tokens(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(save(tmp_path))
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT.encode())
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([*ids, *tokenizer.eos_token_ids]) == TEXT
+    assert tokenizer.vocab_size == 256 + 4
+
+
+def test_chat_is_open_for_the_answer(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(save(tmp_path))
+    assert tokenizer.has_chat_template
+    user, end, assistant = (tokenizer.encode(t)[0] for t in ("<|user|>", "<|end|>", "<|assistant|>"))
+    assert tokenizer.encode_chat("hi") == [user, *tokenizer.encode("hi"), end, assistant]
+    system = tokenizer.encode("<|system|>")[0]
+    assert tokenizer.encode_chat("hi", "S")[:3] == [system, *tokenizer.encode("S"), end]
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(save(tmp_path, template=None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(CheckpointError, match="no chat template"):
+        tokenizer.encode_chat("hi")
+
+
+def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Path) -> None:
+    save(tmp_path)
+    end = HFTokenizer(tmp_path).eos_token_ids
+    assert len(end) == 1
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 7}))
+    assert HFTokenizer(tmp_path).eos_token_ids == (7, *end)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9, end[0]]}))
+    assert HFTokenizer(tmp_path).eos_token_ids == (5, 9, end[0])
+
+
+def test_no_eos_anywhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="end of sequence"):
+        HFTokenizer(save(tmp_path, eos=None))
+
+
+def test_missing_directories_and_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        HFTokenizer(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        HFTokenizer(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_incremental_decoding_holds_back_unfinished_characters(tmp_path: Path, step: int) -> None:
+    tokenizer = HFTokenizer(save(tmp_path))
+    stream, ids = tokenizer.stream(), tokenizer.encode(TEXT)
+    pieces = [stream.add(ids[i : i + step]) for i in range(0, len(ids), step)]
+    assert "".join(pieces) + stream.flush() == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len([piece for piece in pieces if piece]) > 5
+
+
+def test_flush_gives_what_never_became_a_character(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(save(tmp_path))
+    stream = tokenizer.stream()
+    assert stream.add(tokenizer.encode("é")[:1]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""

@@ -1,0 +1,109 @@
+"""Reading and writing Hugging Face configurations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig, RopeScaling
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 100, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 512, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "eos_token_id": 7, "bos_token_id": 3, "use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_old_and_new_spelling_read_the_same() -> None:
+    old = {**QWEN2, "architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE}
+    new = {k: v for k, v in old.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {**LLAMA3_ROPE, "rope_theta": 5e5}
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert ModelConfig.from_hf(new).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert ModelConfig.from_hf(new).rope_theta == 5e5
+
+
+def test_families_differ_where_they_should() -> None:
+    qwen2 = ModelConfig.from_hf(QWEN2)
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_token_ids) == (True, False, 16, (7,))
+    qwen3 = ModelConfig.from_hf({**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "eos_token_id": [7, 8]})
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.eos_token_ids) == (False, True, 32, (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "word"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "dense"),
+        ({"architectures": None, "model_type": "mamba"}, "model_type", "mamba"),
+        ({"num_experts": 8}, "num_experts", "mixture"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window", "full attention only"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor", "required"),
+        ({"hidden_size": "64"}, "hidden_size", "positive integer"),
+        ({"num_hidden_layers": None}, "num_hidden_layers", "positive integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads", "divide"),
+        ({"head_dim": 15}, "head_dim", "even"),
+        ({"hidden_act": "gelu"}, "hidden_act", "silu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config", "fp32"),
+        ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, "attention_bias", "false"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(change: dict, field: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf({**QWEN2, **change})
+    assert any(p.path == field for p in caught.value.problems)
+    assert word in str(caught.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf({**QWEN2, "hidden_act": "gelu", "num_experts": 4, "vocab_size": 0})
+    assert len(caught.value.problems) == 3
+
+
+def test_a_window_that_never_cuts_is_fine() -> None:
+    ModelConfig.from_hf({**QWEN2, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512})
+    ModelConfig.from_hf({**QWEN2, "layer_types": ["full_attention"] * 2})
+
+
+def test_missing_and_broken_files(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="JSON object"):
+        ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_round_trip_through_a_file(architecture: str, tmp_path) -> None:
+    config = ModelConfig.from_hf({**QWEN2, "architectures": [architecture], "rope_scaling": LLAMA3_ROPE})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(tmp_path) == config
+    assert ModelConfig.from_hf(tmp_path / "config.json") == config
+
+
+def test_parameters_are_counted_once() -> None:
+    tied, untied = (ModelConfig.from_hf({**QWEN2, "tie_word_embeddings": t}) for t in (True, False))
+    assert untied.num_parameters - tied.num_parameters == 100 * 64
+    assert "lm_head.weight" not in tied.parameter_shapes()
+    assert tied.parameter_shapes()["model.layers.1.self_attn.k_proj.bias"] == (32,)
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys; sys.modules['torch'] = None; import megatron_tlt.models.config, megatron_tlt.models.inputs"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,276 @@
+"""What the decoders promise besides numbers: strict weights, cache copies, tensor parallelism, errors, building."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.models import native_build
+from megatron_tlt.models.base import Shard
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoder import TorchDecoder
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.native import NativeDecoder
+from tests.helpers.tiny_models import Driver, random_weights
+
+CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
+KERNELS = ("native", "torch")
+
+
+def loaded(kernels: str, config: ModelConfig = CONFIG, **kwargs):
+    decoder = build_decoder(config, kernels=kernels, **kwargs)
+    decoder.load_weights(random_weights(config))
+    return decoder
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_weights_are_checked_strictly(kernels: str) -> None:
+    decoder, weights = build_decoder(CONFIG, kernels=kernels), random_weights(CONFIG)
+    with pytest.raises(CheckpointError, match="not part of"):
+        decoder.load_weights([("model.layers.9.mlp.up_proj.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match="shape"):
+        decoder.load_weights([("model.norm.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        decoder.load_weights(weights[:-1])
+    with pytest.raises(BackendError, match="before all weights"):
+        Driver(decoder).step([(0, [1])])
+    decoder.load_weights(weights[-1:], partial=True)
+    assert Driver(decoder).step([(0, [1])]).logits.shape == (1, 101)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_push_replaces_every_weight(kernels: str, dtype: torch.dtype) -> None:
+    """Old weights leave no trace, whatever the pushed tensors' type and strides."""
+    new = random_weights(CONFIG, seed=9)
+    decoder = loaded(kernels, dtype=dtype)
+    decoder.load_weights((n, w.t().contiguous().t() if w.ndim == 2 else w.double()) for n, w in new)
+    fresh = build_decoder(CONFIG, kernels=kernels, dtype=dtype)
+    fresh.load_weights(new)
+    a, b = (Driver(d).step([(0, list(range(20)))]).logits for d in (decoder, fresh))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_copied_blocks_serve_a_forked_sequence(kernels: str, dtype: torch.dtype) -> None:
+    decoder = loaded(kernels, dtype=dtype)
+    driver = Driver(decoder)
+    driver.step([(0, list(range(40)))])
+    driver.tables[1] = [driver.free.pop() for _ in driver.tables[0]]
+    decoder.copy_blocks(driver.kv, driver.tables[0], driver.tables[1])
+    driver.done[1] = 40
+    out = driver.step([(0, [5]), (1, [5])]).logits
+    assert torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_cache_size_is_announced(kernels: str) -> None:
+    decoder = loaded(kernels)
+    assert decoder.new_kv_cache(10, 32).nbytes == 10 * decoder.kv_bytes_per_block(32)
+
+
+def test_positions_beyond_the_first_rotary_table() -> None:
+    config = ModelConfig("llama", 50, 32, 1, 2, 1, 16, 32, max_position_embeddings=9000)
+    ids = torch.randint(0, 50, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
+    got = []
+    for kernels in KERNELS:
+        driver = Driver(loaded(kernels, config), num_blocks=350)
+        driver.step([(0, ids[:4990])], all_rows=False)
+        got.append(driver.step([(0, ids[4990:])]).logits)
+    torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
+
+
+class LocalGroup:
+    """Tensor parallelism between threads of one process; sums in rank order."""
+
+    def __init__(self, size: int):
+        self.size, self.barrier, self.slots = size, threading.Barrier(size), [None] * size
+
+    def member(self, rank: int):
+        group = self
+
+        class Member:
+            size = group.size
+
+            def all_gather(self, tensor):
+                group.slots[rank] = tensor
+                group.barrier.wait()
+                out = torch.stack(list(group.slots))
+                group.barrier.wait()
+                return out
+
+            def all_reduce(self, tensor):
+                tensor.copy_(self.all_gather(tensor.clone()).sum(0))
+
+        member = Member()
+        member.rank = rank
+        return member
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_equals_one_rank(kernels: str, size: int) -> None:
+    """4 ranks on 2 kv heads: heads are replicated; 101 tokens do not divide: the last shard is short."""
+    if kernels == "native":
+        pytest.skip("one native team a process: see test_native_tensor_parallel_over_processes")
+    want = Driver(loaded(kernels)).step([(0, list(range(30)))]).logits
+    group, got = LocalGroup(size), [None] * size
+
+    def run(rank: int) -> None:
+        got[rank] = Driver(loaded(kernels, tp=group.member(rank))).step([(0, list(range(30)))]).logits
+
+    ranks = [threading.Thread(target=run, args=(r,)) for r in range(size)]
+    [t.start() for t in ranks]
+    [t.join() for t in ranks]
+    for logits in got:
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
+        assert torch.equal(logits, got[0])
+
+
+NATIVE_RANK = """
+import sys, torch, torch.distributed as dist
+from megatron_tlt.models.factory import build_decoder
+from tests.helpers.tiny_models import Driver, random_weights
+from tests.unit.models.test_decoders import CONFIG
+rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=size)
+class Group:
+    def all_reduce(self, t): dist.all_reduce(t)
+    def all_gather(self, t):
+        out = torch.empty(size, *t.shape); dist.all_gather(list(out.unbind()), t); return out
+tp = Group(); tp.rank, tp.size = rank, size
+def run(tp):
+    d = build_decoder(CONFIG, kernels="native", threads=2, tp=tp)
+    d.load_weights(random_weights(CONFIG))
+    driver = Driver(d)
+    return torch.cat([driver.step([(0, list(range(30))), (1, [4])]).logits, driver.step([(1, [3])]).logits])
+torch.testing.assert_close(run(tp), run(None), atol=1e-5, rtol=1e-5)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_native_tensor_parallel_over_processes(size: int, tmp_path) -> None:
+    command = [sys.executable, "-c", NATIVE_RANK]
+    ranks = [subprocess.Popen([*command, str(r), str(size), str(tmp_path / "store")]) for r in range(size)]
+    assert [p.wait(timeout=120) for p in ranks] == [0] * size
+
+
+def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
+    class Broken:
+        rank, size = 0, 2
+
+        def all_reduce(self, tensor):
+            raise RuntimeError("peer is gone")
+
+        def all_gather(self, tensor):
+            return torch.stack([tensor, tensor])
+
+    decoder = loaded("native", tp=Broken())
+    with pytest.raises(BackendError, match="all-reduce failed") as caught:
+        Driver(decoder).step([(0, [1, 2])])
+    assert "peer is gone" in str(caught.value.__cause__)
+
+
+def test_shapes_that_cannot_be_sharded_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_heads = 4"):
+        Shard(CONFIG, 0, 3)
+    with pytest.raises(ConfigError, match="num_kv_heads"):
+        Shard(ModelConfig("llama", 10, 24, 1, 12, 3, 2, 24), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("token_ids", [1, 101], "token id"),
+        ("token_ids", [-1, 1], "token id"),
+        ("positions", [0, 128], "position"),
+        ("slot_mapping", [0, 32], "slot"),
+        ("block_tables", [[2]], "block table"),
+        ("block_tables", [[-1]], "block table"),
+        ("positions", [0, 16], "block table"),
+        ("logit_rows", [2], "logit row"),
+        ("query_start", [0, 1], "query_start"),
+    ],
+)
+def test_input_that_would_leave_memory_is_refused(field: str, value: list, word: str) -> None:
+    fields = {"token_ids": [1, 2], "positions": [0, 1], "slot_mapping": [0, 1], "query_start": [0, 2],
+              "context_lens": [2], "block_tables": [[0]], "logit_rows": [1]} | {field: value}  # fmt: skip
+    decoder = loaded("native")
+    batch = DecoderInput(**{k: torch.tensor(v, dtype=torch.int32) for k, v in fields.items()})
+    with pytest.raises(BackendError, match=word):
+        decoder.forward(batch, decoder.new_kv_cache(2, 16))
+
+
+def test_wrong_types_and_choices_are_refused() -> None:
+    decoder = loaded("native")
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        decoder.new_kv_cache(4, 8)
+    kv = decoder.new_kv_cache(4, 16)
+    with pytest.raises(BackendError, match="copy_blocks"):
+        decoder.copy_blocks(kv, [0], [4])
+    ints = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(BackendError, match="int32"):
+        decoder.forward(DecoderInput(ints, ints, ints, ints, ints, ints[None], ints), kv)
+    with pytest.raises(ConfigError, match="kernels"):
+        build_decoder(CONFIG, kernels="fast")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="CPU only"):
+        build_decoder(CONFIG, device="cuda", kernels="native")
+    with pytest.raises(ConfigError, match="dtype"):
+        NativeDecoder(CONFIG, torch.float16)
+
+
+def test_the_factory_tells_what_it_chose(monkeypatch) -> None:
+    assert build_decoder(CONFIG).kind == "native"
+    monkeypatch.setattr("megatron_tlt.models.factory.find_compiler", lambda: None)
+    assert isinstance(build_decoder(CONFIG), TorchDecoder)
+
+
+def test_no_compiler_is_said_plainly(monkeypatch) -> None:
+    monkeypatch.setattr(native_build, "find_compiler", lambda: None)
+    with pytest.raises(BackendError, match="needs a C compiler"):
+        native_build.library_path.__wrapped__()
+
+
+def test_many_processes_build_once(tmp_path) -> None:
+    code = "from megatron_tlt.models.native_abi import library; library()"
+    env = os.environ | {"MEGATRON_TLT_CACHE": str(tmp_path)}
+    ranks = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
+    assert [p.wait(timeout=200) for p in ranks] == [0] * 4
+    assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_forked_child_can_run() -> None:
+    """The child has none of the parent's helper threads."""
+    decoder = loaded("native", threads=2)
+    want = Driver(decoder).step([(0, list(range(40)))]).logits
+    pid = os.fork()
+    if pid == 0:
+        same = torch.equal(Driver(decoder).step([(0, list(range(40)))]).logits, want)
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
+    """Other instruction sets are compiled and run by the parity tests' own numbers, here on whatever this CPU can."""
+    code = (
+        "import sys, torch; from megatron_tlt.models import native_build as b; b.FLAGS = tuple(sys.argv[1:]) + b.FLAGS[3:];"
+        "from tests.unit.models.test_decoders import *;"
+        "n, t = (torch.cat([Driver(loaded(k, dtype=d)).step([(0, list(range(60)))]).logits "
+        "for d in (torch.float32,)]) for k in ('native', 'torch'));"
+        "torch.testing.assert_close(n, t, atol=1e-4, rtol=1e-4);"
+        "n, t = (Driver(loaded(k, dtype=torch.bfloat16)).step([(0, list(range(60)))]).logits for k in ('native', 'torch'));"
+        "torch.testing.assert_close(n, t, atol=8e-2, rtol=8e-2)"
+    )
+    if os.uname().machine != "x86_64":
+        pytest.skip("instruction sets of x86")
+    env = os.environ | {"MEGATRON_TLT_CACHE": str(tmp_path)}
+    for flags in (["-O2", "-march=x86-64"], ["-O2", "-march=haswell"], ["-O2", "-march=skylake-avx512"]):
+        subprocess.run([sys.executable, "-c", code, "-std=gnu99", *flags], check=True, env=env)

@@ -1,0 +1,187 @@
+import io
+import json
+import logging
+import math
+
+import pytest
+from rich.console import Console
+
+from megatron_tlt.observe import log
+from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.progress import (
+    TERMINAL_VARIABLE,
+    PlainProgress,
+    Progress,
+    RichProgress,
+    build_progress,
+)
+from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog
+from megatron_tlt.observe.summary import (
+    Accuracy,
+    RunSummary,
+    mean_and_error,
+    phase_shares,
+    render_summary,
+    write_summary,
+)
+from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+
+METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}
+
+
+@pytest.fixture
+def logger():
+    yield log.get_logger("megatron_tlt.test")
+    logging.getLogger(log.ROOT).handlers.clear()
+    logging.getLogger(log.ROOT).propagate = True
+    log.enter_phase("start")
+
+
+def test_a_log_line_says_rank_step_and_phase(logger):
+    stream = io.StringIO()
+    log.setup_logging(1, 4, stream=stream)
+    with log.phase("rollout", 7):
+        logger.warning("two\nlines")
+    logger.info("rank 1 keeps quiet")
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
+
+
+def test_rank_0_speaks_from_info_up(logger):
+    stream = io.StringIO()
+    log.setup_logging(0, 4, stream=stream)
+    log.setup_logging(0, 4, stream=stream)
+    logger.info("once")
+    assert stream.getvalue()[9:] == "rank 0/4 start | INFO once\n"
+
+
+def test_the_phase_of_an_error_stays_for_its_report(logger):
+    stream = io.StringIO()
+    log.setup_logging(0, 1, stream=stream)
+    with pytest.raises(ValueError), log.phase("update", 3):
+        raise ValueError
+    logger.error("failed")
+    assert "step 3 update | ERROR failed" in stream.getvalue()
+
+
+def test_plain_progress_writes_a_line_a_step():
+    stream = io.StringIO()
+    progress = build_progress("auto", 20, 0, stream)
+    assert isinstance(progress, PlainProgress)
+    progress.phase("rollout", 2)
+    progress.rollout(3, 1, 100)
+    progress.step_done(3, 2.0, 400, METRICS)
+    assert stream.getvalue() == "step 3/20  2.0 s  200 tokens/s  reward 0.500  accuracy 0.250  length 123\n"
+
+
+def test_plain_progress_shows_life_in_a_long_rollout(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = PlainProgress(5, stream)
+    progress.phase("rollout", 1)
+    for now[0] in (10.0, 31.0, 40.0):
+        progress.rollout(3, 1, 100)
+    assert stream.getvalue() == "step 2/5 rollout: 3 running, 1 waiting, 100 tokens\n"
+
+
+def test_rich_progress_shows_table_phase_and_speed():
+    stream = io.StringIO()
+    progress = RichProgress(20, Console(file=stream, force_terminal=True, width=100))
+    progress.step_done(1, 2.0, 400, METRICS)
+    progress.phase("rollout", 1)
+    progress._drawn = 0.0
+    progress.rollout(5, 2, 1000)
+    progress.note("evaluation")
+    progress.close()
+    text = stream.getvalue()
+    for part in ("accuracy", "0.250", "step 2/20", "rollout", "5 requests + 2 waiting", "evaluation", "done"):
+        assert part in text
+
+
+def test_the_display_is_chosen_by_mode_rank_and_terminal(monkeypatch):
+    stream = io.StringIO()
+    assert type(build_progress("auto", 1, 1, stream)) is Progress
+    assert type(build_progress("none", 1, 0, stream)) is Progress
+    monkeypatch.setenv(TERMINAL_VARIABLE, "90")
+    chosen = build_progress("auto", 1, 0, stream)
+    assert isinstance(chosen, RichProgress)
+    chosen.close()
+    assert isinstance(build_progress("plain", 1, 0, stream), PlainProgress)
+
+
+def group(index: int, *values: float) -> SampleGroup:
+    prompt = Prompt(prompt_id=index, dataset_id=f"d{index}", token_ids=(1,), text="question", answer="4")
+    samples = [Sample(index, i, [1, 2], [0.0, 0.0], f"answer {i}", "stop", 3) for i in range(len(values))]
+    return SampleGroup(prompt, samples, [RewardResult(v, v > 0.5) for v in values])
+
+
+def test_samples_show_the_best_and_the_worst_answer(tmp_path):
+    samples = SampleLog(tmp_path, 3, rank=0)
+    samples.log(4, [group(0, 0.2, 1.0, 0.1), group(1, 0.0), group(2, 1.0, 0.0)])
+    samples.close()
+    rows = list(read_rows(tmp_path / SAMPLES_FILE))
+    assert [(r["step"], r["prompt_id"], r["sample_index"], r["reward"]) for r in rows] == [
+        (4, 0, 1, 1.0),
+        (4, 0, 2, 0.1),
+        (4, 1, 0, 0.0),
+    ]
+    assert rows[0]["response"] == "answer 1"
+
+
+@pytest.mark.parametrize(("per_step", "rank"), [(0, 0), (2, 1)])
+def test_samples_can_be_off(tmp_path, per_step, rank):
+    samples = SampleLog(tmp_path, per_step, rank)
+    samples.log(1, [group(0, 1.0)])
+    samples.close()
+    assert not (tmp_path / SAMPLES_FILE).exists()
+
+
+def summary(**changes) -> RunSummary:
+    values = {
+        "num_steps": 20,
+        "seconds": 100.0,
+        "phases": {"update": 20.0, "rollout": 60.0},
+        "generated_tokens": 6000,
+        "rollout_seconds": 60.0,
+        "idle_fractions": [0.05, 0.2],
+        "before": Accuracy(0, 0.4, 0.03, 256),
+        "after": Accuracy(20, 0.6, 0.04, 256),
+        "paths": {"checkpoint": "runs/x/checkpoints/step-20"},
+    }
+    return RunSummary(**(values | changes))
+
+
+def test_the_summary_shows_what_was_learned_and_where_the_time_went():
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_summary(summary()))
+    text = stream.getvalue()
+    for part in (
+        "0.400 ± 0.030",
+        "0.600 ± 0.040",
+        "+0.200 ± 0.050",
+        "60.0%",
+        "rank 1: 20.0%",
+        "100",
+        "step-20",
+    ):
+        assert part in text
+
+
+def test_shares_add_up():
+    rows = phase_shares(summary())
+    assert [name for name, _, _ in rows] == ["rollout", "update", "other"]
+    assert sum(share for _, _, share in rows) == pytest.approx(1.0)
+
+
+def test_the_summary_file_is_json(tmp_path):
+    path = write_summary(summary(after=Accuracy(20, 0.5, math.nan, 1)), tmp_path)
+    values = json.loads(path.read_text())
+    assert values["tokens_per_second"] == 100.0
+    assert values["after"] == {"step": 20, "mean": 0.5, "standard_error": None, "count": 1}
+
+
+def test_standard_error_of_the_mean():
+    mean, error = mean_and_error([0, 1, 1, 0])
+    assert (mean, error) == (0.5, pytest.approx(math.sqrt(1 / 3 / 4)))
+    assert math.isnan(mean_and_error([1.0])[1])

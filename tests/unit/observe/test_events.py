@@ -1,0 +1,108 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.observe.events import EventLog, events_path, read_events
+from megatron_tlt.observe.jsonl import LineFile, cut_back, read_rows, to_line
+
+
+def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
+    log = EventLog(tmp_path, rank=3)
+    with log.span("rollout", 7, prompts=4) as attrs:
+        time.sleep(0.01)
+        attrs["tokens"] = 12
+    log.instant("push", 7, version=8)
+    totals = log.end_step()
+    opened, span, instant = read_events(tmp_path, 3)
+    assert opened["name"] == "open"
+    assert (span["kind"], span["name"], span["step"], span["rank"]) == ("span", "rollout", 7, 3)
+    assert span["attrs"] == {"prompts": 4, "tokens": 12}
+    assert 0.01 <= span["dur"] < 5
+    assert abs(span["ts"] - time.time()) < 60
+    assert (instant["kind"], instant["attrs"]) == ("instant", {"version": 8})
+    assert totals["rollout"] == pytest.approx(span["dur"], abs=1e-5)
+    log.close()
+
+
+def test_totals_of_a_step_start_anew_and_those_of_the_run_go_on(tmp_path):
+    with EventLog(tmp_path, 0) as log:
+        for step in range(2):
+            with log.span("update", step):
+                time.sleep(0.002)
+            totals = log.end_step()
+        assert 0.002 <= totals["update"] < log.phase_totals["update"]
+        assert log.end_step() == {}
+
+
+def test_an_error_is_noted_and_written_at_once(tmp_path):
+    log = EventLog(tmp_path, 0)
+    with pytest.raises(KeyError), log.span("score", 1):
+        raise KeyError("x")
+    assert read_events(tmp_path, 0)[-1]["attrs"] == {"error": "KeyError"}
+    log.close()
+
+
+def test_a_span_inside_an_except_block_is_no_error(tmp_path):
+    with EventLog(tmp_path, 0) as log:
+        try:
+            raise ValueError
+        except ValueError:
+            with log.span("cleanup", 1):
+                pass
+    assert "attrs" not in read_events(tmp_path, 0)[-1]
+
+
+def test_lines_are_buffered_until_then(tmp_path):
+    log = EventLog(tmp_path, 0)
+    log.instant("a", 0)
+    assert read_events(tmp_path, 0) == []
+    log.close()
+    log.close()
+    assert [e["name"] for e in read_events(tmp_path, 0)] == ["open", "a"]
+
+
+def test_the_buffer_is_written_at_exit(tmp_path):
+    code = f"from megatron_tlt.observe.events import EventLog\nEventLog({str(tmp_path)!r}, 0).instant('last', 1)\n"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert read_events(tmp_path, 0)[-1]["name"] == "last"
+
+
+def test_a_torn_line_is_left_out_and_the_next_one_stands_alone(tmp_path):
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text('{"ts":1,"name":"whole"}\n{"ts":2,"na')
+    with EventLog(tmp_path, 0) as log:
+        log.instant("after", 1)
+    assert [e["name"] for e in read_events(tmp_path, 0)] == ["whole", "open", "after"]
+
+
+def test_rows_take_what_json_lacks():
+    row = {"nan": float("nan"), "inf": [float("inf"), 1.5], "path": Path("a"), "tuple": (1, None)}
+    assert to_line(row) == '{"nan":null,"inf":[null,1.5],"path":"a","tuple":[1,null]}\n'
+
+
+def test_numpy_values_are_plain_numbers():
+    np = pytest.importorskip("numpy")
+    assert to_line({"a": np.float32(1.5), "b": np.arange(2)}) == '{"a":1.5,"b":[0,1]}\n'
+
+
+def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(to_line({"step": s}) for s in (0, 1, 2, 2, 3)) + '{"st')
+    assert cut_back(path, 2) == 1
+    assert [r["step"] for r in read_rows(path)] == [0, 1, 2, 2]
+    assert cut_back(path, 0) == 4
+    assert path.read_text() == ""
+    assert cut_back(tmp_path / "none.jsonl", 1) == 0
+
+
+def test_line_file_appends(tmp_path):
+    for text in ("a\n", "b\n"):
+        file = LineFile(tmp_path / "deep" / "f")
+        file.write([text])
+        file.close()
+        file.close()
+    assert (tmp_path / "deep" / "f").read_text() == "a\nb\n"

@@ -1,0 +1,101 @@
+import sys
+
+import pytest
+
+from megatron_tlt.config.run import ObserveSection
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger, quartiles
+
+JSONL_ONLY = ObserveSection(tensorboard=False)
+
+
+def steps(run_dir):
+    return [row["step"] for row in read_rows(run_dir / METRICS_FILE)]
+
+
+def test_rows_are_on_disk_at_once(tmp_path):
+    logger = MetricsLogger(tmp_path, JSONL_ONLY, rank=0)
+    logger.log(1, {"reward/mean": 0.5, "bad": float("nan")}, {"length": [1, 2, 3]})
+    (row,) = read_rows(tmp_path / METRICS_FILE)
+    assert (row["step"], row["reward/mean"], row["bad"]) == (1, 0.5, None)
+    assert row["length/quartiles"] == [1, 1.5, 2, 2.5, 3]
+    logger.close()
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    logger = MetricsLogger(tmp_path, JSONL_ONLY, rank=1)
+    logger.log(1, {"a": 1.0})
+    logger.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_step_stands_twice_after_a_resume(tmp_path):
+    first = MetricsLogger(tmp_path, JSONL_ONLY, 0)
+    for step in (1, 2, 3):
+        first.log(step, {"run": 1.0})
+    resumed = MetricsLogger(tmp_path, JSONL_ONLY, 0, start_step=1)
+    resumed.log(2, {"run": 2.0})
+    assert steps(tmp_path) == [1, 2]
+    assert [row["run"] for row in read_rows(tmp_path / METRICS_FILE)] == [1.0, 2.0]
+
+
+def test_a_new_run_in_an_old_directory_starts_empty(tmp_path):
+    MetricsLogger(tmp_path, JSONL_ONLY, 0).log(0, {"eval": 1.0})
+    MetricsLogger(tmp_path, JSONL_ONLY, 0, start_step=0)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_scalars_and_histograms(tmp_path):
+    logger = MetricsLogger(tmp_path, ObserveSection(), 0)
+    logger.log(1, {"reward/mean": 0.25}, {"length": [1.0, 5.0]})
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_DIR)).Reload()
+    assert [e.value for e in events.Scalars("reward/mean")] == [0.25]
+    assert events.Histograms("length")[0].histogram_value.max == 5.0
+
+
+def test_missing_wandb_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"observe\.wandb_project = 'p': needs the package wandb"):
+        MetricsLogger(tmp_path, ObserveSection(wandb_project="p"), 0)
+
+
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        id = "abc"
+
+        def define_metric(self, *args, **kwargs):
+            calls.append(("define", args))
+
+        def log(self, row):
+            calls.append(("log", row))
+
+        def finish(self):
+            calls.append(("finish", None))
+
+    class Wandb:
+        Histogram = list
+
+        @staticmethod
+        def init(**kwargs):
+            calls.append(("init", kwargs["id"]))
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    for start in (0, 1):
+        logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0, start)
+        logger.log(start + 1, {"a": 1.0})
+        logger.close()
+    assert [value for what, value in calls if what == "init"] == [None, "abc"]
+    assert ("log", {"step": 2, "a": 1.0}) in calls
+
+
+def test_quartiles_interpolate():
+    assert quartiles([4, 1, 3, 2]) == [1, 1.75, 2.5, 3.25, 4]
+    assert quartiles([7]) == [7] * 5

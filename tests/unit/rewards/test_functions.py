@@ -1,0 +1,184 @@
+"""Every reward function by itself, and how their values become one verdict."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reasoning_gym
+
+from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.errors import ConfigError, RewardError
+from megatron_tlt.rewards.base import as_number, extract_answer, judge, labels
+from megatron_tlt.rewards.build import build_scorers
+from megatron_tlt.rewards.format import FormatReward
+from megatron_tlt.types import Prompt, RewardResult, Sample
+
+USER = Path(__file__).parent / "user_rewards.py"
+TAG = r"<answer>(.*?)</answer>"
+
+
+def verdict(text: str, *functions: RewardConfig, answer: str | None = None, **metadata: Any) -> RewardResult:
+    section = RewardSection(functions=functions, failure_value=-1.0, workers=0)
+    prompt = Prompt(0, "d:0", (), "question", answer, "t", metadata)
+    return judge(build_scorers(section), section.failure_value, prompt, Sample(0, 0, [], [], text, "stop", 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so <answer> 42 </answer>", "42"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("42", None),
+        ("<answer>42", None),
+    ],
+)
+def test_extraction_takes_group_1_of_the_last_match(text: str, found: str | None) -> None:
+    assert extract_answer(re.compile(TAG, re.DOTALL), text) == found
+    assert extract_answer(None, f" {text}\n") == text
+
+
+def test_exact() -> None:
+    plain, tagged = RewardConfig(name="exact"), RewardConfig(name="exact", pattern=TAG)
+    assert verdict(" 42\n", plain, answer="42").value == 1.0
+    assert verdict("42.", plain, answer="42").value == 0.0
+    assert verdict("it is <answer>42</answer>", tagged, answer="42").correct
+    assert verdict("it is 42", tagged, answer="42").value == 0.0
+    missing = verdict("42", plain)
+    assert missing.failure == "exact: ValueError: prompt 'd:0' has no reference answer"
+    assert (missing.value, missing.correct) == (-1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "equal"),
+    [
+        ("1/2", "so the answer is $\\frac{1}{2}$", True),
+        ("\\frac{1}{2}", "The final answer is \\boxed{0.5}", True),
+        ("$x^2+2x+1$", "$(x+1)^2$", True),
+        ("42", "I get 42.", True),
+        ("42", "I get 43.", False),
+        ("{1,2}", "$\\{2, 1\\}$", True),
+        ("7", "no idea", False),
+    ],
+)
+def test_math(answer: str, text: str, equal: bool) -> None:
+    result = verdict(text, RewardConfig(name="math"), answer=answer)
+    assert result.failure is None
+    assert result.value == float(equal)
+
+
+def test_math_with_a_pattern() -> None:
+    tagged = RewardConfig(name="math", pattern=TAG)
+    assert verdict("first 3, then <answer>\\frac{6}{4}</answer>", tagged, answer="1.5").correct
+    assert not verdict("1.5", tagged, answer="1.5").correct
+    assert "has no reference answer" in (verdict("1", tagged).failure or "")
+
+
+def test_format_matches_the_whole_text() -> None:
+    config = RewardConfig(name="format", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
+    assert verdict("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0
+    assert verdict("<think>a</think><answer>1</answer> bye", config).value == 0.0
+    with pytest.raises(ConfigError, match="pattern"):
+        FormatReward(RewardConfig(name="format"))
+
+
+def test_task_uses_the_tasks_own_verifier() -> None:
+    entry = reasoning_gym.create_dataset("countdown", seed=3, size=5, min_numbers=3, max_numbers=3)[2]
+    numbers = {"task_name": "countdown", "task_entry": entry}
+    numbers["task_params"] = {"min_numbers": 3, "max_numbers": 3}
+    expression = entry["metadata"]["expression"]
+    assert verdict(
+        f"<answer>{expression}</answer>", RewardConfig(name="task", pattern=TAG), **numbers
+    ).correct
+    reverse = f"({expression}) + 0"
+    assert verdict(reverse, RewardConfig(name="task"), **numbers).value < 1.0
+    assert verdict("nothing", RewardConfig(name="task", pattern=TAG), **numbers).value == 0.0
+    assert "no procedural task" in (verdict("1", RewardConfig(name="task")).failure or "")
+
+
+def test_python_by_file_with_parameters() -> None:
+    config = RewardConfig(name="python", path=f"{USER}:good", params={"bonus": 0.5})
+    assert verdict("7", config, answer="7").value == 1.5
+    assert verdict("8", config, answer="7").parts == {"good": 0.5}
+
+
+def test_python_by_module() -> None:
+    section = RewardSection(functions=(RewardConfig(name="python", path="posixpath:isabs"),), workers=0)
+    with pytest.raises(RewardError, match=r"isabs.*takes"):
+        build_scorers(section)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module_here:f", "module 'no_such_module_here' cannot be imported"),
+        ("no_such_file.py:f", r"no_such_file\.py: no such file"),
+        (f"{USER}:goood", "has no 'goood'"),
+        (f"{USER}:NOT_A_FUNCTION", "is a int, not a function"),
+        (f"{USER}:too_few", r"called as f\(prompt, answer, response, metadata\), but it takes \(prompt"),
+        ("nothing", "must be package.module:function"),
+        (":f", "must be package.module:function"),
+    ],
+)
+def test_python_that_cannot_be_called_is_refused_by_name(path: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        build_scorers(RewardSection(functions=(RewardConfig(name="python", path=path),)))
+
+
+def test_python_parameters_must_fit() -> None:
+    config = RewardConfig(name="python", path=f"{USER}:good", params={"bnous": 1})
+    with pytest.raises(RewardError, match=r"metadata, bnous=\).*unexpected keyword argument 'bnous'"):
+        build_scorers(RewardSection(functions=(config,)))
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(RewardError, match=r"broken\.py cannot be imported: invalid syntax"):
+        build_scorers(RewardSection(functions=(RewardConfig(name="python", path=f"{tmp_path}/broken.py:f"),)))
+
+
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [
+        ("raise", "act: RuntimeError: no such luck"),
+        ("exit", "act: SystemExit: 3"),
+        ("nan", "act: ValueError: returned nan: must be finite"),
+        ("inf", "act: ValueError: returned inf: must be finite"),
+        ("none", "act: ValueError: returned None (NoneType): must be a number or a boolean"),
+        ("str", "act: ValueError: returned '1.0' (str): must be a number or a boolean"),
+        ("list", "act: ValueError: returned [1] (list): must be a number or a boolean"),
+    ],
+)
+def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> None:
+    result = verdict(response, RewardConfig(name="python", path=f"{USER}:act"))
+    assert result == RewardResult(-1.0, False, {}, failure)
+
+
+def test_numbers_of_all_kinds_pass() -> None:
+    assert [as_number(v) for v in (True, 2, 0.5, np.float32(0.25), np.array(3))] == [1.0, 2.0, 0.5, 0.25, 3.0]
+
+
+def test_values_are_weighted_and_correct_means_all_that_count() -> None:
+    exact = RewardConfig(name="exact", pattern=r"= (\d+)")
+    form = RewardConfig(name="format", pattern=r".* = \d+", weight=0.25, counts_as_correct=False)
+    result = verdict("6 x 7 = 42", exact, form, answer="42")
+    assert result == RewardResult(1.25, True, {"exact": 1.0, "format": 1.0})
+    assert verdict("6 x 7 = 42!", exact, form, answer="42") == RewardResult(
+        1.0, True, {"exact": 1.0, "format": 0.0}
+    )
+    strict = form.model_copy(update={"counts_as_correct": True})
+    assert not verdict("6 x 7 = 42!", exact, strict, answer="42").correct
+    assert not verdict("6 x 7 = 42", form).correct  # nothing counts
+    low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)
+    assert verdict("0.4", low).correct
+    assert not verdict("0.2", low).correct
+
+
+def test_repeated_functions_have_names_of_their_own() -> None:
+    kinds = ("exact", "format", "exact", "exact")
+    functions = tuple(RewardConfig(name=k, pattern="(x)") for k in kinds)
+    assert labels(RewardSection(functions=functions)) == ["exact", "format", "exact#2", "exact#3"]

@@ -1,0 +1,177 @@
+"""The pool: whatever a reward does, every sample gets a verdict, in order, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.errors import RewardError
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+
+USER = Path(__file__).parent / "user_rewards.py"
+
+
+def groups_of(*responses: list[str]) -> list[SampleGroup]:
+    return [
+        SampleGroup(
+            Prompt(i, f"d:{i}", (1, 2), "q", "7"),
+            [Sample(i, k, [5], [-0.1], text, "stop", 0) for k, text in enumerate(texts)],
+        )
+        for i, texts in enumerate(responses)
+    ]
+
+
+def verdicts(pool: RewardPool, *responses: list[str]) -> list[RewardResult]:
+    groups = groups_of(*responses)
+    pool.score(groups)
+    assert [len(g.rewards) for g in groups] == [len(texts) for texts in responses]
+    assert all(s.token_ids == [5] and s.logprobs == [-0.1] for g in groups for s in g.samples)
+    return [r for g in groups for r in g.rewards]
+
+
+@contextmanager
+def pool_of(workers: int = 1, timeout_s: float = 1.0) -> Iterator[RewardPool]:
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    section = RewardSection(functions=(function,), workers=workers, timeout_s=timeout_s, failure_value=-1.0)
+    with RewardPool(section) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_values_come_back_in_order(workers: int) -> None:
+    texts = [[str(i * 10 + k) for k in range(4)] for i in range(40)]
+    with pool_of(workers) as pool:
+        assert [r.value for r in verdicts(pool, *texts)] == [float(t) for group in texts for t in group]
+        assert verdicts(pool) == []
+        assert verdicts(pool, []) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_kind_of_failure_costs_one_sample(workers: int) -> None:
+    with pool_of(workers) as pool:
+        texts = ["1", "raise", "hang", "2", "die", "quit", "3", "exit", "nan", "spin", "crash", "4"]
+        found = dict(zip(texts, verdicts(pool, texts[:5], texts[5:])))
+    assert [found[t].value for t in "1234"] == [1.0, 2.0, 3.0, 4.0]
+    assert all(found[t].failure is None for t in "1234")
+    assert {t: r.failure for t, r in found.items() if r.failure} == {
+        "raise": "act: RuntimeError: no such luck",
+        "exit": "act: SystemExit: 3",
+        "nan": "act: ValueError: returned nan: must be finite",
+        "hang": "no verdict within 1 s",
+        "spin": "no verdict within 1 s",
+        "die": "worker was ended by signal 9",
+        "quit": "worker ended with exit code 7",
+        "crash": "worker was ended by signal 11",
+    }
+    assert all(r.value == -1.0 and not r.correct for r in found.values() if r.failure)
+
+
+def test_the_last_sample_may_kill_the_worker() -> None:
+    with pool_of() as pool:
+        assert [r.failure is None for r in verdicts(pool, ["1", "die"])] == [True, False]
+        assert verdicts(pool, ["1"])[0].value == 1.0
+
+
+def test_the_clock_runs_per_sample_not_per_batch() -> None:
+    code = "import time\ndef slow(p, a, r, m):\n    time.sleep(0.3)\n    return 1.0\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        module = Path(__file__).parent / "_slow_reward_for_test.py"
+        module.write_text(code)
+        try:
+            function = RewardConfig(name="python", path="_slow_reward_for_test:slow")
+            with RewardPool(RewardSection(functions=(function,), timeout_s=0.8)) as pool:
+                assert [r.value for r in verdicts(pool, ["x"] * 4)] == [1.0] * 4
+        finally:
+            module.unlink()
+
+
+def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
+    with pool_of() as pool:
+        first, again = verdicts(pool, ["pid"])[0].value, verdicts(pool, ["pid"])[0].value
+        assert first == again != os.getpid()
+        os.kill(int(first), signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{int(first)}/exe").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        third = verdicts(pool, ["pid"])[0]
+        assert third.failure is None
+        assert third.value != first
+
+
+def test_workers_know_nothing_of_mpi_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PMI_RANK", "PMI_FD", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "1")
+    with pool_of() as pool:
+        assert [r.value for r in verdicts(pool, ["launcher", "torch"])] == [0.0, 0.0]
+
+
+def test_nothing_starts_before_the_first_sample_and_close_ends_everything() -> None:
+    with pool_of() as pool:
+        assert pool._workers == []
+        pid = int(verdicts(pool, ["pid"])[0].value)
+        pool.close()
+        pool.close()
+        assert not Path(f"/proc/{pid}/exe").exists()
+        assert verdicts(pool, ["5"])[0].value == 5.0
+
+
+def test_a_function_that_cannot_be_loaded_stops_the_run_at_the_start() -> None:
+    with pytest.raises(RewardError, match="has no 'missing'"):
+        RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{USER}:missing"),)))
+
+
+def test_a_function_that_loads_here_but_not_in_the_worker_is_an_error(tmp_path: Path) -> None:
+    user = tmp_path / "once.py"
+    user.write_text("def f(p, a, r, m):\n    return 1.0\n")
+    with RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{user}:f"),))) as pool:
+        user.write_text("")
+        with pytest.raises(RewardError, match=r"did not start: .*has no 'f'"):
+            pool.score(groups_of(["1"]))
+
+
+def test_a_hung_worker_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from megatron_tlt.config.data import RewardConfig, RewardSection\n"
+        "from megatron_tlt.rewards.pool import RewardPool\n"
+        "from megatron_tlt.types import Prompt, Sample, SampleGroup\n"
+        "function = RewardConfig(name='python', path=sys.argv[2])\n"
+        "pool = RewardPool(RewardSection(functions=(function,), timeout_s=60))\n"
+        "def go(text):\n"
+        "    group = SampleGroup(Prompt(0, 'd', (), 'q'), [Sample(0, 0, [], [], text, 'stop', 0)])\n"
+        "    pool.score([group])\n"
+        "    return group.rewards[0].value\n"
+        "print(int(go('pid')), flush=True)\n"
+        "go('spin')\n"
+    )
+    command = [sys.executable, str(script), str(Path.cwd()), f"{USER}:act"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline())
+        time.sleep(0.2)
+        rank.kill()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{worker}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{worker}/exe").exists()
+
+
+def test_many_samples_are_cheap() -> None:
+    with pool_of() as pool:
+        verdicts(pool, ["1"])
+        started = time.perf_counter()
+        verdicts(pool, *[["1"] * 8] * 128)
+        assert time.perf_counter() - started < 2.0  # 1024 samples; about 0.05 s here

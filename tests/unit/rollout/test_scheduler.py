@@ -1,0 +1,249 @@
+"""Scheduling must never show in the answers: any order, batch, chunk and pool size gives the same tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.keys import row_key
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.sampler import gumbel_noise
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.types import SamplingParams
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder, context_logits
+
+V = 50
+Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
+Answers = dict[tuple[int, int], tuple]
+
+
+def make_engine(num_blocks: int = 400, max_running: int = 8, budget: int = 64, block_size: int = 4) -> Engine:
+    limits = SchedulerLimits(max_running, budget, 128, V)
+    return Engine(
+        FakeDecoder(V), limits, num_blocks, block_size, tokenizer=CharTokenizer(), eos_token_ids=(0,)
+    )
+
+
+def make_jobs(seed: int, count: int = 12) -> list[Job]:
+    rng = random.Random(seed)
+    jobs = []
+    for i in range(count):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            top_k=rng.choice([0, 0, 5]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            max_tokens=rng.randint(1, 40),
+            stop=rng.choice([(), (), ("a", "xy")]),
+            stop_token_ids=rng.choice([(), (7,)]),
+            ignore_eos=rng.random() < 0.3,
+            seed=5,
+        )
+        jobs.append((i, [rng.randrange(1, V) for _ in range(rng.randint(1, 40))], params, rng.randint(1, 5)))
+    return jobs
+
+
+def answers(engine: Engine, jobs: list[Job], arrive: random.Random | None = None) -> Answers:
+    todo, finished = list(jobs), []
+    while todo or not engine.is_idle:
+        while todo and (arrive is None or arrive.random() < 0.4 or engine.is_idle):
+            prompt_id, prompt, params, n = todo.pop(0)
+            engine.add(prompt, params, prompt_id, num_samples=n)
+        finished += engine.step()
+        held = engine.blocks
+        assert held.num_free + held.num_used == held.num_blocks
+    assert engine.blocks.num_used == 0
+    assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
+    assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_watched == 0
+    return {(r.prompt_id, r.sample_index): answer(r) for r in finished}
+
+
+def answer(request: Request) -> tuple:
+    return request.output, request.finish_reason, np.float32(request.logprobs).tolist()
+
+
+def naive_answer(prompt: list[int], params: SamplingParams, prompt_id: int, index: int) -> list[int]:
+    """One request by the definition, without masks and stop strings."""
+    out: list[int] = []
+    while len(out) < params.max_tokens:
+        scores = torch.from_numpy(context_logits(np.array(prompt + out), V))
+        if params.temperature > 0:
+            key = row_key(params.seed, prompt_id, index, len(out))
+            key -= (1 << 64) * (key >> 63)
+            scores = scores / params.temperature + gumbel_noise(torch.tensor([key]), V)[0]
+        out.append(int(scores.argmax()))
+        if out[-1] in params.stop_token_ids or (out[-1] == 0 and not params.ignore_eos):
+            break
+    return out
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    return make_jobs(1, 12)
+
+
+@pytest.fixture(scope="module")
+def reference(jobs: list[Job]) -> Answers:
+    expected: Answers = {}
+    for prompt_id, prompt, params, n in jobs:
+        for index in range(n):
+            engine = make_engine(max_running=1)
+            engine.add(prompt, params, prompt_id, index)
+            (request,) = engine.run()
+            expected[prompt_id, index] = answer(request)
+    assert {e[1] for e in expected.values()} == {"stop", "length"}
+    return expected
+
+
+def test_alone_equals_the_definition(jobs: list[Job], reference: Answers):
+    checked = 0
+    for prompt_id, prompt, params, n in jobs:
+        if params.stop or params.top_k or params.top_p < 1 or params.min_p:
+            continue
+        for index in range(n):
+            assert reference[prompt_id, index][0] == naive_answer(prompt, params, prompt_id, index)
+            checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize("max_running", [1, 3, 8, 64])
+@pytest.mark.parametrize("budget", [1, 5, 64])
+def test_any_batch_and_chunk_size(jobs: list[Job], reference: Answers, max_running: int, budget: int):
+    assert answers(make_engine(max_running=max_running, budget=budget), jobs) == reference
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_and_arrival(jobs: list[Job], reference: Answers, seed: int):
+    rng = random.Random(seed)
+    shuffled = rng.sample(jobs, len(jobs))
+    assert answers(make_engine(), shuffled, arrive=rng) == reference
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_preemption_in_a_tiny_pool(jobs: list[Job], reference: Answers, block_size: int):
+    longest = max(len(j[1]) + j[2].max_tokens for j in jobs)
+    smallest = -(-longest // block_size) + 1
+    preempted = 0
+    for extra in (0, 1, 5, 12):
+        engine = make_engine(num_blocks=smallest + extra, block_size=block_size, budget=24)
+        assert answers(engine, jobs) == reference
+        preempted += engine.take_stats().preemptions
+    assert preempted > 10
+
+
+def test_random_preemption(jobs: list[Job], reference: dict):
+    rng = random.Random(9)
+    engine = make_engine(budget=16)
+    for prompt_id, prompt, params, n in jobs:
+        engine.add(prompt, params, prompt_id, num_samples=n)
+    finished = []
+    while not engine.is_idle:
+        if engine.blocks.num_used and rng.random() < 0.3:
+            engine.scheduler.preempt()
+        finished += engine.step()
+    assert {(r.prompt_id, r.sample_index): answer(r) for r in finished} == reference
+    assert engine.blocks.num_used == 0
+
+
+def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
+    engine = make_engine(max_running=16, block_size=4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.add(list(range(1, 39)), params, 0, num_samples=16)  # 9 full blocks and half of a tenth
+    engine.step()
+    assert engine.runner.decoder.prefilled == 38
+    engine.step()
+    assert engine.num_running == 16
+    assert engine.blocks.num_used == 9 + 16
+    engine.run()
+    assert engine.runner.decoder.prefilled == 38
+    assert engine.blocks.num_used == 0
+
+
+def test_prefill_is_mixed_with_decoding():
+    engine = make_engine(budget=10)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True), 0)
+    engine.step()
+    engine.add(list(range(1, 40)), SamplingParams(max_tokens=3, ignore_eos=True), 1)
+    engine.take_stats()
+    for step in range(1, 7):
+        engine.step()
+        assert engine.num_running == (1 if step < 6 else 2)
+    assert engine.take_stats().generated_tokens == 6 + 2  # the first decodes on while the second is prefilled
+    assert engine.runner.decoder.prefilled == 3 + 9 * 4 + 3
+
+
+def test_first_come_first_served():
+    engine = make_engine(max_running=2)
+    for i in range(6):
+        engine.add([i + 1], SamplingParams(max_tokens=4, ignore_eos=True), i)
+    order = []
+    while not engine.is_idle:
+        order += [r.prompt_id for r in engine.step()]
+    assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_latest_arrival_is_preempted():
+    engine = make_engine()
+    for i in range(3):
+        engine.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True), i)
+    engine.step()
+    engine.step()
+    engine.scheduler.preempt()
+    assert [r.prompt_id for r in engine.scheduler.rows.requests] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "samples", "numbers"),
+    [
+        (100, 29, 1, ("100", "29", "129", "128")),
+        (20, 30, 1, ("20", "30", "13", "10")),
+        (20, 20, 2, ("11", "10")),
+        (0, 5, 1, ("0 prompt tokens",)),
+        (5, 0, 1, ("max_tokens 0",)),
+    ],
+)
+def test_what_can_never_run_is_refused_with_numbers(
+    length: int, max_tokens: int, samples: int, numbers: tuple
+):
+    engine = make_engine(num_blocks=10, block_size=4)
+    with pytest.raises(BackendError) as caught:
+        engine.add([1] * length, SamplingParams(max_tokens=max_tokens), 3, num_samples=samples)
+    assert all(n in str(caught.value) for n in numbers), str(caught.value)
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=-1.0),
+        SamplingParams(top_k=-1),
+        SamplingParams(top_p=0.0),
+        SamplingParams(min_p=1.5),
+        SamplingParams(stop=("",)),
+    ],
+)
+def test_bad_parameters_are_refused(params: SamplingParams):
+    with pytest.raises(BackendError, match="prompt 3"):
+        make_engine().add([1], params, 3)
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(BackendError, match="vocabulary of 50"):
+        make_engine().add([1, 50], SamplingParams(max_tokens=2), 0)
+
+
+def test_abort_returns_every_block(jobs: list[Job]):
+    engine = make_engine(budget=16)
+    for prompt_id, prompt, params, n in jobs:
+        engine.add(prompt, params, prompt_id, num_samples=n)
+    for _ in range(7):
+        engine.step()
+    dropped = engine.abort_all()
+    assert engine.is_idle
+    assert engine.blocks.num_used == 0
+    assert {r.finish_reason for r in dropped} == {"abort"}

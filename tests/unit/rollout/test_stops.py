@@ -1,0 +1,122 @@
+"""Stop strings end an answer at the token that completes them, and its text right behind them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.stops import StopStringWatcher
+from megatron_tlt.types import SamplingParams
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+
+
+class ByteTokenizer(CharTokenizer):
+    """Token i is the i-th byte: characters span tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class WordTokenizer(CharTokenizer):
+    """Drops the space of the first word, as SentencePiece does: the text of a token depends on what is before."""
+
+    words = (" the", " end", "ing", ".\nStop", " here")
+
+    def decode(self, token_ids) -> str:
+        return "".join(self.words[i] for i in token_ids).removeprefix(" ")
+
+
+def watch(tokenizer: CharTokenizer, tokens: list[int], *stops: str) -> tuple[int | None, str | None]:
+    """(tokens taken when a stop string came, the cut text)."""
+    watcher = StopStringWatcher(tokenizer, stops)
+    for count, token in enumerate(tokens, 1):
+        if watcher.push(token):
+            return count, watcher.cut_text
+    return None, watcher.cut_text
+
+
+def test_a_string_over_several_tokens():
+    tokenizer = CharTokenizer()
+    assert watch(tokenizer, tokenizer.encode("one two three"), "two") == (7, "one two")
+
+
+def test_the_first_to_end_wins():
+    tokenizer = CharTokenizer()
+    assert watch(tokenizer, tokenizer.encode("abcdef"), "def", "cd") == (4, "abcd")
+    assert watch(tokenizer, tokenizer.encode("abcdef"), "bcd", "cd") == (4, "abcd")
+
+
+def test_no_stop_string():
+    assert watch(CharTokenizer(), [1, 2, 3], "zz") == (None, None)
+
+
+def test_a_string_that_ends_inside_a_token():
+    assert watch(WordTokenizer(), [0, 1, 2, 3, 4], ".\n") == (4, "the ending.\n")
+
+
+def test_spaces_that_depend_on_context():
+    assert watch(WordTokenizer(), [4, 0, 1, 4], "here the end") == (3, "here the end")
+    assert watch(WordTokenizer(), [0, 1, 4], " end here") == (3, "the end here")
+
+
+@pytest.mark.parametrize("text", ["é", "日本", "🙂!"])
+def test_characters_of_several_bytes(text: str):
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(f"ab{text}cd")
+    assert watch(tokenizer, tokens, text) == (2 + len(text.encode()), f"ab{text}")
+    assert watch(tokenizer, tokens, f"{text}c") == (3 + len(text.encode()), f"ab{text}c")
+
+
+def test_a_stop_string_before_an_unfinished_character():
+    tokenizer = ByteTokenizer()
+    assert watch(tokenizer, [*tokenizer.encode("ab"), 0xE6, *tokenizer.encode("c")], "b") == (2, "ab")
+
+
+def engine_with(tokenizer: CharTokenizer | None, eos: tuple[int, ...] = (0,)) -> Engine:
+    return Engine(FakeDecoder(50), SchedulerLimits(8, 64, 128, 50), 100, 4, tokenizer=tokenizer, eos_token_ids=eos)
+
+
+def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Request, str]:
+    engine = engine_with(CharTokenizer(), eos)
+    engine.add([1, 2, 3], params, 0)
+    (request,) = engine.run()
+    return request, engine.text_of(request)
+
+
+def test_an_engine_stops_where_the_plain_answer_has_the_string():
+    plain, text = run_one(SamplingParams(max_tokens=40, ignore_eos=True, seed=3))
+    stop = text[10:12]
+    first = text.index(stop)
+    request, cut = run_one(SamplingParams(max_tokens=40, ignore_eos=True, seed=3, stop=(stop,)))
+    assert request.finish_reason == "stop"
+    assert cut == text[: first + 2]
+    assert request.output == plain.output[: len(request.output)]
+    assert len(request.logprobs) == len(request.output)
+    assert CharTokenizer().decode(request.output) == cut
+
+
+def test_stop_tokens_limits_and_ignore_eos():
+    plain, _ = run_one(SamplingParams(max_tokens=30, ignore_eos=True, seed=1))
+    assert (len(plain.output), plain.finish_reason) == (30, "length")
+    token = plain.output[12]
+    at = plain.output.index(token)
+    by_token, _ = run_one(SamplingParams(max_tokens=30, ignore_eos=True, seed=1, stop_token_ids=(token,)))
+    assert (by_token.output, by_token.finish_reason) == (plain.output[: at + 1], "stop")
+    by_eos, _ = run_one(SamplingParams(max_tokens=30, seed=1), eos=(token,))
+    assert (by_eos.output, by_eos.finish_reason) == (plain.output[: at + 1], "stop")
+    ignored, _ = run_one(SamplingParams(max_tokens=30, seed=1, ignore_eos=True), eos=(token,))
+    assert ignored.output == plain.output
+    # At the limit and at a stop token at once, the stop token is the reason.
+    both, _ = run_one(SamplingParams(max_tokens=at + 1, seed=1), eos=(token,))
+    assert both.finish_reason == "stop"
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(BackendError, match="need a tokenizer"):
+        engine_with(None).add([1], SamplingParams(stop=("x",)), 0)

@@ -1,0 +1,58 @@
+"""Rules of the house that no linter knows."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "megatron_tlt").rglob("*.py"))
+SOURCES = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
+MAX_FILE, MAX_FUNCTION = 450, 80
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    doc = 0
+    first = node.body[0]
+    if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
+        doc = first.end_lineno - first.lineno + 1
+    return node.end_lineno - node.lineno + 1 - doc
+
+
+@pytest.mark.parametrize("path", [p for p in PACKAGE if p.name == "__init__.py"], ids=label)
+def test_an_init_file_is_one_docstring(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1
+
+
+def test_every_package_directory_has_an_init_file():
+    folders = {path.parent for path in PACKAGE}
+    assert [label(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
+
+
+def test_files_can_be_read_in_one_sitting():
+    long = {label(p): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MAX_FILE}
+    assert long == {}
+
+
+def test_functions_fit_on_a_screen():
+    long = {}
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MAX_FUNCTION:
+                long[f"{label(path)}:{node.name}"] = body_lines(node)
+    assert long == {}
+
+
+def test_every_module_says_what_it_is():
+    assert [label(p) for p in PACKAGE if not ast.get_docstring(ast.parse(p.read_text()))] == []

@@ -1,0 +1,114 @@
+"""The demo curriculum: traces are right, repeatable, cheap in tokens, and of widely varying length."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import demo_traces
+import make_demo_policy
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[demo_traces.Example]:
+    return list(demo_traces.generate(400, seed=3))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_demo_policy.build_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("expression", "scratchpad", "answer"),
+    [
+        ("57 + 87 - 70", "=441\n144 - 70\n=47", "74"),
+        ("4 - 12 + 3", "=-8\n-8 + 3\n=-5", "-5"),
+        ("20 + 80", "=001", "100"),
+    ],
+)
+def test_a_sum_is_worked_from_left_to_right_units_first(expression, scratchpad, answer):
+    assert demo_traces.chain_trace(expression) == (scratchpad, answer)
+
+
+def test_sorting_inserts_one_number_a_line():
+    scratchpad, answer = demo_traces.sorting_trace(["9.0", "30.0", "9.0"], "descending")
+    assert scratchpad == "9: 9\n30: 30, 9\n9: 30, 9, 9"
+    assert answer == "['30', '9', '9']"
+
+
+def test_spelling_numbers_repeated_letters_apart():
+    assert demo_traces.spelling_trace("noon") == ("1n2o3o4n\n4n3o2o1n", "noon")
+
+
+def test_every_task_of_the_mix_is_drawn_near_its_weight(examples):
+    counts = {
+        spec.label: sum(e.task == spec.label for e in examples) / len(examples) for spec in demo_traces.MIX
+    }
+    assert sum(spec.weight for spec in demo_traces.MIX) == pytest.approx(1.0)
+    assert all(abs(counts[spec.label] - spec.weight) < 0.08 for spec in demo_traces.MIX), counts
+
+
+def test_every_trace_satisfies_its_verifier_and_a_wrong_answer_does_not(examples):
+    datasets = {spec.label: demo_traces.open_dataset(spec, 0, 1) for spec in demo_traces.MIX}
+    for example in examples:
+        dataset = datasets[example.task]
+        assert demo_traces.is_correct(dataset, example.completion, example.entry)
+        spoilt = example.completion.replace("<answer>", "<answer>1")
+        assert not demo_traces.is_correct(dataset, spoilt, example.entry), example.prompt
+        assert not demo_traces.is_correct(dataset, example.completion.replace("</answer>", ""), example.entry)
+
+
+def test_the_same_seed_gives_the_same_examples_and_another_seed_others():
+    first, again, other = (list(demo_traces.generate(50, seed)) for seed in (5, 5, 6))
+    assert first == again
+    assert {e.prompt for e in first} != {e.prompt for e in other}
+
+
+def test_a_trace_that_fails_its_verifier_is_refused(monkeypatch):
+    monkeypatch.setattr(demo_traces, "solve", lambda entry: "<answer>no</answer>")
+    with pytest.raises(ValueError, match="fails its verifier"):
+        next(demo_traces.generate(1, seed=0))
+
+
+def test_the_last_answer_counts():
+    assert demo_traces.extract_answer("<answer>1</answer> no: <answer>2</answer>") == "2"
+    assert demo_traces.extract_answer("no tag") is None
+
+
+def test_digits_are_single_tokens_and_any_text_survives(tokenizer):
+    assert tokenizer.tokenize("12345") == list("12345")
+    text = "Zwölf + 12 — 'naïve', ['1']\n<answer>7</answer>"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer) <= make_demo_policy.VOCAB_SIZE
+
+
+def test_prompts_are_short_in_tokens(tokenizer, examples):
+    for example in itertools.islice(examples, 100):
+        assert len(tokenizer.encode(example.prompt)) <= 70, example.prompt
+
+
+def test_the_chat_template_opens_the_assistant_turn(tokenizer):
+    messages = [{"role": "user", "content": "Calculate 1 + 2."}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>Calculate 1 + 2.<|end|><|assistant|>"
+
+
+def test_answer_lengths_have_a_heavy_tail(tokenizer, examples):
+    lengths = sorted(len(tokenizer.encode(e.completion)) + 1 for e in examples)
+    median, p95 = lengths[len(lengths) // 2], lengths[int(0.95 * len(lengths))]
+    assert p95 >= 4 * median
+    assert 20 <= median <= 60
+    assert lengths[-1] <= 512
+
+
+def test_the_training_command_is_the_products_own(tmp_path):
+    args = make_demo_policy.parse_args(["--work", str(tmp_path), "--ranks", "1", "sft.num_steps=3"])
+    command = make_demo_policy.sft_command(args)
+    assert command[1:4] == ["-m", "megatron_tlt", "sft"]
+    assert command[-1] == "sft.num_steps=3"

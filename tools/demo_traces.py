@@ -1,0 +1,168 @@
+"""The demo policy's curriculum: a mix of reasoning-gym tasks and a worked solution ("trace") for each prompt.
+
+The prompts are the ones RL sees later (`MIX` names stock reasoning-gym datasets with stock parameters); the
+traces are what supervised fine-tuning teaches. A completion is always
+
+    <scratchpad, one small step a line>\n<answer>FINAL</answer>
+
+Three ideas keep every step within reach of a model of 2M parameters:
+
+- *Sums* are written backwards, units first, so a digit depends only on the carry from its right. The line
+  after it repeats the rest of the expression: the next step always looks at the first two terms of one line.
+- *Sorting* is by insertion: each line names the next number of the prompt, then the sorted list so far.
+- *Spelling* numbers the letters first, so a repeated letter is never ambiguous.
+
+Long sums and long lists have traces of quadratic length: they give the heavy tail of answer lengths that
+rollout scheduling is about.
+
+Everything here is a function of `(MIX, count, seed)`: same arguments, same examples, on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import reasoning_gym
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+ANSWER_OPEN = "<answer>"
+ANSWER_CLOSE = "</answer>"
+ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+
+# reasoning-gym seeds item i of a dataset with `seed + i`. SFT data lives above this offset, far from the
+# small seeds people write into RL configurations, so no RL prompt stream walks through the SFT examples.
+_SFT_SEED_BASE = 1_000_000_000
+_SEED_STRIDE = 10_000_000
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One line of the mix: a reasoning-gym dataset, its parameters and its share of the prompts."""
+
+    label: str
+    dataset: str
+    weight: float
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One supervised example. `prompt` is the bare question: the chat template is applied by the trainer."""
+
+    task: str
+    prompt: str
+    completion: str
+    entry: Mapping[str, Any]
+
+
+_PLUS = {
+    "operators": ["+"],
+    "allow_parentheses": False,
+    "allow_negation": False,
+    "min_digits": 1,
+    "max_digits": 2,
+}
+_WHOLE = {"min_decimals": 0, "max_decimals": 0, "min_value": 0, "max_value": 99}
+
+MIX: tuple[TaskSpec, ...] = (
+    TaskSpec("sum", "basic_arithmetic", 0.30, {**_PLUS, "min_terms": 2, "max_terms": 4}),
+    TaskSpec("sum_long", "basic_arithmetic", 0.07, {**_PLUS, "min_terms": 8, "max_terms": 12}),
+    TaskSpec(
+        "chain_sum", "chain_sum", 0.20, {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}
+    ),
+    TaskSpec("sort", "number_sorting", 0.20, {**_WHOLE, "min_numbers": 3, "max_numbers": 5}),
+    TaskSpec("sort_long", "number_sorting", 0.03, {**_WHOLE, "min_numbers": 8, "max_numbers": 10}),
+    TaskSpec("spell", "spell_backward", 0.20, {"min_word_len": 3, "max_word_len": 8}),
+)
+
+
+def chain_trace(expression: str) -> tuple[str, str]:
+    """Scratchpad and result of a sum such as ``57 + 87 - 70``, worked from left to right.
+
+    ``=441`` is the first pair's sum with its digits reversed (a minus sign still comes first); the next line
+    is the expression that remains.
+    """
+    terms = [int(t.replace(" ", "")) for t in re.findall(r"(?:^-?|[+-] )\d+", expression.strip())]
+    lines = []
+    total = terms[0]
+    for position, term in enumerate(terms[1:], start=2):
+        total += term
+        sign = "-" if total < 0 else ""
+        lines.append(f"={sign}{str(abs(total))[::-1]}")
+        rest = "".join(f" {'-' if t < 0 else '+'} {abs(t)}" for t in terms[position:])
+        if rest:
+            lines.append(f"{total}{rest}")
+    return "\n".join(lines), str(total)
+
+
+def sorting_trace(numbers: list[str], direction: str) -> tuple[str, str]:
+    """Scratchpad and result of an insertion sort; `direction` is "ascending" or "descending"."""
+    values = [int(float(n)) for n in numbers]
+    done: list[int] = []
+    lines = []
+    for value in values:
+        done = sorted([*done, value], reverse=direction == "descending")
+        lines.append(f"{value}: {', '.join(map(str, done))}")
+    return "\n".join(lines), str([str(v) for v in done])
+
+
+def spelling_trace(word: str) -> tuple[str, str]:
+    """Scratchpad and result of spelling `word` backward: letters numbered, then read off from the end."""
+    numbered = [f"{i}{letter}" for i, letter in enumerate(word, start=1)]
+    return "".join(numbered) + "\n" + "".join(reversed(numbered)), word[::-1]
+
+
+_TRACERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
+    "basic_arithmetic": lambda meta: chain_trace(meta["expression"]),
+    "chain_sum": lambda meta: chain_trace(meta["expression"]),
+    "number_sorting": lambda meta: sorting_trace(meta["original_numbers"], meta["direction"]),
+    "spell_backward": lambda meta: spelling_trace(meta["word"]),
+}
+
+
+def solve(entry: Mapping[str, Any]) -> str:
+    """The completion taught for a reasoning-gym `entry` (without the end-of-sequence token)."""
+    scratchpad, answer = _TRACERS[entry["metadata"]["source_dataset"]](entry["metadata"])
+    return f"{scratchpad}\n{ANSWER_OPEN}{answer}{ANSWER_CLOSE}"
+
+
+def extract_answer(completion: str) -> str | None:
+    """The text of the last complete answer tag, or None where there is none."""
+    found = re.findall(ANSWER_PATTERN, completion, flags=re.DOTALL)
+    return found[-1] if found else None
+
+
+def is_correct(dataset: Any, completion: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the task's own verifier gives full marks (some give part marks: those count as wrong)."""
+    answer = extract_answer(completion)
+    return answer is not None and dataset.score_answer(answer, entry) >= 1.0
+
+
+def open_dataset(spec: TaskSpec, seed: int, size: int) -> Any:
+    """The reasoning-gym dataset of one line of the mix."""
+    return reasoning_gym.create_dataset(spec.dataset, seed=seed, size=size, **spec.params)
+
+
+def generate(count: int, seed: int, mix: tuple[TaskSpec, ...] = MIX) -> Iterator[Example]:
+    """Yield `count` examples drawn from `mix`; `seed` (0, 1, 2, …) selects disjoint streams of prompts.
+
+    Raises:
+        ValueError: a trace does not satisfy its task's verifier (a bug in this file), or `count` would run
+            into the next seed's stream.
+    """
+    if count > _SEED_STRIDE:
+        raise ValueError(f"count {count} is larger than a stream, {_SEED_STRIDE}")
+    rng = Random(seed)
+    datasets = [open_dataset(spec, _SFT_SEED_BASE + seed * _SEED_STRIDE, count) for spec in mix]
+    drawn = rng.choices(range(len(mix)), weights=[spec.weight for spec in mix], k=count)
+    for position, which in enumerate(drawn):
+        entry = datasets[which][position]
+        completion = solve(entry)
+        if not is_correct(datasets[which], completion, entry):
+            raise ValueError(f"{mix[which].label}: the trace fails its verifier: {entry['question']!r}")
+        yield Example(mix[which].label, entry["question"], completion, entry)

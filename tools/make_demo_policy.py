@@ -1,0 +1,222 @@
+"""Make the demo policy of `assets/demo-policy/` from nothing: tokenizer, SFT data, random weights, then SFT.
+
+    python tools/make_demo_policy.py                 # everything, about half an hour on two cores
+    python tools/make_demo_policy.py --no-sft        # stop before training, to look at the data
+
+The training itself is the product's own command (`megatron-tlt sft`), run as a subprocess: this file holds
+only what is particular to the demo. It is stopped early on purpose: RL must find room to improve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from demo_traces import ANSWER_CLOSE, ANSWER_OPEN, generate
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+
+# One role token before each message, one end token after it; the assistant's last turn is left open.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+# reasoning-gym's number_sorting ends every prompt with these lines.
+SORTING_RULES = (
+    "\nPlease follow the instruction below:\n## 1. Let all your answers be a list of numbers."
+    " Instead of reporting your answer as -69, -13, 1, 7, 11, 43, 59, 61,"
+    " use ['-69', '-13', '1', '7', '11', '43', '59', '61'] instead\n## 2."
+    " Convert all numbers in the square brackets as strings."
+    " For example, ['-69', '-13', '1', '7', '11', '43', '59', '61']\n"
+)
+
+# The unchanging sentences of the prompts, one token each: read byte by byte they would be most of the text
+# that the model sees, and teach it nothing.
+PHRASES = (
+    "State the final answer to the following arithmetic problem: ",
+    "Calculate ",
+    "Sort these numbers in ascending order: ",
+    "Sort these numbers in descending order: ",
+    SORTING_RULES,
+    "Spell this word backward (example: sun -> nus): ",
+    ANSWER_OPEN,
+    ANSWER_CLOSE,
+)
+
+# Byte pairs that become one token, best first, in the byte-level alphabet (Ġ is a space). None holds a digit.
+MERGES = (
+    (",", "Ġ"),
+    ("Ġ", "+"),
+    ("Ġ+", "Ġ"),
+    ("Ġ", "-"),
+    ("Ġ-", "Ġ"),
+    ("Ġ", "="),
+    ("'", ",Ġ"),
+    ("',Ġ", "'"),
+    ("[", "'"),
+    ("'", "]"),
+    (":", "Ġ"),
+)
+
+# A multiple of 32, so that the vocabulary divides over tensor-parallel ranks; the last rows are spare.
+VOCAB_SIZE = 288
+MAX_POSITIONS = 1024
+
+# The usual 0.02 is made for wide models. At width 128 it leaves attention so weak at the start that gradient
+# noise drowns it: after 1.3M tokens the model still could not copy a number from its prompt. This is about
+# 1 / sqrt(width).
+INIT_STD = 0.08
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of fewer than 288 tokens: any text can be written, digits are always single tokens."""
+    specials = [PAD, BOS, EOS, *ROLES]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*specials, *alphabet, *("".join(m) for m in MERGES)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in PHRASES])
+    if tokenizer.get_vocab_size() > VOCAB_SIZE:
+        raise ValueError(f"{tokenizer.get_vocab_size()} tokens do not fit a vocabulary of {VOCAB_SIZE}")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        extra_special_tokens=list(ROLES),
+    )
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Deep and narrow on purpose: a drafter of one layer must cost far less than the policy it drafts for."""
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=INIT_STD,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def calm_residual_stream(model: Qwen3ForCausalLM) -> None:
+    """Scale down, in place, what each block adds: the sum over all blocks starts at the size of one."""
+    scale = (2 * model.config.num_hidden_layers) ** -0.5
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.mul_(scale)
+
+
+def write_start(folder: Path, seed: int) -> int:
+    """Write tokenizer, config and random weights as a Hugging Face directory; returns the parameter count."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(model_config(tokenizer))
+    calm_residual_stream(model)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.update(do_sample=True, temperature=1.0, max_new_tokens=512)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def write_jsonl(path: Path, count: int, seed: int) -> None:
+    """Write `count` records {"prompt", "completion"} of the mix, with the task's label for the reader."""
+    with path.open("w", encoding="utf-8") as out:
+        for example in generate(count, seed):
+            record = {"prompt": example.prompt, "completion": example.completion, "task": example.task}
+            out.write(json.dumps(record) + "\n")
+
+
+def sft_command(args: argparse.Namespace) -> list[str]:
+    """The training command: the product's own `sft`, its paths set as dotted overrides."""
+    program = [sys.executable, "-m", "megatron_tlt"]
+    if args.ranks > 1:
+        program = ["mpiexec", "-n", str(args.ranks), sys.executable, "-m", "mpi4py", "-m", "megatron_tlt"]
+    overrides = [
+        f"model.path={args.work / 'start'}",
+        f"sft.train_path={args.work / 'train.jsonl'}",
+        f"sft.eval_path={args.work / 'heldout.jsonl'}",
+        f"sft.out={args.out}",
+    ]
+    return [*program, "sft", str(args.config), *overrides, *args.override]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "demo-policy", help="data and random weights"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "assets" / "demo-policy", help="directory to write"
+    )
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "configs" / "sft-demo.yaml", help="the SFT recipe"
+    )
+    parser.add_argument("--examples", type=int, default=120_000, help="training examples")
+    parser.add_argument("--heldout", type=int, default=500, help="held-out examples")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights; the data takes two streams of its own"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="MPI ranks of the training")
+    parser.add_argument("--no-sft", action="store_true", help="write data and random weights, do not train")
+    parser.add_argument(
+        "override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the whole recipe; the exit status is that of the training."""
+    args = parse_args(argv)
+    args.work.mkdir(parents=True, exist_ok=True)
+    print(
+        f"random weights: {write_start(args.work / 'start', args.seed):,} parameters in {args.work / 'start'}"
+    )
+    write_jsonl(args.work / "train.jsonl", args.examples, seed=1)
+    write_jsonl(args.work / "heldout.jsonl", args.heldout, seed=2)
+    print(f"data: {args.examples} and {args.heldout} examples in {args.work}")
+    command = sft_command(args)
+    print(" ".join(command), flush=True)
+    return 0 if args.no_sft else subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
