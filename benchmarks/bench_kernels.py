@@ -2,9 +2,10 @@
 
     python benchmarks/bench_kernels.py [--quick] [--out r.json] [--threads 1 2] [--kernels native torch]
 
-Random Qwen2-layout models of about 10M and 60M parameters, 512 cached positions a sequence. The variants of a row
-take turns (A B A B), medians are printed, minimum and maximum are in the JSON. `limit` is the time that the step's
-weights would take at the speed of a bare matrix product of PyTorch, without attention.
+Random Qwen2-layout models of about 10M and 60M parameters, 512 cached positions a sequence. The variants
+of a row take turns (A B A B), medians are printed, minimum and maximum are in the JSON. `limit` is the
+time that the step's weights would take at the speed of a bare matrix product of PyTorch, without
+attention.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_tlt.models.base import Decoder  # noqa: E402
-from megatron_tlt.models.config import ModelConfig  # noqa: E402
-from megatron_tlt.models.factory import build_decoder  # noqa: E402
-from megatron_tlt.models.inputs import DecoderInput  # noqa: E402
-from megatron_tlt.models.native import keyed_sample  # noqa: E402
+from megatron_tlt.models.base import Decoder
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.native import keyed_sample
 
 MODELS = {
     "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
@@ -60,7 +61,8 @@ def make_decoder(config: ModelConfig, dtype: torch.dtype, kernels: str, threads:
     decoder = build_decoder(config, dtype=dtype, kernels=kernels, threads=threads)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     decoder.load_weights(
-        (name, torch.randn(shape, generator=generator) * 0.05) for name, shape in config.parameter_shapes().items()
+        (name, torch.randn(shape, generator=generator) * 0.05)
+        for name, shape in config.parameter_shapes().items()
     )
     return decoder
 
@@ -104,10 +106,15 @@ def bench_steps(args: argparse.Namespace) -> list[dict]:
                 for batch in args.batches:
                     variants = {k: make_step(d, batch, args.context) for k, d in decoders.items()}
                     times = interleaved(variants, args.seconds)
-                    limit = gemm_limit(MODELS[model], DTYPES[dtype], batch, threads) if args.limit else float("nan")
+                    limit = (
+                        gemm_limit(MODELS[model], DTYPES[dtype], batch, threads)
+                        if args.limit
+                        else float("nan")
+                    )
                     for kernels, t in times.items():
                         row = {
-                            "model": model, "dtype": dtype, "threads": threads, "batch": batch, "kernels": kernels,
+                            "model": model, "dtype": dtype, "threads": threads, "batch": batch,
+                            "kernels": kernels,
                             "ms": statistics.median(t), "min_ms": min(t), "max_ms": max(t),
                             "tokens_per_s": batch * 1e3 / statistics.median(t), "limit_ms": limit,
                         }  # fmt: skip
@@ -135,7 +142,9 @@ def bench_sampling(args: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="10M model only, half a second a row")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -151,15 +160,11 @@ def main() -> None:
         args.models, args.seconds = ["10M"], 0.5
     rows = bench_steps(args) + bench_sampling(args)
     summary = {
-        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
-        for r in rows
-        if r.get("kernels") == "native"
-    }
-    if args.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        record = {"command": sys.argv, "commit": commit, "machine": platform.processor() or platform.machine(),
-                  "rows": rows, "summary": summary}  # fmt: skip
-        args.out.write_text(json.dumps(record, indent=2))
+        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"] for r in
+        rows if r.get("kernels") == "native" } if args.out: commit = subprocess.run( ["git", "rev-parse",
+        "HEAD"], capture_output=True, text=True, check=False ).stdout.strip() record = {"command":
+        sys.argv, "commit": commit, "machine": platform.processor() or platform.machine(), "rows": rows,
+        "summary": summary}  # fmt: skip args.out.write_text(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@
 #     launch/local.sh -n RANKS [-t THREADS] [--cmd COMMAND] CONFIG [key=value ...]
 #     launch/local.sh -n 2 configs/quickstart.yaml train.num_steps=5
 #     launch/local.sh -n 2 --cmd sft sft.yaml
+#     launch/local.sh -n 2 --cmd generate -- --model DIR --prompts in.jsonl --out out.jsonl
 #
 # The exit code is the job's. PYTHON and MPIEXEC replace the ones in .venv.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 usage() {
-    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
 
 fail() {

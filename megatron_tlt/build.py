@@ -18,7 +18,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, SingleRank, TensorParallel
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
@@ -51,6 +51,7 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
     rewards = RewardPool(config.rewards)
+    rewards.warm_up()  # the workers import while this rank builds its engine
     backend = open_backend(config, world, tokenizer)
     params = sampling_params(config)
     policy = MegatronPolicy(
@@ -88,6 +89,26 @@ def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
     check_on(config, world)
     setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config))
+
+
+def run_export(config: Config, world: World, out: Path, dtype: str | None) -> None:
+    """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory."""
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.checkpointing import CheckpointManager
+    from megatron_tlt.export import write_hf
+    from megatron_tlt.sft import CompletionLoss
+
+    check_on(config, world)
+    run_dir = Path(config.train.run_dir)
+    policy = MegatronPolicy(world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps)
+    manager = CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world)
+    world.enter("load")
+    if manager.load_latest() is None:
+        raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'}")
+    world.enter("export")
+    write_hf(policy, world, config.model, out, dtype or config.actor.dtype)
+    if world.is_main:
+        print(f"wrote {out} (policy version {policy.policy_version})", flush=True)
 
 
 def run_evaluation(config: Config, world: World, out: Path | None) -> None:

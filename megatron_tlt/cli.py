@@ -1,4 +1,4 @@
-"""The command line: train, generate, eval, sft, check.
+"""The command line: train, sft, eval, export, check, generate.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", _train, "train a policy by reinforcement learning"),
         ("sft", _sft, "fine-tune on prompts and completions"),
         ("eval", _eval, "evaluate a model on a config's held-out prompts"),
+        ("export", _export, "write a run's checkpoint as a Hugging Face directory"),
         ("check", _check, "say whether a config can run, where each rank sits and what it needs"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)")
         if name == "eval":
             command.add_argument("--out", type=Path, help="also write the result as JSON")
+        if name == "export":
+            command.add_argument("--out", type=Path, required=True, help="directory to write")
+            command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     _add_generate(commands)
     return parser
 
@@ -113,6 +117,15 @@ def _eval(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides, Config)
     return _on_every_rank(config.distributed, config.rollout.threads, lambda w: run_evaluation(config, w, args.out))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_tlt.build import run_export
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import Config
+
+    config = load_config(args.config, args.overrides, Config)
+    return _on_every_rank(config.distributed, None, lambda world: run_export(config, world, args.out, args.dtype))
 
 
 def _check(args: argparse.Namespace) -> int:

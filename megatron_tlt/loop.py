@@ -95,13 +95,14 @@ class RLTrainer:
         with self._phase("push"):
             pushed = self.sync.push(self.policy.named_weights(), version=out.policy_version)
         self.progress.step += 1
-        self._evaluate()
-        with self._phase("checkpoint"):
-            self.checkpoints.maybe_save(self.progress.step, self._state)
         with self._phase("log"):
             metrics = {**batch.metrics, **out.metrics, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups)
+        # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
+        self._evaluate()
+        with self._phase("checkpoint"):
+            self.checkpoints.maybe_save(self.progress.step, self._state)
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""

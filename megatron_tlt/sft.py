@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.data.packing import balance
 from megatron_tlt.errors import DataError
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.export import write_hf
 from megatron_tlt.types import TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
@@ -25,10 +23,6 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import SftConfig
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import Tokenizer
-
-_COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_COMPANIONS += ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json")
-
 
 class CompletionLoss:
     """Negative log-likelihood of the completion's tokens, summed."""
@@ -127,7 +121,7 @@ class SftTrainer:
             if step % sft.eval_every == 0 or step == sft.num_steps:
                 self._report(step, out.metrics, tokens / (time.perf_counter() - started))
         self._world.enter("save")
-        self.save(Path(sft.out))
+        write_hf(self.policy, self._world, self._config.model, Path(sft.out), self._config.actor.dtype)
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""
@@ -139,21 +133,6 @@ class SftTrainer:
         parts = self._world.all_gather_object(sums)
         total = np.sum([parts[self.policy.dims.replica_ranks(dp)[0]] for dp in range(self.policy.dims.dp)], axis=0)
         return float(-total[0] / total[1])
-
-    def save(self, out: Path) -> None:
-        """Writes a Hugging Face directory with the tokenizer's files beside the weights. Collective."""
-        weights = self.policy.named_weights()
-        if self._world.is_main:
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._config.actor.dtype]
-            save_hf(out, self.policy.config, weights, dtype=dtype)
-            source = Path(self._config.model.tokenizer or self._config.model.path)
-            for name in _COMPANIONS:
-                if (source / name).is_file() and source.resolve() != out.resolve():
-                    shutil.copyfile(source / name, out / name)
-        else:
-            for _ in weights:  # every rank takes part in gathering each tensor
-                pass
-        self._world.barrier()
 
     def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
         """This replica's part of one optimizer step, balanced by tokens."""

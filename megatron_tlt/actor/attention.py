@@ -1,17 +1,19 @@
-"""Core attention of the local layer spec: packed rows, causal inside each sequence, grouped-query, any device.
+"""Core attention of the local layer spec: packed rows, causal inside each sequence, grouped-query, any
+device.
 
 Legend: T packed rows, n query heads, g key/value heads (of this TP rank), d width of a head.
 
-megatron's own DotProductAttention refuses packed sequences and asks for CUDA. One SDPA call per sequence makes no
-T x T mask and costs the sum of the squared lengths; a block-diagonal mask was 3-5 times slower on CPU.
-RoPE tables come per row (`PackedRotary`), so the layer runs its plain [T, 1, n, d] path and megatron's per-sequence
-RoPE loop, twice a layer, is not needed.
+megatron's own DotProductAttention refuses packed sequences and asks for CUDA. One SDPA call per sequence
+makes no T x T mask and costs the sum of the squared lengths; a block-diagonal mask was 3-5 times slower on
+CPU. RoPE tables come per row (`PackedRotary`), so the layer runs its plain [T, 1, n, d] path and megatron's
+per-sequence RoPE loop, twice a layer, is not needed.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,13 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Packed-sequence parameters that also carry the bounds as Python ints (no device sync in every layer)."""
+    """Packed-sequence parameters with the bounds as Python ints too (no device sync in every layer)."""
 
     bounds: tuple[int, ...] = ()
 
@@ -33,7 +38,8 @@ class PackedRows(PackedSeqParams):
 class PackedRotary(nn.Module):
     """Stands in for megatron's rotary embedding: angles for the rows of the micro-batch in `positions`.
 
-    `positions` ([T] int64) is set before each forward. `inv_freq` ([d / 2] fp32) already holds any RoPE scaling.
+    `positions` ([T] int64) is set before each forward. `inv_freq` ([d / 2] fp32) already holds any RoPE
+    scaling.
     """
 
     def __init__(self, inv_freq: Tensor):
@@ -85,7 +91,7 @@ class SDPACoreAttention(MegatronModule):
         bounds = packed_seq_params.bounds
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [1, heads, T, d], views
         grouped = q.size(1) != k.size(1)
-        sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        sizes = [end - start for start, end in pairwise(bounds)]
         outputs = [
             F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, scale=self.scale, enable_gqa=grouped)
             for qi, ki, vi in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)

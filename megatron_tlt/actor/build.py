@@ -22,11 +22,19 @@ from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import (
+    ModuleSpec,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -49,7 +57,9 @@ def check_layout(config: ModelConfig, actor: ActorSection) -> None:
         if number % value
     ]
     if actor.cp > 1:
-        problems.append(ConfigProblem("actor.cp", actor.cp, "the local layers have no context parallel attention; 1"))
+        problems.append(
+            ConfigProblem("actor.cp", actor.cp, "the local layers have no context parallel attention; 1")
+        )
     if actor.sequence_parallel and actor.tp == 1:
         problems.append(ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1"))
     if actor.layer_spec == "transformer_engine" and not transformer_engine_is_here():
@@ -66,7 +76,9 @@ def transformer_engine_is_here() -> bool:
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
     """Whether `layer_spec` resolves to Transformer Engine here."""
-    return actor.layer_spec == "transformer_engine" or (actor.layer_spec == "auto" and transformer_engine_is_here())
+    return actor.layer_spec == "transformer_engine" or (
+        actor.layer_spec == "auto" and transformer_engine_is_here()
+    )
 
 
 def packed_format(actor: ActorSection) -> str:
@@ -79,7 +91,11 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
     dtype = DTYPES[actor.dtype]
     recompute: dict[str, Any] = {}
     if actor.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     elif actor.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return TransformerConfig(
@@ -136,7 +152,8 @@ def _local_layer(config: ModelConfig) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
             ),
             mlp_bda=get_bias_dropout_add,
             # Checkpoints carry the names of the Transformer Engine layers, so either spec can load them.
@@ -150,7 +167,7 @@ def _local_layer(config: ModelConfig) -> ModuleSpec:
 
 def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
     if uses_transformer_engine(actor):
-        from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: PLC0415  (imports Transformer Engine)
+        from megatron.core.models.gpt.gpt_layer_specs import (
             get_gpt_layer_with_transformer_engine_spec,
         )
 
@@ -210,16 +227,19 @@ class PolicyModel:
             self._select_rows_before_head(actor.sequence_parallel)
 
     def _select_rows_before_head(self, sequence_parallel: bool) -> None:
-        """Prompt rows skip the LM head: a forward hook of the output layer keeps only the rows that are asked for.
+        """Prompt rows skip the LM head: a forward hook of the output layer keeps only the rows that are asked
+        for.
 
-        Under sequence parallel each rank holds a slice of the rows, so they are gathered first, and the head must
-        no longer gather by itself; its input gradient is then summed over TP as without sequence parallel.
+        Under sequence parallel each rank holds a slice of the rows, so they are gathered first, and the head
+        must no longer gather by itself; its input gradient is then summed over TP as without sequence
+        parallel.
         """
         head = self.module.output_layer
         if sequence_parallel:
             head.sequence_parallel, head.allreduce_dgrad = False, True
 
         def keep(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            assert self._rows is not None
             hidden = args[0]  # [T, 1, H], or [T / tp, 1, H]
             if sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

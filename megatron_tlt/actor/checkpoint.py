@@ -1,9 +1,11 @@
-"""Checkpoints of the policy: megatron's distributed format, written in the background, published all or nothing.
+"""Checkpoints of the policy: megatron's distributed format, written in the background, published all or
+nothing.
 
 One save, drawn (all lines are collective, except the threads):
 
     start_save   plan together, snapshot to CPU ----> a thread on every rank writes and syncs its file
-    poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`, prune
+    poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`,
+    prune
 
 Reading goes through megatron's `load`, so another TP x PP x DP can read what this one wrote.
 """
@@ -28,6 +30,9 @@ from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
@@ -35,7 +40,13 @@ _log = logging.getLogger(__name__)
 
 
 def start_save(
-    world: World, module: Any, optimizer: Any, groups: ActorGroups, directory: Path, manifest: Manifest, keep: int | None
+    world: World,
+    module: Any,
+    optimizer: Any,
+    groups: ActorGroups,
+    directory: Path,
+    manifest: Manifest,
+    keep: int | None,
 ) -> SaveHandle:
     """Begins to save; returns when the state is copied and training may go on. Collective.
 
@@ -79,7 +90,8 @@ class SaveHandle:
         self._writer = strategy.writer
 
     def poll(self) -> bool:
-        """Publishes the checkpoint if every rank has written its part; whether it is published. Microseconds if not.
+        """Publishes the checkpoint if every rank has written its part; whether it is published. Microseconds
+        if not.
 
         Raises CheckpointError on every rank if any rank could not write.
         """
@@ -108,7 +120,9 @@ class SaveHandle:
         if self._world.is_main:
             written = {name: record for _, records in report for name, record in records.items()}
             try:
-                files.publish(self.directory, Manifest(**{**self._manifest.__dict__, "files": written}), self._keep)
+                files.publish(
+                    self.directory, Manifest(**{**self._manifest.__dict__, "files": written}), self._keep
+                )
             except OSError as error:
                 problem = str(error)
         if problem := self._world.broadcast_object(problem):
@@ -127,14 +141,19 @@ def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: boo
     }
     distributed_optimizer.prime(optimizer)
     model = module.sharded_state_dict(metadata=metadata)
-    return {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+    }
 
 
 def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
-    """Fills model and optimizer from a checkpoint of any layout. Collective. Does not verify: see `find_checkpoint`."""
+    """Fills model and optimizer from a checkpoint of any layout, unverified. Collective."""
     with cpu_as_cuda():
         distributed_optimizer.skip_step_when_loading(optimizer)
-        state = dist_checkpointing.load(sharded_state(module, optimizer, groups, loading=True), str(directory))
+        state = dist_checkpointing.load(
+            sharded_state(module, optimizer, groups, loading=True), str(directory)
+        )
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         distributed_optimizer.separate_steps(optimizer)
@@ -144,7 +163,11 @@ def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, trainin
     """Raises CheckpointError if a checkpoint is of another model, precision or optimizer."""
     wanted = {**model_record(config), **training}
     found = {**manifest.model, **manifest.training}
-    wrong = [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wanted.items() if found.get(name) != value]
+    wrong = [
+        f"{name} is {found.get(name)!r}, not {value!r}"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
     if wrong:
         raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
 
@@ -159,9 +182,9 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
     """The checkpoint to resume from, verified file by file; None to start anew. Collective.
 
-    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed over, loudly,
-    for the one before it. Raises CheckpointError when the one asked for by path is damaged (and names the newest
-    good one), or when there are checkpoints and all are damaged.
+    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed over,
+    loudly, for the one before it. Raises CheckpointError when the one asked for by path is damaged (it then names
+    the newest good one), or when there are checkpoints and all are damaged.
     """
     if resume == "never":
         return None
@@ -195,7 +218,7 @@ def _candidates(checkpoints: Path) -> list[Path]:
 
 
 def _problem(world: World, directory: Path) -> str | None:
-    """Why a checkpoint cannot be used, the same words on every rank; None if it can. Ranks share the reading."""
+    """Why a checkpoint cannot be used, the same on every rank; None if it can. Ranks share the reading."""
     try:
         damage = files.find_damage(directory, files.read_manifest(directory), world.rank, world.size)
         mine = f"checkpoint {directory} is damaged: {'; '.join(damage)}" if damage else None

@@ -1,11 +1,11 @@
 """Checkpoint directories as files: names, manifest, verification, the `latest` pointer, pruning. Torch-free.
 
     run_dir/checkpoints/step-000120.tmp/    being written; means nothing to anyone
-                        step-000120/        complete on disk: shards, .metadata, common.pt, metadata.json, manifest.json
-                        latest              text file with the name of the newest complete one
+                        step-000120/        complete on disk: shards, .metadata, common.pt, metadata.json,
+                        manifest.json latest              text file with the name of the newest complete one
 
-A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after that, so
-a crash at any moment leaves `latest` on a complete checkpoint.
+A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after
+that, so a crash at any moment leaves `latest` on a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def find_damage(directory: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> list[str]:
-    """What is missing, torn or altered among every `parts`-th file from number `part` on; empty if nothing is."""
+    """What is missing, torn or altered among every `parts`-th file from number `part` on."""
     damage = []
     for name in sorted(manifest.files)[part::parts]:
         file, wanted = directory / name, manifest.files[name]
@@ -124,7 +124,7 @@ def find_damage(directory: Path, manifest: Manifest, part: int = 0, parts: int =
 
 
 def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
-    """Gives the finished `directory`.tmp its name, moves `latest`, removes the oldest beyond `keep`. One rank only."""
+    """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only."""
     scratch = scratch_of(directory)
     records = {**manifest.files}
     for file in sorted(scratch.iterdir()):
@@ -149,7 +149,8 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
 def prune(checkpoints: Path, keep: int, spare: Path) -> None:
     """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `spare`.
 
-    Steps later than `spare`'s belong to a past that this run has left (it resumed from before them): they go first.
+    Steps later than `spare`'s belong to a past that this run has left (it resumed from before them): they go
+    first.
     """
     current = step_of(spare)
     older = [path for path in complete_steps(checkpoints) if step_of(path) < current]

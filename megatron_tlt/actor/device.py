@@ -1,9 +1,9 @@
 """Lets megatron-core run where there is no CUDA. Every module that imports megatron imports this one first.
 
-megatron-core asks `torch.cuda` for devices, streams and random states even in code that has a meaning on a CPU.
-Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is touched), and
-`cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads device "cuda" as "cpu".
-With CUDA all of it is inert. Found by experiment with megatron-core 0.16.1; which call needs which name is told below.
+megatron-core asks `torch.cuda` for devices, streams and random states even in code that means something on a
+CPU. Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is
+touched), and `cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads
+device "cuda" as "cpu". With CUDA all of it is inert. Found by experiment with megatron-core 0.16.1; what needs each name is below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def cpu_as_cuda() -> contextlib.AbstractContextManager[Any]:
-    """Context in which megatron's literal "cuda" devices mean the CPU; enter it around every call into megatron.
+    """Context in which megatron's literal "cuda" devices mean the CPU; enter it around every call into
+    megatron.
 
     Thread-local and re-entrant. Does nothing when CUDA is there.
     """
@@ -40,10 +41,14 @@ def _names_cuda(device: object) -> bool:
 
 
 class _CpuAsCuda(TorchFunctionMode):
-    """Rewrites explicit CUDA devices, and answers `tensor.type()` the way megatron's optimizers compare it."""
+    """Rewrites explicit CUDA devices, and answers `tensor.type()` as megatron's optimizers compare it."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if _names_cuda(kwargs.get("device")):
@@ -102,7 +107,9 @@ def _install() -> None:
     """Replaces what megatron asks of torch.cuda. Must happen before megatron is imported (recompute keeps a
     reference to `_lazy_call`, and the original appends to a queue that nothing ever empties)."""
     if "megatron.core" in sys.modules:
-        raise RuntimeError("import megatron_tlt.actor.device before megatron: its CPU names are already bound")
+        raise RuntimeError(
+            "import megatron_tlt.actor.device before megatron: its CPU names are already bound"
+        )
     cuda: Any = torch.cuda
     stream = _NoStream()
     cuda.current_device = lambda: _CPU  # device= of sequence parallel, pipeline receives, DDP buffers, RoPE
@@ -110,7 +117,7 @@ def _install() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda._lazy_call = _run_now  # recompute's random states
     cuda.default_generators = _Generators()
-    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    cuda.manual_seed = torch.default_generator.manual_seed
     cuda.Stream = cuda.Event = _NoStream  # checkpoint staging
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.stream = lambda wanted=None: stream

@@ -1,11 +1,13 @@
-"""What megatron-core 0.16.1's distributed optimizer needs to be saved and loaded when torch's AdamW is underneath.
+"""What megatron-core 0.16.1's distributed optimizer needs to be saved and loaded when torch's AdamW is
+underneath.
 
-With Transformer Engine or apex (on GPUs) their FusedAdam is underneath and nothing here acts. torch's AdamW keeps a
-`step` tensor per parameter, which megatron's code does not expect in three places:
+With Transformer Engine or apex (on GPUs) their FusedAdam is underneath and nothing here acts. torch's AdamW
+keeps a `step` tensor per parameter, which megatron's code does not expect in three places:
 
 1. sharded_state_dict before the first step asserts that a state exists  -> `prime`
 2. loading copies every entry of the state, also `step`, which is not in the file  -> `skip_step_when_loading`
-3. after loading all parameters share one step tensor, which AdamW then increments once per parameter: silently
+3. after loading all parameters share one step tensor, which AdamW then increments once per parameter:
+silently
    wrong by 2.5e-4 after one step  -> `separate_steps`
 """
 
@@ -18,13 +20,18 @@ from typing import Any
 import torch
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
     """The distributed optimizers that hold a torch AdamW."""
     for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW | torch.optim.Adam):
+        if isinstance(part, DistributedOptimizer) and isinstance(
+            part.optimizer, torch.optim.AdamW | torch.optim.Adam
+        ):
             yield part
 
 

@@ -1,4 +1,4 @@
-"""The process groups of the actor, taken once from megatron and handed around: no global getters elsewhere."""
+"""The actor's process groups, taken once from megatron and handed around: no global getters elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from megatron_tlt.actor import device
 from megatron_tlt.distributed.dims import Coordinates, Dims
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import ConfigError, ConfigProblem
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -32,14 +35,15 @@ class ActorGroups:
     def create(cls, world: World, dims: Dims, gloo_twins: bool = False) -> ActorGroups:
         """Opens megatron's groups over the whole world. Collective.
 
-        megatron keeps its layout in module globals, so a process holds one layout at a time; a second call with
-        the same layout shares the groups (opening them takes seconds), with another one replaces them. `gloo_twins` opens a gloo group beside every one, which
-        only the distributed optimizer's checkpoints need.
+        megatron keeps its layout in module globals, so a process holds one layout at a time; a second call
+        with the same layout shares the groups (opening them takes seconds), with another one replaces them.
+        `gloo_twins` opens a gloo group beside every one, which only the distributed optimizer's checkpoints
+        need.
         """
         if world.device.type == "cpu" and device.HAS_CUDA:
             allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
             raise ConfigError(ConfigProblem("distributed.device", "cpu", allowed))
-        global _open
+        global _open  # noqa: PLW0603  (mirrors megatron's own globals)
         if _open != (dims, gloo_twins):
             if parallel_state.model_parallel_is_initialized():
                 parallel_state.destroy_model_parallel()
@@ -78,7 +82,7 @@ class ActorGroups:
         return self.tp if self.dims.tp > 1 else None
 
     def from_last_stage(self, value: Any) -> Any:
-        """A small Python value of the last stage, on every stage of the pipeline. Collective over the pipeline."""
+        """A small Python value of the last stage, on every stage. Collective over the pipeline."""
         if self.dims.pp == 1:
             return value
         box = [value]

@@ -1,4 +1,5 @@
-"""Which Hugging Face tensors make which megatron parameter, and how a parameter is cut over tensor-parallel ranks.
+"""Which Hugging Face tensors make which megatron parameter, and how a parameter is cut over tensor-parallel
+ranks.
 
 Legend: H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
 
@@ -53,7 +54,9 @@ def slots(config: ModelConfig, pp: int) -> list[Slot]:
     if not config.tie_word_embeddings:
         found.append(Slot(("lm_head.weight",), ("output_layer.weight",), last, "vocab"))
     elif pp > 1:
-        found.append(Slot(("model.embed_tokens.weight",), ("output_layer.weight",), last, "vocab", exported=False))
+        found.append(
+            Slot(("model.embed_tokens.weight",), ("output_layer.weight",), last, "vocab", exported=False)
+        )
     return found
 
 
@@ -101,7 +104,7 @@ def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: in
 
 
 def unshard(config: ModelConfig, slot: Slot, parts: list[Tensor]) -> list[Tensor]:
-    """The full Hugging Face tensors, in the slot's order, from every TP rank's part. May return views of `parts`."""
+    """The full Hugging Face tensors, in the slot's order, from every TP rank's part (may be views of it)."""
     if slot.kind == "replicated":
         return [parts[0]]
     if slot.kind == "vocab":

@@ -1,4 +1,5 @@
-"""Token log-probabilities and entropies from vocabulary-parallel logits, exact in fp32 without an fp32 copy of them.
+"""Token log-probabilities and entropies from vocabulary-parallel logits, exact in fp32 without an fp32 copy
+of them.
 
 Legend: R rows, V columns of this TP rank (the last ranks' may include padding), x = logits / temperature.
 
@@ -18,19 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # one chunk: 2 MB stays in a core's cache; 256 MB fills a GPU
+_CHUNK_ELEMENTS = {
+    "cpu": 1 << 19,
+    "cuda": 1 << 26,
+}  # one chunk: 2 MB stays in a core's cache; 256 MB fills a GPU
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary columns of one TP rank: `start` is the first token id, `valid` of its columns are no padding."""
+    """The vocabulary columns of one TP rank: the first token id, and how many columns are no padding."""
 
     start: int
     valid: int
     group: dist.ProcessGroup | None  # None: the vocabulary is whole
 
     @classmethod
-    def of_rank(cls, vocab_size: int, tp_rank: int, tp_size: int, group: dist.ProcessGroup | None) -> VocabShard:
+    def of_rank(
+        cls, vocab_size: int, tp_rank: int, tp_size: int, group: dist.ProcessGroup | None
+    ) -> VocabShard:
         """Shard of a vocabulary padded to a multiple of the TP size."""
         width = -(-vocab_size // tp_size)
         start = tp_rank * width
@@ -40,7 +46,8 @@ class VocabShard:
 def token_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[label] and, if asked, the entropy of each row, both [R] fp32, differentiable.
+    """log softmax(logits / temperature)[label] and, if asked, the entropy of each row, both [R] fp32,
+    differentiable.
 
     `logits` [R, V] of any float type, `labels` [R] int64 global token ids. Collective over the shard's group.
     """
@@ -56,7 +63,8 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = logits.shape[0]
         top = _row_maximum(logits, shard, temperature)
-        # Per row: sum exp(x - top); sum exp(x - top) (x - top); x[label] - top (0 on ranks that do not own it).
+        # Per row: sum exp(x - top); sum exp(x - top) (x - top); x[label] - top (0 on ranks that do not own
+        # it).
         sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
         local, owned = _local_labels(labels, shard)
         for part in _chunks(logits):

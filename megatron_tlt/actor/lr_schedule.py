@@ -10,8 +10,8 @@ from megatron_tlt.config.actor import OptimizerSection
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) of a run of `total_steps`.
 
-    Warm-up reaches the peak with its last step, and no step has rate 0. A decaying shape then goes from the peak
-    to `min_lr`, which it reaches at `decay_steps` (default: the run's length) and keeps.
+    Warm-up reaches the peak with its last step, and no step has rate 0. A decaying shape then goes from the
+    peak to `min_lr`, which it reaches at `decay_steps` (default: the run's length) and keeps.
     """
     warmup = section.warmup_steps
     if step < warmup:

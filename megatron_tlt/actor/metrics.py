@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from megatron_tlt.actor.groups import ActorGroups
 from torch import Tensor
+
+from megatron_tlt.actor.groups import ActorGroups
 
 MAX_SUFFIX = "_max"
 
 
 def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Adds sums and takes maxima (names ending in `_max`), in the given order. A name may be missing in some."""
+    """Adds sums and takes maxima (names ending in `_max`), in the given order; names may be missing."""
     merged: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -26,8 +27,8 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], groups: ActorGroups) -> dict[str, float]:
     """Merged metrics of all micro-batches of all replicas, on every rank. Collective.
 
-    Only last stages have parts. Values go as Python floats: a replica without sequences has no names to offer,
-    and a fixed order of addition gives the same bits on every run.
+    Only last stages have parts. Values go as Python floats: a replica without sequences has no names to
+    offer, and a fixed order of addition gives the same bits on every run.
     """
     merged: dict[str, float] = {}
     if groups.is_last_stage:

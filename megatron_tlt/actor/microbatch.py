@@ -1,6 +1,7 @@
 """Sequences to packed micro-batches, and flat results back to sequences.
 
-Legend: L tokens of a sequence, R response tokens of it, T rows of a micro-batch (with padding), N its response rows.
+Legend: L tokens of a sequence, R response tokens of it, T rows of a micro-batch (with padding), N its
+response rows.
 
 A sequence feeds its first L - 1 tokens: the last one predicts nothing. Response token i is predicted by the
 row of token prompt_len - 1 + i. Only those N rows go through the LM head.
@@ -22,7 +23,7 @@ from megatron_tlt.types import TrainSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed row of sequences. `members` are indices into the list it was packed from, in packed order."""
+    """One packed row of sequences; `members` are their indices in the list it was packed from."""
 
     input_ids: Tensor  # [1, T] int64
     positions: Tensor  # [1, T] int64, from 0 in each sequence
@@ -45,7 +46,9 @@ class MicroBatch:
 
     def weights(self) -> Tensor:
         """Every sequence's `weight` on each of its response rows, [N] fp32."""
-        per_sequence = torch.tensor([s.weight for s in self.sequences], dtype=torch.float32, device=self.labels.device)
+        per_sequence = torch.tensor(
+            [s.weight for s in self.sequences], dtype=torch.float32, device=self.labels.device
+        )
         return per_sequence[self.segments]
 
 
@@ -57,7 +60,8 @@ def response_len(sequence: TrainSequence) -> int:
 def pack(
     sequences: Sequence[TrainSequence], budget: int, multiple: int, device: torch.device, packed_format: str
 ) -> list[MicroBatch]:
-    """Packs sequences that have a response into micro-batches of at most `budget` tokens (a longer one goes alone).
+    """Packs sequences that have a response into micro-batches of at most `budget` tokens (a longer one goes
+    alone).
 
     Rows are padded to `multiple`; `packed_format` is megatron's qkv_format.
     """
@@ -67,16 +71,25 @@ def pack(
             raise ValueError(f"sequence {i} has no prompt token to predict its first response token from")
     groups = pack_by_budget([sequences[i].length for i in useful], budget)
     return [
-        _assemble(tuple(useful[j] for j in group), sequences, multiple, device, packed_format) for group in groups
+        _assemble(tuple(useful[j] for j in group), sequences, multiple, device, packed_format)
+        for group in groups
     ]
 
 
 def filler(multiple: int, device: torch.device, packed_format: str) -> MicroBatch:
-    """The smallest micro-batch, for a rank with no sequence that must still join the collectives of the step."""
-    empty = TrainSequence(0, 0, np.zeros(2, np.int64), 1, *(np.zeros(1, np.float32) for _ in range(3)))
+    """The smallest micro-batch, for a rank without a sequence: it still joins the collectives of the step."""
+    zero = np.zeros(1, np.float32)
+    empty = TrainSequence(0, 0, np.zeros(2, np.int64), 1, zero, zero, zero)
     batch = _assemble((0,), [empty], multiple, device, packed_format)
     return MicroBatch(
-        batch.input_ids, batch.positions, batch.packing, batch.rows, batch.labels, batch.segments, (), batch.sequences
+        batch.input_ids,
+        batch.positions,
+        batch.packing,
+        batch.rows,
+        batch.labels,
+        batch.segments,
+        (),
+        batch.sequences,
     )
 
 
@@ -122,7 +135,7 @@ def _assemble(
 
 
 def scatter(flat: Sequence[np.ndarray], batches: Sequence[MicroBatch], count: int) -> list[np.ndarray]:
-    """Flat [N] results of packed micro-batches as one [R] array per original sequence (empty where R is 0)."""
+    """Flat [N] results of packed micro-batches as one [R] array per sequence (empty where R is 0)."""
     out = [np.zeros(0, np.float32)] * count
     for values, batch in zip(flat, batches, strict=True):
         sizes = [response_len(s) for s in batch.sequences]

@@ -1,4 +1,4 @@
-"""RMSNorm of the local layer spec: torch's kernel, also under sequence parallel (megatron's wrapper refuses that)."""
+"""RMSNorm of the local layer spec, also under sequence parallel, which megatron's torch wrapper refuses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        # finalize_model_grads sums the gradients of weights so marked over the TP ranks: each saw its rows only.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
+        )
+        # finalize_model_grads sums the gradients of weights so marked over the TP ranks: each saw its rows
+        # only.
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as `x`."""

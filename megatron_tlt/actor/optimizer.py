@@ -1,4 +1,4 @@
-"""megatron's optimizer and one guarded step of it: norm, refusal of non-finite gradients, clipping, update."""
+"""megatron's optimizer, and one guarded step: norm, refusal of non-finite gradients, clipping, update."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from megatron_tlt.actor.build import DTYPES
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -24,7 +27,9 @@ def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -
     `distributed_optimizer.py`). Raises ConfigError for SGD, which megatron does not shard.
     """
     if actor.distributed_optimizer == "on" and section.name != "adam":
-        raise ConfigError(ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only"))
+        raise ConfigError(
+            ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
+        )
     if actor.distributed_optimizer == "auto":
         return HAS_CUDA and section.name == "adam"
     return actor.distributed_optimizer == "on"
@@ -32,7 +37,9 @@ def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -
 
 def wrap_data_parallel(module: Any, distributed: bool) -> DistributedDataParallel:
     """megatron's DDP: gradients collect in fp32 buffers and are summed over replicas once a step."""
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+    )
     with cpu_as_cuda():
         return DistributedDataParallel(module.config, ddp_config, module)
 

@@ -11,6 +11,7 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,9 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.distributed import finalize_model_grads
 
 
@@ -63,8 +67,8 @@ class MegatronPolicy:
     ):
         """Builds this rank's shards and loads `model.path` (or draws weights from `seed` with `random_init`).
 
-        `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen copy
-        of the starting weights for KL terms. Raises ConfigError, CheckpointError.
+        `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
+        copy of the starting weights for KL terms. Raises ConfigError, CheckpointError.
         """
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
@@ -74,11 +78,15 @@ class MegatronPolicy:
         self.groups = ActorGroups.create(world, self.dims, gloo_twins=self.shards_optimizer)
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
-        self.optimizer_steps = 0  # attempted, skipped ones included: the position on the learning-rate schedule
+        self.optimizer_steps = (
+            0  # attempted, skipped ones included: the position on the learning-rate schedule
+        )
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)
-            weights = random_weights(self.config, seed) if random_init else iter_weights(model.path, self.config)
+            weights = (
+                random_weights(self.config, seed) if random_init else iter_weights(model.path, self.config)
+            )
             load_weights(built.module, self.config, self.groups, weights)
             return built
 
@@ -94,8 +102,9 @@ class MegatronPolicy:
         """One optimizer step per mini-batch.
 
         The gradient of each is exactly d/dw [sum of loss sums over all replicas / denominator], however the
-        sequences are split over replicas and micro-batches. A step whose gradient norm is not finite is skipped.
-        Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was skipped.
+        sequences are split over replicas and micro-batches. A step whose gradient norm is not finite is
+        skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
+        skipped.
         """
         packed = [self._pack(sequences) or [self._filler()] for sequences in batch.mini_batches]
         reference = None
@@ -108,15 +117,23 @@ class MegatronPolicy:
         lr = 0.0
         for i, (batches, denominator) in enumerate(zip(packed, batch.denominators, strict=True)):
             result, step_sums = self._optimizer_step(
-                batches, old[i] if old else None, reference[i] if reference else None, denominator, batch.temperature
+                batches,
+                old[i] if old else None,
+                reference[i] if reference else None,
+                denominator,
+                batch.temperature,
             )
             lr = self.learning_rate_of(self.optimizer_steps - 1)
             results.append(result)
             sums.append(step_sums)
         applied = any(result.applied for result in results)
-        objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in zip(sums, batch.denominators, strict=True)]
+        objectives = [
+            s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in zip(sums, batch.denominators, strict=True)
+        ]
         self.policy_version += int(applied)
-        return TrainOutput(self.policy_version, self._report(results, sums, objectives, lr), skipped=not applied)
+        return TrainOutput(
+            self.policy_version, self._report(results, sums, objectives, lr), skipped=not applied
+        )
 
     def _optimizer_step(
         self,
@@ -147,7 +164,7 @@ class MegatronPolicy:
     def _report(
         results: list[StepResult], sums: list[dict[str, float]], objectives: list[float], lr: float
     ) -> dict[str, float]:
-        """Per-token means over all mini-batches; `loss` is the mean objective, the thing that was differentiated."""
+        """Per-token means over all mini-batches; `loss` is the mean objective, which was differentiated."""
         steps = max(1, len(results))
         return {
             **per_token(merge(sums)),
@@ -162,9 +179,13 @@ class MegatronPolicy:
     # ---- log-probs
 
     def logprobs(
-        self, sequences: list[TrainSequence], temperature: float, which: Literal["policy", "reference"] = "policy"
+        self,
+        sequences: list[TrainSequence],
+        temperature: float,
+        which: Literal["policy", "reference"] = "policy",
     ) -> list[np.ndarray]:
-        """log softmax(logits / temperature) of every response token: [R] fp32 per sequence, in the given order.
+        """log softmax(logits / temperature) of every response token: [R] fp32 per sequence, in the given
+        order.
 
         All ranks of a replica pass the same sequences and get the same arrays. Mutates nothing.
         """
@@ -181,7 +202,11 @@ class MegatronPolicy:
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         return pack(
-            sequences, self.actor.micro_batch_tokens, self.dims.tp, current_device(), packed_format(self.actor)
+            sequences,
+            self.actor.micro_batch_tokens,
+            self.dims.tp,
+            current_device(),
+            packed_format(self.actor),
         )
 
     def _filler(self) -> MicroBatch:
@@ -197,19 +222,22 @@ class MegatronPolicy:
         return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.data)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last step's summed gradients (after clipping) as `named_weights` gives weights; for tests and debugging.
+        """The last step's summed gradients (after clipping) as `named_weights` gives weights; for tests and
+        debugging.
 
         Needs a plain optimizer: the distributed one leaves each rank only its part.
         """
-        return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.main_grad)
+        return named_tensors(self.model.module, self.config, self.groups, attrgetter("main_grad"))
 
     # ---- checkpoints
 
     def start_save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> SaveHandle:
-        """Begins to save into `directory` (named step-NNNNNN, see `step_directory`); training may go on at once.
+        """Begins to save into `directory` (named step-NNNNNN, see `step_directory`); training may go on at
+        once.
 
-        `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest siblings
-        once this one is complete. All ranks must `poll` or `wait` on the handle before the next save.
+        `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest
+        siblings once this one is complete. All ranks must `poll` or `wait` on the handle before the next
+        save.
         """
         manifest = Manifest(
             step=step_of(directory),
@@ -220,14 +248,17 @@ class MegatronPolicy:
             training=self._training_record(),
             extra=extra,
         )
-        return start_save(self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep)
+        return start_save(
+            self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
+        )
 
     def save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> None:
         """`start_save`, and waits until the checkpoint is complete."""
         self.start_save(directory, extra, keep).wait()
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Takes weights, optimizer and schedule position from a checkpoint of any layout; returns its `extra`.
+        """Takes weights, optimizer and schedule position from a checkpoint of any layout; returns its
+        `extra`.
 
         The frozen reference stays what it is. Raises CheckpointError if the checkpoint is of another model,
         precision or optimizer. Damage is found by `find_checkpoint`, not here.
@@ -240,11 +271,15 @@ class MegatronPolicy:
 
     def _training_record(self) -> dict[str, str]:
         distributed = "on" if self.shards_optimizer else "off"
-        return {"dtype": self.actor.dtype, "optimizer": self.optimizer_section.name, "distributed_optimizer": distributed}
+        return {
+            "dtype": self.actor.dtype,
+            "optimizer": self.optimizer_section.name,
+            "distributed_optimizer": distributed,
+        }
 
 
 def _reads_reference(loss: PolicyLoss) -> bool:
-    """Whether the loss itself needs reference log-probs (a KL in the reward was already paid for by the caller)."""
+    """Whether the loss itself needs reference log-probs (a KL in the reward is the caller's)."""
     return bool(getattr(loss, "needs_reference", True)) and not getattr(loss, "needs_token_kl", False)
 
 

@@ -1,9 +1,10 @@
 """Writes a rank's shards of a megatron distributed checkpoint from a thread of this process.
 
-megatron's own asynchronous writer starts a Manager process (which imports the main script again: 4-50 s), forks
-workers (MPI does not survive a fork), and hangs for ever if a worker dies. On two CPU ranks that is worse than the
-write itself. So the plan, the file format and the metadata are megatron's, and only the writing is ours: a snapshot on
-the CPU, then one thread that writes and syncs one file. The result is a plain torch_dist checkpoint.
+megatron's own asynchronous writer starts a Manager process (which imports the main script again: 4-50 s),
+forks workers (MPI does not survive a fork), and hangs for ever if a worker dies. On two CPU ranks that is
+worse than the write itself. So the plan, the file format and the metadata are megatron's, and only the
+writing is ours: a snapshot on the CPU, then one thread that writes and syncs one file. The result is a plain
+torch_dist checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
 from megatron_tlt.actor.checkpoint_files import FileRecord, record_of
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
@@ -53,7 +57,9 @@ class ThreadWriter(FileSystemWriterAsync):
         objects = [(item, value) for item, value in data if item.type == WriteItemType.BYTE_IO]
         tensors = [(item, _snapshot(value)) for item, value in data if item.type != WriteItemType.BYTE_IO]
         name = f"{plan.storage_data.prefix}0.distcp"
-        self.write_buckets = [(os.path.join(self.checkpoint_dir, name), name, (objects, tensors))] if data else []
+        self.write_buckets = (
+            [(os.path.join(self.checkpoint_dir, name), name, (objects, tensors))] if data else []
+        )
 
     def start(self) -> None:
         """Begins to write in the background."""
@@ -97,7 +103,7 @@ class ThreadWriter(FileSystemWriterAsync):
         return self._collected
 
 
-def _snapshot(tensor: Tensor) -> Tensor:
+def _snapshot(tensor: Any) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -110,9 +116,13 @@ class ThreadSaveStrategy(TorchDistSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Plans with the other ranks and takes the snapshot. Collective."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         self.writer = ThreadWriter(Path(checkpoint_dir))
-        planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+        )
         planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False), self.writer, None, 0, planner=planner
         )

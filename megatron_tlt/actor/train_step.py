@@ -16,6 +16,9 @@ from megatron_tlt.actor.device import cpu_as_cuda
 from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.algorithms.base import LossInputs
+
+# isort: split
+# megatron comes after the device shim.
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 Metrics = dict[str, Tensor]
@@ -42,14 +45,20 @@ def accumulate_gradients(
     """Adds the gradient of sum(loss) / denominator over these micro-batches and all replicas. Collective.
 
     `old` and `reference` are [N] log-probs per micro-batch, needed on the last stage only. Replicas may bring
-    different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which must be zero
-    before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
+    different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which must be
+    zero before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
     """
 
     def finish(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         k = position[id(batch)]
         value, metrics = _loss_of(
-            model, batch, logits, old[k] if old else None, reference[k] if reference else None, loss, temperature
+            model,
+            batch,
+            logits,
+            old[k] if old else None,
+            reference[k] if reference else None,
+            loss,
+            temperature,
         )
         # The divisor is ours, so megatron must not divide again: it does so only for a positive token count.
         return value / denominator, torch.zeros((), dtype=torch.int), metrics
@@ -79,7 +88,11 @@ def vocab_shard(model: PolicyModel) -> VocabShard:
 
 
 def _run(
-    model: PolicyModel, wrapped: Any, batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool
+    model: PolicyModel,
+    wrapped: Any,
+    batches: Sequence[MicroBatch],
+    finish: Callable[..., Any],
+    forward_only: bool,
 ) -> list[Any]:
     """One pass of megatron's schedule. `finish(batch, logits)` runs on the last stage."""
 
@@ -94,7 +107,9 @@ def _run(
             data_iterator=iter(batches),
             model=[wrapped],
             num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.shape[1],  # variable_seq_lengths: stages tell each other the real one
+            seq_length=batches[0].input_ids.shape[
+                1
+            ],  # variable_seq_lengths: stages tell each other the real one
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -111,7 +126,9 @@ def _loss_of(
     temperature: float,
 ) -> tuple[Tensor, Metrics]:
     """Loss sum and metric sums of one micro-batch, from its logits [1, N, V]."""
-    logprobs, entropy = token_statistics(logits[0], batch.labels, vocab_shard(model), temperature, with_entropy=True)
+    logprobs, entropy = token_statistics(
+        logits[0], batch.labels, vocab_shard(model), temperature, with_entropy=True
+    )
     if batch.is_filler:
         return (logprobs * 0.0).sum(), {}
     assert entropy is not None

@@ -2,13 +2,15 @@
 
 Export draws as follows; every rank walks the same list of slots, so the collectives pair up by themselves:
 
-    owning stage, each TP rank:   shard --all-gather over TP--> full tensor --broadcast over the pipeline--> everyone
+    owning stage, each TP rank:   shard --all-gather over TP--> full tensor --broadcast over the pipeline-->
+    everyone
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +29,8 @@ def load_weights(
 ) -> None:
     """Copies full Hugging Face tensors into this rank's shards. Mutates `module`.
 
-    `tensors` may come in any order; only the parts of unfinished fused parameters are held. Raises CheckpointError
-    when a tensor that this stage needs does not come.
+    `tensors` may come in any order; only the parts of unfinished fused parameters are held. Raises
+    CheckpointError when a tensor that this stage needs does not come.
     """
     parameters = dict(module.named_parameters())
     waiting = [slot for slot in slots(config, groups.dims.pp) if slot.stage == groups.at.pp]
@@ -47,15 +49,23 @@ def load_weights(
         for part in [n for n in held if not any(s in waiting for s in by_name[n])]:
             del held[part]
     if waiting:
-        raise CheckpointError(f"weights did not arrive: {[n for s in waiting for n in s.hf_names if n not in held][:8]}")
+        raise CheckpointError(
+            f"weights did not arrive: {[n for s in waiting for n in s.hf_names if n not in held][:8]}"
+        )
 
 
 def _fill(
-    parameters: dict[str, nn.Parameter], config: ModelConfig, groups: ActorGroups, slot: Slot, full: list[Tensor]
+    parameters: dict[str, nn.Parameter],
+    config: ModelConfig,
+    groups: ActorGroups,
+    slot: Slot,
+    full: list[Tensor],
 ) -> None:
     parameter, part = _find(parameters, slot), shard(config, slot, full, groups.at.tp, groups.dims.tp)
     if parameter.shape != part.shape:
-        raise CheckpointError(f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}")
+        raise CheckpointError(
+            f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"
+        )
     with torch.no_grad():
         parameter.copy_(part)
 
@@ -68,7 +78,7 @@ def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> 
     parameters = dict(module.named_parameters())
     for slot in slots(config, groups.dims.pp):
         if slot.stage == groups.at.pp and slot.kind != "replicated":
-            parameter = _find(parameters, slot)
+            parameter: Any = _find(parameters, slot)
             parameter.tensor_model_parallel = True
             parameter.partition_dim = 1 if slot.kind == "columns" else 0
             parameter.partition_stride = 1
@@ -82,7 +92,8 @@ def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
 
 
 def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2; norms are 1.
+    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2; norms
+    are 1.
 
     Drawn tensor by tensor from (seed, name), so every layout and every rank sees the same model.
     """
@@ -100,11 +111,12 @@ def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor
 def named_tensors(
     module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank. Collective.
+    """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
+    Collective.
 
-    `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all parameters.
-    A yielded tensor may be a view of the parameter: use it before the next step, and do not write to it. At most
-    one parameter is held in full at a time.
+    `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all
+    parameters. A yielded tensor may be a view of the parameter: use it before the next step, and do not write
+    to it. At most one parameter is held in full at a time.
     """
     parameters = dict(module.named_parameters())
     dtype, device = _probe(parameters, read)
@@ -121,7 +133,9 @@ def named_tensors(
             yield name, _from_stage(tensor, slot.stage, groups)
 
 
-def _probe(parameters: dict[str, nn.Parameter], read: Callable[[nn.Parameter], Tensor]) -> tuple[torch.dtype, torch.device]:
+def _probe(
+    parameters: dict[str, nn.Parameter], read: Callable[[nn.Parameter], Tensor]
+) -> tuple[torch.dtype, torch.device]:
     sample = read(next(iter(parameters.values())))
     return sample.dtype, sample.device
 

@@ -5,6 +5,8 @@ Legend: T packed rows, S sequences, C longest context, Hq/Hkv query and kv heads
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +22,7 @@ class AttentionPlan:
 
     def __init__(self, batch: DecoderInput, block_size: int):
         starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-        counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+        counts = [b - a for a, b in pairwise(starts)]
         device = batch.positions.device
         groups = [[s for s, n in enumerate(counts) if n == 1]] + [[s] for s, n in enumerate(counts) if n > 1]
         self.calls: list[tuple[Tensor, int, Tensor, Tensor]] = []

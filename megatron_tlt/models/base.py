@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(slots=True)
 class KVCache:
-    """A paged cache of `num_blocks` blocks of `block_size` positions. The layout of `data` is its decoder's own."""
+    """A paged cache of `num_blocks` blocks of `block_size` positions. The layout of `data` is its
+    decoder's own."""
 
     num_blocks: int
     block_size: int
@@ -33,8 +34,8 @@ class KVCache:
 class TensorParallel(Protocol):
     """The collectives that a sharded decoder needs; the caller owns the process group.
 
-    `all_reduce` must add in an order that does not depend on the tensor's length, or results over more than two
-    ranks are no longer independent of the batch.
+    `all_reduce` must add in an order that does not depend on the tensor's length, or results over more
+    than two ranks are no longer independent of the batch.
     """
 
     rank: int
@@ -96,7 +97,8 @@ class WeightLedger:
                 raise CheckpointError(f"weight {name} is not part of this {self._config.family} model")
             if tuple(tensor.shape) != self._wanted[name]:
                 raise CheckpointError(
-                    f"weight {name} has shape {tuple(tensor.shape)}, the configuration says {self._wanted[name]}"
+                    f"weight {name} has shape {tuple(tensor.shape)}, the configuration says "
+                    f"{self._wanted[name]}"
                 )
             yield name, tensor
             seen.add(name)
@@ -117,12 +119,17 @@ class Shard:
         self.rank, self.size = rank, size
         problems = [
             ConfigProblem(name, value, f"must be divisible by the tensor-parallel size {size}")
-            for name, value in (("num_heads", config.num_heads), ("intermediate_size", config.intermediate_size))
+            for name, value in (
+                ("num_heads", config.num_heads),
+                ("intermediate_size", config.intermediate_size),
+            )
             if value % size
         ]
         if config.num_kv_heads % size and size % config.num_kv_heads:
             problems.append(
-                ConfigProblem("num_kv_heads", config.num_kv_heads, f"must divide or be divisible by TP size {size}")
+                ConfigProblem(
+                    "num_kv_heads", config.num_kv_heads, f"must divide or be divisible by TP size {size}"
+                )
             )
         if problems:
             raise ConfigError(problems)
@@ -164,7 +171,8 @@ class Shard:
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); (None, "norm", "weight") outside layers."""
+    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); (None, "norm", "weight")
+    outside layers."""
     fields = name.split(".")
     layer = int(fields[2]) if fields[1] == "layers" else None
     return layer, fields[-2], fields[-1]

@@ -1,4 +1,5 @@
-"""What a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model looks like, read from and written to Hugging Face's config.json.
+"""What a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model looks like, read from and written to Hugging Face's
+config.json.
 
 No torch here: the simulator and `megatron-tlt check` read model shapes without it.
 """
@@ -125,7 +126,9 @@ class ModelConfig:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor, in model order; no `lm_head.weight` when tied."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size)
+        }
         for i in range(self.num_layers):
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
@@ -171,7 +174,9 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=int(hf["intermediate_size"]),
         rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", _DEFAULT_THETA)),
-        rope_scaling=RopeScaling(**{k: rope[k] for k in _LLAMA3_KEYS}) if _rope_type(rope) == "llama3" else None,
+        rope_scaling=RopeScaling(**{k: rope[k] for k in _LLAMA3_KEYS})
+        if _rope_type(rope) == "llama3"
+        else None,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -199,7 +204,13 @@ def _family(hf: Mapping[str, Any]) -> Family:
 
 
 def _missing(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    ):
         value = hf.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield ConfigProblem(field, value, "a positive integer is required")
@@ -216,10 +227,14 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
     if hf.get("mlp_bias"):
         yield ConfigProblem("mlp_bias", True, "must be false")
     if hf.get("quantization_config"):
-        yield ConfigProblem("quantization_config", "...", "quantised weights are not supported; give fp32, fp16 or bf16")
+        yield ConfigProblem(
+            "quantization_config", "...", "quantised weights are not supported; give fp32, fp16 or bf16"
+        )
     if _uses_window(hf):
         yield ConfigProblem(
-            "sliding_window", hf.get("sliding_window"), "sliding-window attention is not supported; full attention only"
+            "sliding_window",
+            hf.get("sliding_window"),
+            "sliding-window attention is not supported; full attention only",
         )
 
 
@@ -230,7 +245,9 @@ def _uses_window(hf: Mapping[str, Any]) -> bool:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
-    return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0)
+    return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get(
+        "num_hidden_layers", 0
+    )
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +279,9 @@ def _rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:
     if config.num_heads % config.num_kv_heads:
         yield ConfigProblem(
-            "num_key_value_heads", config.num_kv_heads, f"must divide num_attention_heads ({config.num_heads})"
+            "num_key_value_heads",
+            config.num_kv_heads,
+            f"must divide num_attention_heads ({config.num_heads})",
         )
     if config.head_dim % 2:
         yield ConfigProblem("head_dim", config.head_dim, "must be even (rotary embedding)")

@@ -1,12 +1,12 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
-Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks kernels by shape.
-Legend: T packed rows, R wanted rows, H hidden size, V vocabulary, L layers.
+Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks
+kernels by shape. Legend: T packed rows, R wanted rows, H hidden size, V vocabulary, L layers.
 """
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,18 +52,17 @@ class TorchDecoder:
         self._embed, self._final_norm = empty(c.vocab_size, c.hidden_size), empty(c.hidden_size)
         shared = c.tie_word_embeddings and s.size == 1
         self._head = self._embed if shared else empty(s.vocab, c.hidden_size)
-        self._layers = [
+        self._layers: list[dict[str, Tensor]] = [
             {
                 "qkv": empty(sum(self._qkv_sizes), c.hidden_size),
-                "qkv_bias": empty(sum(self._qkv_sizes)) if c.qkv_bias else None,
                 "o_proj": empty(c.hidden_size, s.heads * d),
                 "gate_up": empty(2 * s.inter, c.hidden_size),
                 "down_proj": empty(c.hidden_size, s.inter),
                 "input_layernorm": empty(c.hidden_size),
                 "post_attention_layernorm": empty(c.hidden_size),
-                "q_norm": empty(d) if c.qk_norm else None,
-                "k_norm": empty(d) if c.qk_norm else None,
             }
+            | ({"qkv_bias": empty(sum(self._qkv_sizes))} if c.qkv_bias else {})
+            | ({"q_norm": empty(d), "k_norm": empty(d)} if c.qk_norm else {})
             for _ in range(c.num_layers)
         ]
 
@@ -93,7 +92,13 @@ class TorchDecoder:
             layer[part].copy_(source)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        shape = (self.config.num_layers, 2, num_blocks * block_size, self._shard.kv_heads, self.config.head_dim)
+        shape = (
+            self.config.num_layers,
+            2,
+            num_blocks * block_size,
+            self._shard.kv_heads,
+            self.config.head_dim,
+        )
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -116,17 +121,28 @@ class TorchDecoder:
         rope, slots = self._rope[batch.positions.long()], batch.slot_mapping.long()
         x = self._embed[batch.token_ids.long()]
         for layer, cache in zip(self._layers, kv.data, strict=True):
-            x = x + self._attention(layer, rms_norm(x, layer["input_layernorm"], self.config.rms_norm_eps), cache,
-                                    rope, slots, plan)  # fmt: skip
+            h = rms_norm(x, layer["input_layernorm"], self.config.rms_norm_eps)
+            x = x + self._attention(layer, h, cache, rope, slots, plan)
             h = rms_norm(x, layer["post_attention_layernorm"], self.config.rms_norm_eps)
             x = x + self._reduce(linear(gated_silu(linear(h, layer["gate_up"])), layer["down_proj"]))
         hidden = rms_norm(x[batch.logit_rows.long()], self._final_norm, self.config.rms_norm_eps)
         local = linear(hidden, self._head).float()
         return DecoderOutput(self._shard.gather_logits(self._tp, local, self.config.vocab_size), hidden)
 
-    def _attention(self, layer: dict, h: Tensor, cache: Tensor, rope: Tensor, slots: Tensor, plan: AttentionPlan):
+    def _attention(
+        self,
+        layer: dict[str, Tensor],
+        h: Tensor,
+        cache: Tensor,
+        rope: Tensor,
+        slots: Tensor,
+        plan: AttentionPlan,
+    ) -> Tensor:
         d, eps = self.config.head_dim, self.config.rms_norm_eps
-        q, k, v = (t.unflatten(-1, (-1, d)) for t in linear(h, layer["qkv"], layer["qkv_bias"]).split(self._qkv_sizes, -1))
+        q, k, v = (
+            t.unflatten(-1, (-1, d))
+            for t in linear(h, layer["qkv"], layer.get("qkv_bias")).split(self._qkv_sizes, -1)
+        )
         if self.config.qk_norm:
             q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
         cache[0][slots], cache[1][slots] = rotate(k, rope), v

@@ -26,15 +26,17 @@ def build_decoder(
     """An empty decoder; load weights next. Its `.kind` tells which one was chosen.
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch. `threads` is used by the native
-    decoder only. Raises ConfigError for a choice that does not exist or cannot run on `device`, BackendError when
-    "native" is asked for and cannot be built.
+    decoder only. Raises ConfigError for a choice that does not exist or cannot run on `device`,
+    BackendError when "native" is asked for and cannot be built.
     """
     device = torch.device(device)
     if kernels not in ("auto", "native", "torch"):
         raise ConfigError(ConfigProblem("kernels", kernels, "must be 'auto', 'native' or 'torch'"))
     if kernels == "native" and device.type != "cpu":
         raise ConfigError(ConfigProblem("kernels", kernels, f"runs on CPU only, not on {device}"))
-    can_native = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
+    can_native = (
+        device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
+    )
     if kernels == "native" or (kernels == "auto" and can_native):
         from megatron_tlt.models.native import NativeDecoder
 

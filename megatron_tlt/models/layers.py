@@ -30,8 +30,8 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """[D/2] float32 rotary frequencies, with Llama 3's scaling if the model has it.
 
-    Llama 3: wavelengths longer than original/low are stretched by `factor`, those shorter than original/high are
-    kept, and those between are interpolated.
+    Llama 3: wavelengths longer than original/low are stretched by `factor`, those shorter than
+    original/high are kept, and those between are interpolated.
     """
     steps = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequency = 1.0 / (config.rope_theta**steps)

@@ -1,8 +1,9 @@
 """Hugging Face model directories: reading weights one tensor at a time, and writing them.
 
 Reading: a single `model.safetensors` or shards with `model.safetensors.index.json`; names and shapes are
-checked against the configuration before the first tensor is read. Writing is atomic per directory entry: shards
-go to a temporary directory first, and config.json, which makes the directory a model, is moved last.
+checked against the configuration before the first tensor is read. Writing is atomic per directory entry:
+shards go to a temporary directory first, and config.json, which makes the directory a model, is moved
+last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +30,8 @@ _SHOWN = 8  # names listed in one error
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
+    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is
+    missing."""
     root = Path(directory)
     if (root / INDEX).exists():
         try:
@@ -49,8 +52,8 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]:
     """Compares names and shapes on disk with `config.parameter_shapes()`; returns name -> file.
 
-    A stored `lm_head.weight` of a tied model and rotary buffers are tolerated. Raises CheckpointError that names
-    missing, unexpected and misshapen tensors, all at once.
+    A stored `lm_head.weight` of a tied model and rotary buffers are tolerated. Raises CheckpointError
+    that names missing, unexpected and misshapen tensors, all at once.
     """
     files, wanted = weight_files(directory), config.parameter_shapes()
     problems = []
@@ -68,7 +71,9 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
                 if name in stored and (shape := tuple(f.get_slice(name).get_shape())) != wanted[name]:
                     problems.append(f"{name} has shape {shape}, the configuration says {wanted[name]}")
     if problems:
-        raise CheckpointError(f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:_SHOWN]))
+        raise CheckpointError(
+            f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:_SHOWN])
+        )
     return files
 
 
@@ -102,8 +107,9 @@ def save_hf(
 ) -> None:
     """Writes safetensors (sharded above `max_shard_bytes`), the index if sharded, and config.json.
 
-    Holds one shard in memory. An existing model in `directory` is replaced only once the new one is complete on
-    disk; other files there (tokenizer, ...) stay. Raises CheckpointError on missing, extra or misshapen tensors.
+    Holds one shard in memory. An existing model in `directory` is replaced only once the new one is
+    complete on disk; other files there (tokenizer, ...) stay. Raises CheckpointError on missing, extra or
+    misshapen tensors.
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
@@ -138,7 +144,9 @@ def _write_shards(
         if is_ignorable(name, config):
             continue
         if tuple(tensor.shape) != wanted.get(name):
-            raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted.get(name)}")
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted.get(name)}"
+            )
         stored = tensor.detach().to("cpu", dtype).contiguous()
         if pending and sum(t.nbytes for t in pending.values()) + stored.nbytes > limit:
             flush()
@@ -187,7 +195,7 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _open(file: Path):  # type: ignore[no-untyped-def]  # safetensors exports no type for it
+def _open(file: Path) -> Any:  # safetensors exports no type for it
     try:
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:

@@ -6,6 +6,7 @@ Legend: T rows, R wanted rows, H hidden size, D head size, I intermediate size, 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,12 @@ _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 
 
 class NativeDecoder:
-    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps."""
+    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps.
+
+    A process has one team: forwards of several decoders in threads of one process take turns, so
+    tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
+    all-reduce for ever).
+    """
 
     kind = "native"
     device = torch.device("cpu")
@@ -39,9 +45,12 @@ class NativeDecoder:
         threads: int = 1,
         tp: TensorParallel | None = None,
     ):
-        """Raises BackendError without a C compiler, ConfigError for a dtype, head size or TP size it cannot do."""
+        """Raises BackendError without a C compiler, ConfigError for a dtype, head size or TP size it
+        cannot do."""
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(ConfigProblem("dtype", str(dtype), "the native decoder computes float32 or bfloat16"))
+            raise ConfigError(
+                ConfigProblem("dtype", str(dtype), "the native decoder computes float32 or bfloat16")
+            )
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(ConfigProblem("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM}"))
         self._lib = library()
@@ -86,7 +95,11 @@ class NativeDecoder:
         self._embed = torch.zeros(c.vocab_size, h, dtype=self.dtype)
         self._final_norm = torch.zeros(wide)
         self._vectors = [
-            {"qkv_bias": torch.zeros(_pad(qkv)), "input_norm": torch.zeros(wide), "post_norm": torch.zeros(wide)}
+            {
+                "qkv_bias": torch.zeros(_pad(qkv)),
+                "input_norm": torch.zeros(wide),
+                "post_norm": torch.zeros(wide),
+            }
             | ({"q_norm": torch.zeros(d), "k_norm": torch.zeros(d)} if c.qk_norm else {})
             for _ in range(c.num_layers)
         ]
@@ -112,14 +125,17 @@ class NativeDecoder:
             rope_len=self._rope.shape[0], tp=s.size, eps=c.rms_norm_eps, rope=self._rope.data_ptr(),
             embed=self._embed.data_ptr(), head=self._head.data_ptr(), final_norm=self._final_norm.data_ptr(),
             layer=self._c_layers, resid=buffer(h), part=self._part.data_ptr(),
-            qkv_out=buffer(_pad((s.heads + 2 * s.kv_heads) * c.head_dim)), x=buffer(h), q=buffer(s.heads * padded),
-            att=buffer(_pad(s.heads * c.head_dim)), mid=buffer(_pad(s.inter)), units=buffer(3), picked=buffer(2),
+            qkv_out=buffer(_pad((s.heads + 2 * s.kv_heads) * c.head_dim)), x=buffer(h), q=buffer(s.heads
+            * padded),
+            att=buffer(_pad(s.heads * c.head_dim)), mid=buffer(_pad(s.inter)), units=buffer(3),
+            picked=buffer(2),
         )  # fmt: skip
 
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by `threads` threads."""
+        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by `threads`
+        threads."""
         for name, tensor in self._ledger.check(named, partial):
             self._load(name, tensor)
 
@@ -146,7 +162,9 @@ class NativeDecoder:
         elif part in ("o_proj", "down_proj"):
             self._pack(weights[part.removesuffix("_proj")], source)
         else:
-            vector = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}.get(part, part)
+            vector = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}.get(
+                part, part
+            )
             vectors[vector][: source.shape[0]].copy_(source)
 
     def _pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
@@ -169,7 +187,8 @@ class NativeDecoder:
         return self.config.num_layers * 2 * self._shard.kv_heads * block_size * padded * self.dtype.itemsize
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; memory is taken as blocks are written. `block_size` must be a multiple of 16 (ConfigError)."""
+        """Zeroed; memory is taken as blocks are written. `block_size` must be a multiple of 16
+        (ConfigError)."""
         if block_size < 1 or block_size % TILE:
             raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
         size = max(1, num_blocks * self.kv_bytes_per_block(block_size))
@@ -177,7 +196,9 @@ class NativeDecoder:
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int] | Tensor, dst: Sequence[int] | Tensor) -> None:
         a, b = torch.as_tensor(src, dtype=torch.int32), torch.as_tensor(dst, dtype=torch.int32)
-        if a.shape != b.shape or (a.numel() and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)):
+        if a.shape != b.shape or (
+            a.numel() and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)
+        ):
             raise BackendError(f"copy_blocks: blocks {a.tolist()} -> {b.tolist()} of {kv.num_blocks}")
         planes = 2 * self.config.num_layers
         block = self.kv_bytes_per_block(kv.block_size) // planes
@@ -248,9 +269,9 @@ def keyed_sample(
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row by keyed Gumbel noise (`csrc/sample.c`); the result ignores batch and threads.
 
-    logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or int64 (bits);
-    returns (token [R] int32, logprob [R] float32), written into `out_token`, `out_logprob` if given.
-    logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types.
+    logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
+    int64 (bits); returns (token [R] int32, logprob [R] float32), written into `out_token`, `out_logprob`
+    if given. logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types.
     """
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int32) if out_token is None else out_token
@@ -273,15 +294,14 @@ def keyed_sample(
 
 
 class _Arena:
-    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if possible."""
+    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if
+    possible."""
 
     def __init__(self, size: int):
         memory = mmap.mmap(-1, _align(size))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without large pages: only slower
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without large pages: only slower
         self._all = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
         self._used = 0
 
@@ -298,5 +318,3 @@ def _pad(n: int) -> int:
 
 def _align(n: int) -> int:
     return -(-n // mmap.PAGESIZE) * mmap.PAGESIZE
-
-

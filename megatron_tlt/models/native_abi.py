@@ -37,14 +37,16 @@ class Model(Structure):
         [
             (name, c_int32)
             for name in (
-                "is_bf16", "hidden", "layers", "heads", "kv_heads", "head_dim", "inter", "vocab", "embed_rows",
+                "is_bf16", "hidden", "layers", "heads", "kv_heads", "head_dim", "inter",
+                "vocab", "embed_rows",
                 "max_rows", "rope_len", "tp",
             )
         ]
         + [("eps", c_float)]
         + [(name, c_void_p) for name in ("rope", "embed", "head", "final_norm")]
         + [("layer", POINTER(Layer))]
-        + [(name, c_void_p) for name in ("resid", "part", "qkv_out", "x", "q", "att", "mid", "units", "picked")]
+        + [(name, c_void_p) for name in ("resid", "part", "qkv_out", "x", "q", "att", "mid", "units",
+                                       "picked")]
     )  # fmt: skip
 
 
@@ -54,7 +56,8 @@ class Step(Structure):
         + [
             (name, c_void_p)
             for name in (
-                "token_ids", "positions", "slots", "query_start", "context_lens", "block_tables", "logit_rows",
+                "token_ids", "positions", "slots", "query_start", "context_lens",
+                "block_tables", "logit_rows",
                 "kv", "logits", "hidden",
             )
         ]
@@ -64,7 +67,8 @@ class Step(Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled library with its functions declared. Raises BackendError if it cannot be built or loaded."""
+    """The compiled library with its functions declared. Raises BackendError if it cannot be built or
+    loaded."""
     path = library_path()
     try:
         lib = ctypes.CDLL(str(path))

@@ -1,8 +1,8 @@
 """Compiles `csrc/` into a shared library at first use and caches it.
 
-The cache key covers sources, compiler, flags and CPU features, so a home directory shared by different machines
-is safe. Many ranks may start at once: one builds under a file lock, the others wait for it; the library appears
-under its name only when complete (rename).
+The cache key covers sources, compiler, flags and CPU features, so a home directory shared by different
+machines is safe. Many ranks may start at once: one builds under a file lock, the others wait for it; the
+library appears under its name only when complete (rename).
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ def find_compiler() -> str | None:
 
 @cache
 def library_path() -> Path:
-    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be built."""
+    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be
+    built."""
     compiler = find_compiler()
     if compiler is None:
         raise BackendError(
-            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose kernels=torch)"
+            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or "
+            "choose kernels=torch)"
         )
     target = _cache_dir() / f"native-{_key(compiler)}.so"
     if target.exists():
@@ -56,7 +58,9 @@ def _compile(compiler: str, target: Path) -> None:
     os.close(handle)
     sources = sorted(str(p) for p in SOURCE_DIR.glob("*.c"))
     try:
-        done = subprocess.run([compiler, *FLAGS, *sources, "-o", name, "-lm"], capture_output=True, text=True)
+        done = subprocess.run(
+            [compiler, *FLAGS, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise BackendError(f"{compiler} could not build the native decoder:\n{done.stderr[-4000:]}")
         os.chmod(name, 0o755)
@@ -69,7 +73,7 @@ def _key(compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCE_DIR.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest.update(repr((compiler, version, FLAGS, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
 
@@ -84,9 +88,14 @@ def _cpu_features() -> str:
 
 
 def _cache_dir() -> Path:
-    """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private directory under the temporary one."""
+    """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private directory under the temporary
+    one."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
+    base = (
+        Path(chosen)
+        if chosen
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
+    )
     for directory in (base, Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -35,6 +35,11 @@ class RewardPool:
         self._inline: list[NamedScorer] | None = None
         check_user_functions(section)
 
+    def warm_up(self) -> None:
+        """Starts the workers and returns at once: they import (seconds) while the caller goes on."""
+        if self._section.workers:
+            self._launch(self._section.workers)
+
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
@@ -89,13 +94,17 @@ class RewardPool:
 
     def _start(self, count: int) -> None:
         """At least `count` live workers, all with their functions loaded."""
-        dead = [worker for worker in self._workers if not worker.alive]
+        self._launch(count)
+        for worker in self._workers:
+            worker.wait_ready()
+
+    def _launch(self, count: int) -> None:
+        # One that still has jobs was left so by an error: its verdicts would pass for those of new samples.
+        dead = [worker for worker in self._workers if worker.jobs or not worker.alive]
         for worker in dead:
             worker.kill()
         self._workers = [worker for worker in self._workers if worker not in dead]
         self._workers += [WorkerProcess(self._section) for _ in range(count - len(self._workers))]
-        for worker in self._workers:
-            worker.wait_ready()
 
     def _wait(self, verdicts: dict[int, RewardResult], queue: deque[list[Job]]) -> None:
         """Waits for the next verdicts, deaths or timeouts, and deals with them."""
@@ -103,8 +112,7 @@ class RewardPool:
         patience = min(w.since for w in busy) + self._section.timeout_s - time.monotonic()
         wait([w.connection for w in busy], timeout=max(patience, 0.0))
         for worker in busy:
-            # What has arrived counts before the clock does: replacing the worker before this one takes a
-            # while.
+            # What has arrived counts before the clock does: replacing another worker takes a while.
             if not self._receive(worker, verdicts):
                 self._replace(worker, "worker {how}", verdicts, queue)
             elif worker.jobs and time.monotonic() - worker.since >= self._section.timeout_s:

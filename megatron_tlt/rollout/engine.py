@@ -86,7 +86,7 @@ class Engine:
         Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
-        self._check(prompt, params, prompt_id)
+        self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         requests = [
             Request(prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params))
@@ -175,9 +175,11 @@ class Engine:
         assert self._tokenizer is not None
         return StopStringWatcher(self._tokenizer, params.stop)
 
-    def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int) -> None:
+    def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int, num_samples: int) -> None:
         vocab = self.limits.vocab_size
         name = f"prompt {prompt_id}"
+        if num_samples < 1:
+            raise BackendError(f"{name}: {num_samples} samples asked for; at least 1 is needed")
         if prompt.size and (int(prompt.min()) < 0 or int(prompt.max()) >= vocab):
             ids = f"{prompt.min()}..{prompt.max()}"
             raise BackendError(f"{name}: token ids {ids} are outside the vocabulary of {vocab}")

@@ -10,50 +10,55 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
 
 
-def apply_masks(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sets tokens outside the masks to -inf.
+def apply_masks(scores: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> Tensor:
+    """Sets tokens outside the masks to -inf; returns a new tensor [R, V].
 
     `scores` [R, V] float32, already divided by the temperature; `top_k` [R] int (0: off), `top_p` [R] float64
-    (1: off), `min_p` [R] float32 (0: off), on the device of `scores`. Returns a new tensor [R, V].
+    (1: off) and `min_p` [R] float32 (0: off) are numpy arrays, so that what to do is known without asking the
+    device.
     """
-    if bool((top_k > 0).any()):
+    if (top_k > 0).any():
         scores = _mask_top_k(scores, top_k)
-    if bool((top_p < 1).any()):
+    if (top_p < 1).any():
         scores = _mask_top_p(scores, top_p)
-    if bool((min_p > 0).any()):
+    if (min_p > 0).any():
         scores = _mask_min_p(scores, min_p)
     return scores
 
 
-def _mask_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    """[R] on the host to [R, 1] on the device of `like`."""
+    return torch.from_numpy(values).to(like.device).unsqueeze(1)
+
+
+def _mask_top_k(scores: Tensor, top_k: np.ndarray) -> Tensor:
     vocab = scores.shape[1]
-    wanted = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
-    limited = int(torch.where(wanted < vocab, wanted, 1).max())
-    largest = scores.topk(limited, dim=-1).values
-    threshold = largest.gather(1, (wanted.clamp(max=limited) - 1).unsqueeze(1))
-    drop = (scores < threshold) & (wanted < vocab).unsqueeze(1)
-    return scores.masked_fill(drop, NEG_INF)
+    is_on = (top_k > 0) & (top_k < vocab)
+    wanted = np.where(is_on, top_k, 1).astype(np.int64)
+    largest = scores.topk(int(wanted.max()), dim=-1).values
+    threshold = largest.gather(1, _column(wanted - 1, scores))
+    return scores.masked_fill((scores < threshold) & _column(is_on, scores), NEG_INF)
 
 
-def _mask_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+def _mask_top_p(scores: Tensor, top_p: np.ndarray) -> Tensor:
     ascending, order = torch.sort(scores, dim=-1, descending=False, stable=True)
     weight = ascending.softmax(dim=-1).cumsum(dim=-1)
     # 1 - p in double, rounded once, as in transformers, where p is a Python float.
-    bound = (1 - top_p).float().unsqueeze(1)
-    drop = (weight <= bound) & (top_p < 1).unsqueeze(1)
+    drop = (weight <= _column((1 - top_p).astype(np.float32), scores)) & _column(top_p < 1, scores)
     drop[:, -1] = False
     return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), NEG_INF)
 
 
-def _mask_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
+def _mask_min_p(scores: Tensor, min_p: np.ndarray) -> Tensor:
     probs = torch.softmax(scores, dim=-1)
     top, best = probs.max(dim=-1, keepdim=True)
-    drop = probs < min_p.unsqueeze(1) * top
+    drop = probs < _column(min_p, scores) * top
     drop.scatter_(1, best, False)
     return scores.masked_fill(drop, NEG_INF)

@@ -64,13 +64,17 @@ class SamplingRows:
     def part(self, at: slice | np.ndarray) -> SamplingRows:
         """Some of the rows."""
         return SamplingRows(
-            self.keys[at], self.temperature[at], self.top_k[at], self.top_p[at], self.min_p[at], self.is_masked
+            self.keys[at],
+            self.temperature[at],
+            self.top_k[at],
+            self.top_p[at],
+            self.min_p[at],
+            self.is_masked,
         )
 
-    def masks(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Top-k, top-p and min-p of the rows on `device`."""
-        top_k, top_p, min_p = (torch.from_numpy(a).to(device) for a in (self.top_k, self.top_p, self.min_p))
-        return top_k, top_p, min_p
+    def apply_masks(self, scores: Tensor) -> Tensor:
+        """`scores` [R, V] with the tokens outside each row's masks at -inf."""
+        return apply_masks(scores, self.top_k, self.top_p, self.min_p)
 
     def join(self, other: SamplingRows) -> SamplingRows:
         """These rows, then the other ones."""
@@ -127,8 +131,9 @@ class Sampler:
         at = np.flatnonzero(rows.masked)
         some, index = rows.part(at), torch.from_numpy(at)
         scores = logits[index] / torch.from_numpy(some.temperature).unsqueeze(1)
-        allowed = apply_masks(scores, *some.masks(self.device))
-        drawn, _ = self._sample_native(allowed, torch.ones(len(at)), torch.from_numpy(some.keys))
+        drawn, _ = self._sample_native(
+            some.apply_masks(scores), torch.ones(len(at)), torch.from_numpy(some.keys)
+        )
         token[index] = drawn
         logprob[index] = scores.log_softmax(-1).gather(1, drawn.long().unsqueeze(1)).squeeze(1)
 
@@ -137,11 +142,10 @@ class Sampler:
         keys = torch.from_numpy(rows.keys.view(np.int64)).to(self.device)
         scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)
         allowed = scores
-        at = np.flatnonzero(rows.masked) if rows.is_masked else ()
+        at = np.flatnonzero(rows.masked)
         if len(at):
             index = torch.from_numpy(at).to(self.device)
-            masks = rows.part(at).masks(self.device)
-            allowed = scores.index_copy(0, index, apply_masks(scores[index], *masks))
+            allowed = scores.index_copy(0, index, rows.part(at).apply_masks(scores[index]))
         perturbed = allowed + gumbel_noise(keys, scores.shape[1])
         token = self._pick(torch.where(temperature > 0, perturbed, allowed))
         logprob = scores.log_softmax(-1).gather(1, token.unsqueeze(1)).squeeze(1)

@@ -24,20 +24,25 @@ def hf_model(family: str, **changes):
     torch.manual_seed({"qwen2": 1, "qwen3": 2, "llama": 3}[family])
     if family == "qwen2":  # tied, biased, 3 query heads to a kv head
         config = transformers.Qwen2Config(
-            **_SHAPE | {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6, "num_key_value_heads": 2,
+            **_SHAPE | {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6,
+            "num_key_value_heads": 2,
                         "max_position_embeddings": 1024, "tie_word_embeddings": True} | changes)  # fmt: skip
         cls = transformers.Qwen2ForCausalLM
     elif family == "qwen3":  # head size unrelated to hidden / heads
         config = transformers.Qwen3Config(
-            **_SHAPE | {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 4,
-                        "head_dim": 40, "max_position_embeddings": 1024, "tie_word_embeddings": True} | changes)  # fmt: skip
+            **_SHAPE | {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+                        "head_dim": 40, "max_position_embeddings": 1024, "tie_word_embeddings": True} |
+                        changes)  # fmt: skip
         cls = transformers.Qwen3ForCausalLM
     else:  # untied, scaled rotary embedding
         rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 128}  # fmt: skip
         config = transformers.LlamaConfig(
-            **_SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 1,
-                        "max_position_embeddings": 2048, "tie_word_embeddings": False, "rope_parameters": rope}
+            **_SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+                        "max_position_embeddings": 2048, "tie_word_embeddings": False, "rope_parameters":
+                        rope}
             | changes)  # fmt: skip
         cls = transformers.LlamaForCausalLM
     config._attn_implementation = "eager"
@@ -57,7 +62,9 @@ def named_weights(model) -> list[tuple[str, Tensor]]:
     return [(n, p.detach()) for n, p in model.named_parameters()]
 
 
-def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
+def random_weights(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Tensor]]:
     """Weights of sensible size for any configuration, without transformers."""
     generator = torch.Generator().manual_seed(seed)
     out = []

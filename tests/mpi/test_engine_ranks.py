@@ -1,4 +1,4 @@
-"""The answers are the same on 1, 2 and 4 ranks: prompts split over engines, and one engine sharded over ranks."""
+"""The same answers on 1, 2 and 4 ranks: prompts split over engines, and one engine sharded over ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_prompts_split_over_ranks(results: dict[int, dict], family: str, ranks: 
 
 @pytest.mark.parametrize(("family", "ranks"), [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)])
 def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int):
-    """Sums over shards round differently: an answer may part from TP 1's only where a near-tie was counted."""
+    """Sums over shards round differently: answers may part from TP 1's only where a near-tie was counted."""
     alone = results[1][f"{family}/tp"]["answers"]
     sharded = results[ranks][f"{family}/tp"]["answers"]
     counted = results[ranks][f"{family}/tp"]["near_ties"] + results[1][f"{family}/tp"]["near_ties"]
@@ -42,4 +42,3 @@ def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int
     assert len(parted) <= counted
     for key in alone.keys() - set(parted):
         np.testing.assert_allclose(sharded[key][1], alone[key][1], atol=1e-4)
-

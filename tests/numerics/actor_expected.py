@@ -21,7 +21,7 @@ TEMPERATURES = (1.0, 0.8)
 
 
 def write_expected(root: Path, kind: str) -> None:
-    """Saves the model of `kind` under root/kind and its weights, log-probs, loss and gradients in root/kind.pt."""
+    """Saves the model of `kind` in root/kind; its weights, log-probs, loss, gradients in root/kind.pt."""
     model = save_model(kind, root / kind)
     every = sequences(18)
     tied = model.config.tie_word_embeddings
@@ -32,7 +32,8 @@ def write_expected(root: Path, kind: str) -> None:
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     torch.save(
-        {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients}, root / f"{kind}.pt"
+        {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients},
+        root / f"{kind}.pt",
     )
 
 

@@ -23,7 +23,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_dp2": (4, {"pp": 2}),
     "tp2_dp2_zero": (4, {"tp": 2, "distributed_optimizer": "on"}),
 }
-# SGD shows exactness. All families where TP, PP and DP appear first, the trickiest one (tied, biases) elsewhere.
+# SGD shows exactness. All families where TP, PP and DP appear first, the trickiest one (tied, biases)
+# elsewhere.
 SGD = [(name, kind) for name in ("tp2", "pp2", "dp2", "tp2_pp2_sp") for kind in KINDS]
 SGD += [(name, "qwen2") for name in ("tp2_pp2", "tp4_sp_recompute", "dp4", "pp2_dp2")]
 ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3")]
@@ -32,10 +33,14 @@ ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3")]
 @functools.cache
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    wanted = [(name, kind, optimizer) for cases, optimizer in ((SGD, "sgd"), (ADAM, "adam")) for name, kind in cases]
+    wanted = [
+        (name, kind, optimizer) for cases, optimizer in ((SGD, "sgd"), (ADAM, "adam")) for name, kind in cases
+    ]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
     triples = json.dumps([[LAYOUTS[name][1], kind, optimizer] for name, kind, optimizer in mine])
-    return results(run_ranks(ranks, "tests/mpi/workers/actor_parallel.py", str(expected_root()), triples).stdout)
+    return results(
+        run_ranks(ranks, "tests/mpi/workers/actor_parallel.py", str(expected_root()), triples).stdout
+    )
 
 
 def found(name: str, kind: str, optimizer: str) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def test_layout_equals_one_rank(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), ADAM)
 def test_adam_equals_one_rank(name: str, kind: str) -> None:
-    """Looser: Adam divides by sqrt(v), so where a gradient is rounding noise, its sign is the whole update."""
+    """Looser: Adam divides by sqrt(v), so where a gradient is rounding noise, its sign is the update."""
     outcome = found(name, kind, "adam")
     assert outcome["gradients"] <= 1e-5
     assert outcome["loss"] <= 1e-5

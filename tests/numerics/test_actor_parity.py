@@ -12,7 +12,9 @@ from tests.numerics.actor_expected import one_rank_results
 
 def case(name: str, **match: Any) -> dict[str, Any]:
     return next(
-        r for r in one_rank_results() if r["case"] == name and all(r[key] == value for key, value in match.items())
+        r
+        for r in one_rank_results()
+        if r["case"] == name and all(r[key] == value for key, value in match.items())
     )
 
 

@@ -71,12 +71,14 @@ def one_by_one(family: str, jobs: list[Job], kernels: str = "native") -> Answers
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_do_not_depend_on_the_schedule(family: str):
-    """Alone, in a batch, in any order, in chunks, with preemption: the same bits, log-probabilities included."""
+    """Alone, in a batch, in any order, in chunks, with preemption: the same bits, log-probs included."""
     jobs = random_jobs(131, 20, seed=6)
     alone = one_by_one(family, jobs)
     assert answer_all(engine_of(family), jobs) == alone
     assert answer_all(engine_of(family, budget=7, max_running=3), jobs) == alone
-    assert answer_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
+    assert (
+        answer_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
+    )
     tight = engine_of(family, num_blocks=9)
     assert answer_all(tight, jobs) == alone
     assert tight.take_stats().preemptions > 5

@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]
 
 
-def rows_of(keys: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+def rows_of(
+    keys: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+):
     n = len(keys)
     return SamplingRows(
         keys,
@@ -73,7 +75,9 @@ def test_frequencies_are_the_masked_softmax(masks: tuple[int, float, float]):
     keys = some_keys(count, 11)
     tokens = []
     for part in np.split(keys, 8):
-        drawn, _ = sampler.sample(logits.expand(len(part), -1).contiguous(), rows_of(part, temperature, *masks))
+        drawn, _ = sampler.sample(
+            logits.expand(len(part), -1).contiguous(), rows_of(part, temperature, *masks)
+        )
         tokens.append(drawn)
     assert g_test(torch.cat(tokens).numpy(), probs) > 1e-4
 
@@ -107,15 +111,15 @@ def test_masks_are_those_of_transformers(vocab: int, temperature: float):
                 ours.append(
                     apply_masks(
                         scores,
-                        torch.full((count,), top_k, dtype=torch.int32),
-                        torch.full((count,), top_p, dtype=torch.float64),
-                        torch.full((count,), min_p),
+                        np.full(count, top_k, np.int32),
+                        np.full(count, top_p, np.float64),
+                        np.full(count, min_p, np.float32),
                     )
                 )
                 theirs.append(warped(logits, temperature, top_k, top_p, min_p))
     got, expected = torch.stack(ours), torch.stack(theirs)
     assert torch.equal(got[:, :8], expected[:, :8])
-    # Which of several equal logits survive top-p is chance in transformers (its sort is not stable); how many is not.
+    # Which of several equal logits survive top-p is chance in transformers (an unstable sort).
     assert torch.equal(got[:, 8:].sort(-1).values, expected[:, 8:].sort(-1).values)
 
 
@@ -124,9 +128,9 @@ def test_rows_with_different_masks_do_not_touch_each_other():
     settings = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.0), (0, 0.9, 0.2), (300, 1.0, 0.0), (40, 0.7, 0.01)]
     together = apply_masks(
         logits,
-        torch.tensor([s[0] for s in settings]),
-        torch.tensor([s[1] for s in settings], dtype=torch.float64),
-        torch.tensor([s[2] for s in settings]),
+        np.array([s[0] for s in settings], np.int32),
+        np.array([s[1] for s in settings], np.float64),
+        np.array([s[2] for s in settings], np.float32),
     )
     for row, setting in enumerate(settings):
         assert torch.equal(together[row : row + 1], warped(logits[row : row + 1], 1.0, *setting))

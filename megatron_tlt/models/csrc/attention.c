@@ -125,15 +125,26 @@ INLINE void value_kernel(const int kind, const int M, const int NC, Work *w, lon
             else value_kernel(KIND_BF16, M, 1, w, c, dim, count); \
     }
 
-CASES(1, 4, 4) CASES(2, 4, 4) CASES(3, 4, 4) CASES(4, 4, 4) CASES(5, 4, 4) CASES(6, 4, 4)
-CASES(7, 2, 2) CASES(8, 2, 2) CASES(9, 2, 2) CASES(10, 2, 2) CASES(11, 2, 2) CASES(12, 2, 2)
-
 typedef void (*ScoreFn)(int, Work *, long, long);
 typedef void (*ValueFn)(int, Work *, long, long);
-static const ScoreFn SCORE[12] = {score_1, score_2, score_3, score_4, score_5, score_6,
+
+CASES(1, 4, 4) CASES(2, 4, 4) CASES(3, 4, 4) CASES(4, 4, 4)
+#if MQ == 4
+static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4};
+static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4};
+#else
+CASES(5, 4, 4) CASES(6, 4, 4)
+#if MQ == 6
+static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, score_6};
+static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6};
+#else
+CASES(7, 2, 2) CASES(8, 2, 2) CASES(9, 2, 2) CASES(10, 2, 2) CASES(11, 2, 2) CASES(12, 2, 2)
+static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, score_6,
                                   score_7, score_8, score_9, score_10, score_11, score_12};
-static const ValueFn VALUE[12] = {value_1, value_2, value_3, value_4, value_5, value_6,
+static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6,
                                   value_7, value_8, value_9, value_10, value_11, value_12};
+#endif
+#endif
 
 /* Turns the scores of query m into weights; `valid` of the chunk's `count` positions are the row's to see. */
 static void soften(int kind, Work *w, long m, long valid, long count, float scale) {

@@ -1,4 +1,5 @@
-"""Checkpoints on real ranks. Arguments: a verb, the directory with models, the checkpoints directory, verb's own.
+"""Checkpoints on real ranks. Arguments: a verb, the directory with models, the checkpoints directory, verb's
+own.
 
 save LAYOUT:   two updates, save asynchronously while a third runs; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
@@ -57,7 +58,7 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
 
 def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
     """The third update from the checkpoint."""
-    from megatron_tlt.actor.checkpoint import find_checkpoint  # noqa: PLC0415
+    from megatron_tlt.actor.checkpoint import find_checkpoint
 
     after = torch.load(checkpoints / "after.pt", weights_only=False)
     policy = build(world, root, dict(layout))
@@ -91,7 +92,7 @@ def forever(world: World, root: Path, checkpoints: Path) -> None:
 
 def resume(world: World, root: Path, checkpoints: Path, how: str) -> None:
     """What find_checkpoint says, and whether what it found loads."""
-    from megatron_tlt.actor.checkpoint import find_checkpoint  # noqa: PLC0415
+    from megatron_tlt.actor.checkpoint import find_checkpoint
 
     try:
         found = find_checkpoint(world, checkpoints, how)

@@ -1,4 +1,4 @@
-"""Tiny models, batches and losses shared by the actor's tests. Imports no megatron and no transformers at the top."""
+"""Tiny models, batches and losses of the actor's tests. Imports neither megatron nor transformers at the top."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LLAMA3 = {
 
 def hf_model(kind: str) -> Any:
     """A random tiny transformers model with non-trivial norms and biases."""
-    import transformers as hf  # noqa: PLC0415  (seconds to import; workers do without)
+    import transformers as hf
 
     config: Any
     if kind == "qwen2":
@@ -95,7 +95,9 @@ def share(all_sequences: list[TrainSequence], dp: int, at: int) -> list[TrainSeq
     return all_sequences[at::dp]
 
 
-def train_batch(mini_batches: list[list[TrainSequence]], denominators: list[float], temperature: float = 1.0) -> TrainBatch:
+def train_batch(
+    mini_batches: list[list[TrainSequence]], denominators: list[float], temperature: float = 1.0
+) -> TrainBatch:
     """A TrainBatch of these mini-batches."""
     return TrainBatch(mini_batches=mini_batches, denominators=denominators, temperature=temperature)
 

@@ -24,7 +24,9 @@ def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimiz
     source = torch.load(root / f"{kind}.pt", weights_only=False)
     policy = make_policy(world, root / kind, SGD if optimizer == "sgd" else ADAM, **layout)
     loaded = copy_of(policy.named_weights())
-    exact = set(loaded) == set(source["weights"]) and all(torch.equal(t, source["weights"][n]) for n, t in loaded.items())
+    exact = set(loaded) == set(source["weights"]) and all(
+        torch.equal(t, source["weights"][n]) for n, t in loaded.items()
+    )
     every = sequences(18)
     mine = policy.logprobs(share(every, policy.dims.dp, policy.groups.at.dp), 0.8)
     wanted = share(source["logprobs"][0.8], policy.dims.dp, policy.groups.at.dp)
@@ -38,7 +40,9 @@ def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimiz
         "gradients": relative_error(found["gradients"], expected["gradients"])[0],
         "weights": relative_error(found["weights"], expected["weights"])[0],
         "loss": max(abs(a - b) / abs(b) for a, b in zip(found["loss"], expected["loss"], strict=True)),
-        "grad_norm": max(abs(a - b) / b for a, b in zip(found["grad_norm"], expected["grad_norm"], strict=True)),
+        "grad_norm": max(
+            abs(a - b) / b for a, b in zip(found["grad_norm"], expected["grad_norm"], strict=True)
+        ),
     }
     # Every rank checks its own view; rank 0 tells the worst.
     views = world.all_gather_object(outcome)

@@ -1,6 +1,7 @@
 """One rank: the actor against transformers, packing, precision, recompute, optimizer guards.
 
-Arguments: a directory with one model directory and one NAME.pt of expected values per kind. Leaves NAME.tp1.pt.
+Arguments: a directory with one model directory and one NAME.pt of expected values per kind. Leaves
+NAME.tp1.pt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import torch
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from tests.mpi.workers.actor_common import KINDS, Exploding, WeightedNll, relative_error, say, sequences, train_batch
+from tests.mpi.workers.actor_common import (
+    KINDS,
+    Exploding,
+    WeightedNll,
+    relative_error,
+    say,
+    sequences,
+    train_batch,
+)
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
 
 
@@ -27,9 +36,13 @@ def worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 def parity(world: World, root: Path, kind: str) -> None:
     """Weights, log-probs and gradients against transformers."""
     expected = torch.load(root / f"{kind}.pt", weights_only=False)
-    policy = make_policy(world, root / kind, loss=WeightedNll(), optimizer=SGD.model_copy(update={"clip_grad": 0.0}))
+    policy = make_policy(
+        world, root / kind, loss=WeightedNll(), optimizer=SGD.model_copy(update={"clip_grad": 0.0})
+    )
     weights = copy_of(policy.named_weights())
-    same = set(weights) == set(expected["weights"]) and all(torch.equal(weights[n], expected["weights"][n]) for n in weights)
+    same = set(weights) == set(expected["weights"]) and all(
+        torch.equal(weights[n], expected["weights"][n]) for n in weights
+    )
     errors = {str(t): worst(policy.logprobs(sequences(18), t), lp) for t, lp in expected["logprobs"].items()}
     reference = worst(policy.logprobs(sequences(18), 0.8, which="reference"), expected["logprobs"][0.8])
     out = policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8))
@@ -67,7 +80,9 @@ def packing(world: World, root: Path) -> None:
         some=relative_error(made["some"][0], made["one"][0])[0],
         all=relative_error(made["all"][0], made["one"][0])[0],
         recompute_same_bits=all(
-            torch.equal(made[name][0][n], g) for name in ("full", "selective") for n, g in made["some"][0].items()
+            torch.equal(made[name][0][n], g)
+            for name in ("full", "selective")
+            for n, g in made["some"][0].items()
         ),
     )
 
@@ -79,12 +94,19 @@ def guards(world: World, root: Path) -> None:
     out = policy.train_step(train_batch([sequences(4)], [1.0]))
     untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
     tight = make_policy(
-        world, root / "qwen2", SGD.model_copy(update={"clip_grad": 1e-3, "weight_decay": 0.0}), WeightedNll(), False
+        world,
+        root / "qwen2",
+        SGD.model_copy(update={"clip_grad": 1e-3, "weight_decay": 0.0}),
+        WeightedNll(),
+        False,
     )
     clipped = tight.train_step(train_batch([sequences(4)], [50.0])).metrics
     norm = math.sqrt(sum(float(g.double().pow(2).sum()) for _, g in tight.named_gradients()))
     moved = math.sqrt(sum(float((t - before[n]).double().pow(2).sum()) for n, t in tight.named_weights()))
-    drawn = [copy_of(make_policy(world, root / "qwen3", seed=s, random_init=True).named_weights()) for s in (1, 1, 2)]
+    drawn = [
+        copy_of(make_policy(world, root / "qwen3", seed=s, random_init=True).named_weights())
+        for s in (1, 1, 2)
+    ]
     say(
         world,
         case="guards",
@@ -96,7 +118,9 @@ def guards(world: World, root: Path) -> None:
         norm_after_clip=norm,
         moved=moved,
         random_same=all(torch.equal(t, drawn[1][n]) for n, t in drawn[0].items()),
-        random_other=not torch.equal(drawn[0]["model.embed_tokens.weight"], drawn[2]["model.embed_tokens.weight"]),
+        random_other=not torch.equal(
+            drawn[0]["model.embed_tokens.weight"], drawn[2]["model.embed_tokens.weight"]
+        ),
     )
 
 
@@ -133,7 +157,10 @@ def main() -> None:
     for kind in KINDS:
         parity(world, root, kind)
         torch.save(
-            {name: run_scenario(make_policy(world, root / kind, opt)) for name, opt in (("sgd", SGD), ("adam", ADAM))},
+            {
+                name: run_scenario(make_policy(world, root / kind, opt))
+                for name, opt in (("sgd", SGD), ("adam", ADAM))
+            },
             root / f"{kind}.tp1.pt",
         )
     packing(world, root)

@@ -1,7 +1,7 @@
 """One update scenario, run at any layout, whose outcome must not depend on the layout. Needs megatron.
 
-Three optimizer steps in two `train_step`s: ten sequences at once, then two mini-batches, of which the second has so
-few sequences that some data-parallel ranks get none.
+Three optimizer steps in two `train_step`s: ten sequences at once, then two mini-batches, of which the second
+has so few sequences that some data-parallel ranks get none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def scenario_batches(dp: int, at: int) -> list[Any]:
     """The two TrainBatches of the scenario for one data-parallel rank."""
     every = sequences(18)
     first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
-    second = train_batch([share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8)
+    second = train_batch(
+        [share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8
+    )
     return [first, second]
 
 

@@ -36,7 +36,9 @@ def main() -> None:
             native = make_engine(config, weights, tp=everyone, num_blocks=9, budget=60)
             sharded = answer_all(native, jobs)
             assert native.take_stats().preemptions > 0
-            assert len({json.dumps(encode(a, 0)) for a in world.all_gather_object(sharded)}) == 1, "ranks diverged"
+            assert len({json.dumps(encode(a, 0)) for a in world.all_gather_object(sharded)}) == 1, (
+                "ranks diverged"
+            )
             counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
             assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
             results[f"{family}/tp"] = encode(sharded, counting.take_stats().near_ties)

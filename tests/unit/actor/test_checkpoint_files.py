@@ -67,7 +67,7 @@ def test_an_edited_manifest_shows(tmp_path: Path) -> None:
     directory = published(tmp_path, 5)
     file = directory / files.MANIFEST
     file.write_text(file.read_text().replace('"step": 5', '"step": 6'))
-    with pytest.raises(CheckpointError, match="step-000005.*digest"):
+    with pytest.raises(CheckpointError, match=r"step-000005.*digest"):
         files.read_manifest(directory)
 
 

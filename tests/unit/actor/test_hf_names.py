@@ -49,7 +49,9 @@ def test_a_rank_gets_whole_key_value_groups() -> None:
     """Rank 1 of 4 holds query heads 2 and 3, key head 1, value head 1, in this order."""
     shape = config()
     slot = next(s for s in slots(shape, pp=1) if s.kind == "qkv" and s.hf_names[0].endswith("bias"))
-    q, k, v = (torch.arange(heads).repeat_interleave(6) + start for heads, start in ((8, 0), (4, 100), (4, 200)))
+    q, k, v = (
+        torch.arange(heads).repeat_interleave(6) + start for heads, start in ((8, 0), (4, 100), (4, 200))
+    )
     assert shard(shape, slot, [q, k, v], 1, 4).tolist() == [2] * 6 + [3] * 6 + [101] * 6 + [201] * 6
 
 

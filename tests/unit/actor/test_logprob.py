@@ -1,4 +1,4 @@
-"""Token log-probs and entropy against the textbook, values and gradients; vocabulary shards emulated by slices."""
+"""Token log-probs and entropy against the textbook: values, gradients, padding, chunks."""
 
 from __future__ import annotations
 

@@ -324,6 +324,8 @@ def test_metrics_are_sums_over_unmasked_tokens() -> None:
     torch.testing.assert_close(metrics["mismatch_k3"], (ratio.exp() - 1 - ratio).sum())
     torch.testing.assert_close(metrics["importance_weight"], ratio.exp().clamp(max=2).sum())
     torch.testing.assert_close(metrics["entropy"], torch.cat([a.entropy for a in kept]).sum().detach())
+    moved = torch.cat([a.logp.detach() - a.old for a in kept])
+    torch.testing.assert_close(metrics["policy_kl"], (moved.exp() - 1 - moved).sum())
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
 
 

@@ -32,7 +32,9 @@ CONFIG = ModelConfig(
 )
 
 
-def make_backend(keep_checksums: bool = False, has_weights: bool = True, num_blocks: int = 100) -> EmbeddedBackend:
+def make_backend(
+    keep_checksums: bool = False, has_weights: bool = True, num_blocks: int = 100
+) -> EmbeddedBackend:
     limits = SchedulerLimits(8, 64, 128, 50)
     engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     return EmbeddedBackend(engine, SHAPES, ("lm_head.weight",), keep_checksums, has_weights)
@@ -166,18 +168,33 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
     params = SamplingParams(max_tokens=9, seed=2)
     for run in range(2):
         generate_file(
-            model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats, chat=run == 5
+            model_dir,
+            prompts,
+            out,
+            params,
+            CharTokenizer(),
+            n=3,
+            logprobs=True,
+            stats_path=stats,
+            chat=run == 5,
         )
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [(p, i) for p in (0, 1) for i in range(3)]
-    assert all(set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"} for a in lines)
+    assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
+        (p, i) for p in (0, 1) for i in range(3)
+    ]
+    assert all(
+        set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"}
+        for a in lines
+    )
     report = json.loads(stats.read_text())
     assert report["generated_tokens"] == sum(len(a["token_ids"]) for a in lines)
     assert report["tokens_per_s"] > 0
     assert {"phase_seconds", "running_curve", "decoder"} <= report.keys()
     again = tmp_path / "again.jsonl"
     generate_file(model_dir, prompts, again, params, CharTokenizer(), n=3, kernels="torch")
-    assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [a["token_ids"] for a in lines]
+    assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [
+        a["token_ids"] for a in lines
+    ]
     assert sorted(p.name for p in out.parent.iterdir()) == ["out.jsonl"]
 
 

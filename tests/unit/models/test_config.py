@@ -15,7 +15,8 @@ QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 100, "hidden_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
     "max_position_embeddings": 512, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "eos_token_id": 7, "bos_token_id": 3, "use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2,
+    "eos_token_id": 7, "bos_token_id": 3, "use_sliding_window": False, "sliding_window": 128,
+    "max_window_layers": 2,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -35,7 +36,9 @@ def test_old_and_new_spelling_read_the_same() -> None:
 def test_families_differ_where_they_should() -> None:
     qwen2 = ModelConfig.from_hf(QWEN2)
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_token_ids) == (True, False, 16, (7,))
-    qwen3 = ModelConfig.from_hf({**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "eos_token_id": [7, 8]})
+    qwen3 = ModelConfig.from_hf(
+        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "eos_token_id": [7, 8]}
+    )
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.eos_token_ids) == (False, True, 32, (7, 8))
 
 
@@ -50,7 +53,11 @@ def test_families_differ_where_they_should() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor", "required"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "rope_parameters.low_freq_factor",
+            "required",
+        ),
         ({"hidden_size": "64"}, "hidden_size", "positive integer"),
         ({"num_hidden_layers": None}, "num_hidden_layers", "positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "divide"),
@@ -105,5 +112,8 @@ def test_parameters_are_counted_once() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys; sys.modules['torch'] = None; import megatron_tlt.models.config, megatron_tlt.models.inputs"
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "import megatron_tlt.models.config, megatron_tlt.models.inputs"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -71,7 +71,9 @@ def test_threads_change_nothing(threads: int, dtype: torch.dtype) -> None:
     for n in (1, threads):
         driver = Driver(make("gqa3", dtype, n), num_blocks=200)
         first = driver.step([(i, tokens(3 + 5 * i, i)) for i in range(9)]).logits
-        outputs.append(torch.cat([first] + [driver.step([(i, [i]) for i in range(9)]).logits for _ in range(5)]))
+        outputs.append(
+            torch.cat([first] + [driver.step([(i, [i]) for i in range(9)]).logits for _ in range(5)])
+        )
     assert torch.equal(*outputs)
 
 

@@ -35,7 +35,11 @@ def test_saving_again_replaces_shards_and_keeps_the_tokenizer(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 0), max_shard_bytes=8000)
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 1), dtype=torch.bfloat16)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert stored(tmp_path)["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -43,7 +47,9 @@ def test_a_failed_save_leaves_the_old_model(tmp_path) -> None:
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 0))
     with pytest.raises(CheckpointError, match="missing"):
         save_hf(tmp_path, CONFIG, random_weights(CONFIG, 1)[:-1])
-    assert torch.equal(stored(tmp_path)["model.norm.weight"], dict(random_weights(CONFIG, 0))["model.norm.weight"])
+    assert torch.equal(
+        stored(tmp_path)["model.norm.weight"], dict(random_weights(CONFIG, 0))["model.norm.weight"]
+    )
     with pytest.raises(CheckpointError, match="shape"):
         save_hf(tmp_path, CONFIG, [("model.norm.weight", torch.zeros(3))])
 

@@ -65,8 +65,12 @@ def test_lines_are_buffered_until_then(tmp_path):
 
 
 def test_the_buffer_is_written_at_exit(tmp_path):
-    code = f"from megatron_tlt.observe.events import EventLog\nEventLog({str(tmp_path)!r}, 0).instant('last', 1)\n"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = (
+        "import sys\n"
+        "from megatron_tlt.observe.events import EventLog\n"
+        "EventLog(sys.argv[1], 0).instant('last', 1)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     assert read_events(tmp_path, 0)[-1]["name"] == "last"
 
 

@@ -126,6 +126,16 @@ def test_nothing_starts_before_the_first_sample_and_close_ends_everything() -> N
         assert verdicts(pool, ["5"])[0].value == 5.0
 
 
+def test_warming_up_does_not_wait() -> None:
+    with pool_of() as pool:
+        started = time.perf_counter()
+        pool.warm_up()
+        assert time.perf_counter() - started < 0.5
+        (worker,) = pool._workers
+        assert verdicts(pool, ["5"])[0].value == 5.0
+        assert pool._workers == [worker]
+
+
 def test_a_function_that_cannot_be_loaded_stops_the_run_at_the_start() -> None:
     with pytest.raises(RewardError, match="has no 'missing'"):
         RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{USER}:missing"),)))

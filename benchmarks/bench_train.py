@@ -1,0 +1,251 @@
+"""Policy update: MegatronPolicy against plain PyTorch (transformers model, AdamW), same model, same
+sequences.
+
+    python benchmarks/bench_train.py [--quick] [--out r.json] [--threads 1 2] [--models demo 10M] [--run-dir
+    DIR]
+
+One update = forward, GRPO loss, backward, clipping, AdamW, on one rank. Plain PyTorch gets its best form:
+right-padded batches with causal SDPA (needs no mask), the LM head on response rows only, fused cross-entropy.
+`equal` has sequences of one length, so nothing is padded and the ratio is overhead alone (this is
+`vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B); medians. With `--run-dir` of a
+finished run, `step_overhead_share` is the median share of a step that is neither rollout (with waiting for
+it) nor update, from its metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_tlt.actor.device import HAS_CUDA
+from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.actor.weights import random_weights
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.data.packing import pack_by_budget
+from megatron_tlt.distributed.world import World
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.types import TrainBatch, TrainSequence
+
+MODELS = {
+    "demo": ModelConfig("qwen3", 512, 128, 16, 4, 2, 32, 320, qk_norm=True, tie_word_embeddings=True),
+    "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
+}
+BUDGET = 2048
+
+
+def make_sequences(kind: str, count: int, vocab: int) -> list[TrainSequence]:
+    """`equal`: 32 + 224 tokens each. `uneven`: log-normal answers, the longest several times the median."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(count):
+        prompt = 32 if kind == "equal" else int(rng.integers(16, 48))
+        answer = 224 if kind == "equal" else int(np.clip(rng.lognormal(4.6, 0.8), 8, 1000))
+        made.append(
+            TrainSequence(
+                prompt_id=i,
+                sample_index=0,
+                token_ids=rng.integers(0, vocab, prompt + answer),
+                prompt_len=prompt,
+                advantages=np.full(answer, rng.normal(), np.float32),
+                loss_mask=np.ones(answer, np.float32),
+                rollout_logprobs=np.zeros(answer, np.float32),
+            )
+        )
+    return made
+
+
+class Surrogate:
+    """ratio * advantage with ratio = 1: the first step of GRPO."""
+
+    needs_reference = False
+
+    def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return -((x.logprobs - x.logprobs.detach()).exp() * x.advantages * x.mask).sum(), {}
+
+
+class PlainPolicy:
+    """The same update in a page of PyTorch."""
+
+    def __init__(self, directory: Path, section: OptimizerSection):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").train()
+        betas = (section.beta1, section.beta2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), section.lr, betas, section.eps)
+
+    def train_step(self, batches: list[list[TrainSequence]], denominator: float) -> dict[str, float]:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss_sum, entropy_sum = 0.0, 0.0
+        for batch in batches:
+            logprobs, entropy, advantages = self._forward(batch)
+            loss = -((logprobs - logprobs.detach()).exp() * advantages).sum() / denominator
+            loss.backward()
+            loss_sum, entropy_sum = loss_sum + float(loss.detach()), entropy_sum + float(entropy)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"loss": loss_sum, "grad_norm": float(norm), "entropy": entropy_sum / denominator}
+
+    def _forward(self, batch: list[TrainSequence]) -> tuple[Tensor, Tensor, Tensor]:
+        longest = max(s.length for s in batch) - 1
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, s in enumerate(batch):
+            ids[row, : s.length - 1] = torch.from_numpy(s.token_ids[:-1])
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        rows = torch.cat(
+            [r * longest + torch.arange(s.prompt_len - 1, s.length - 1) for r, s in enumerate(batch)]
+        )
+        labels = torch.cat([torch.from_numpy(s.token_ids[s.prompt_len :]) for s in batch])
+        advantages = torch.cat([torch.from_numpy(s.advantages) for s in batch])
+        logits = self.model.lm_head(hidden.flatten(0, 1)[rows])
+        with torch.no_grad():
+            table = logits.log_softmax(-1)
+            entropy = -(table.exp() * table).sum()
+        return -F.cross_entropy(logits, labels, reduction="none"), entropy, advantages
+
+
+def measure(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds per call, the sides taking turns; one warm-up each."""
+    for call in sides.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, call in sides.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def bench(world: World, model: str, kind: str, threads: int, count: int, repeats: int) -> dict[str, Any]:
+    """One row: both sides on one model and workload."""
+    torch.set_num_threads(threads)
+    config = MODELS[model]
+    section = OptimizerSection(lr=1e-4)
+    sequences = make_sequences(kind, count, config.vocab_size)
+    tokens, denominator = sum(s.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
+    with tempfile.TemporaryDirectory() as scratch:
+        save_hf(scratch, config, random_weights(config, seed=0))
+        ours = MegatronPolicy(
+            world,
+            ModelSection(path=scratch),
+            ActorSection(micro_batch_tokens=BUDGET),
+            section,
+            Surrogate(),
+            1000,
+        )
+        plain = PlainPolicy(Path(scratch), section)
+    # Padded batches are limited by the same number of tokens, padding included, longest first.
+    groups = (
+        pack_by_budget([s.length for s in sequences], BUDGET) if kind == "equal" else padded_groups(sequences)
+    )
+    batches = [[sequences[i] for i in group] for group in groups]
+    batch = TrainBatch([sequences], [denominator])
+    agree = (ours.train_step(batch).metrics, plain.train_step(batches, denominator))
+    times = measure(
+        {"megatron": lambda: ours.train_step(batch), "torch": lambda: plain.train_step(batches, denominator)},
+        repeats,
+    )
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "model": model,
+        "kind": kind,
+        "threads": threads,
+        "sequences": count,
+        "tokens": tokens,
+        **{f"{name}_s": value for name, value in medians.items()},
+        **{
+            f"{name}_{what.__name__}_s": what(values) for name, values in times.items() for what in (min, max)
+        },
+        "tokens_per_s": tokens / medians["megatron"],
+        "ratio": medians["torch"] / medians["megatron"],
+        "grad_norms": [m["grad_norm"] for m in agree],
+    }
+
+
+def padded_groups(sequences: list[TrainSequence]) -> list[list[int]]:
+    """Sequences sorted by length, cut where the padded rectangle exceeds the budget."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(sequences)), key=lambda i: -sequences[i].length):
+        if groups and (len(groups[-1]) + 1) * sequences[groups[-1][0]].length <= BUDGET:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def step_overhead_share(run_dir: Path) -> float:
+    """Median share of a step outside rollout, idle and update, over all steps but the first."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "time/step" in row][1:]
+    inside = ("time/rollout", "time/idle", "time/update", "time/eval")
+    return statistics.median(
+        1.0 - sum(row.get(name, 0.0) for name in inside) / row["time/step"] for row in steps
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="demo model, one thread, few repeats")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--run-dir", type=Path, help="a finished run, for step_overhead_share")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.threads, args.repeats = ["demo"], [1], 5
+    assert not HAS_CUDA, "this compares the CPU paths"
+    world = World.start(DistributedSection(device="cpu"))
+    rows = []
+    for model in args.models:
+        for threads in args.threads:
+            for kind in ("equal", "uneven"):
+                row = bench(world, model, kind, threads, args.sequences, args.repeats)
+                rows.append(row)
+                print(
+                    f"{model:5} {kind:6} {threads} threads  megatron {row['megatron_s'] * 1e3:8.1f} ms"
+                    f"  torch {row['torch_s'] * 1e3:8.1f} ms  ratio {row['ratio']:.2f}"
+                    f"  {row['tokens_per_s']:7.0f} tok/s  grad norms {row['grad_norms']}",
+                    flush=True,
+                )
+    summary = {
+        "vs_torch": min(row["ratio"] for row in rows if row["kind"] == "equal"),
+        "vs_torch_uneven": min(row["ratio"] for row in rows if row["kind"] == "uneven"),
+    }
+    if args.run_dir:
+        summary["step_overhead_share"] = step_overhead_share(args.run_dir)
+    print(summary)
+    if args.out:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        machine = platform.processor() or platform.machine()
+        record = {"command": sys.argv, "commit": commit, "machine": machine, "rows": rows, "summary": summary}
+        args.out.write_text(json.dumps(record, indent=2) + "\n")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

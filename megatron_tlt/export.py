@@ -1,0 +1,55 @@
+"""Writing the policy as a Hugging Face directory that `transformers`, an engine or `model.path` can load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_tlt.models.loader import save_hf
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.distributed.world import World
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# What makes a model directory complete besides weights and config.json, where the source has it.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Path, dtype: str) -> None:
+    """Streams every tensor to rank 0, which writes them with config.json and the tokenizer's files. Collective.
+
+    An existing model in `out` is replaced only when the new one is whole. Raises CheckpointError.
+    """
+    weights = policy.named_weights()
+    if world.is_main:
+        save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
+        for source in dict.fromkeys((Path(model.path), Path(model.tokenizer or model.path))):
+            _copy_companions(source, out)
+    else:
+        for _ in weights:  # every rank takes part in gathering each tensor
+            pass
+    world.barrier()
+
+
+def _copy_companions(source: Path, out: Path) -> None:
+    if source.resolve() == out.resolve():
+        return
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
