@@ -160,11 +160,20 @@ def main() -> None:
         args.models, args.seconds = ["10M"], 0.5
     rows = bench_steps(args) + bench_sampling(args)
     summary = {
-        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"] for r in
-        rows if r.get("kernels") == "native" } if args.out: commit = subprocess.run( ["git", "rev-parse",
-        "HEAD"], capture_output=True, text=True, check=False ).stdout.strip() record = {"command":
-        sys.argv, "commit": commit, "machine": platform.processor() or platform.machine(), "rows": rows,
-        "summary": summary}  # fmt: skip args.out.write_text(json.dumps(record, indent=2))
+        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
+        for r in rows
+        if r.get("kernels") == "native"
+    }
+    if args.out:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        record = {
+            "command": sys.argv,
+            "commit": git.stdout.strip(),
+            "machine": platform.processor() or platform.machine(),
+            "rows": rows,
+            "summary": summary,
+        }
+        args.out.write_text(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

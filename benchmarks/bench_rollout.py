@@ -29,7 +29,7 @@ Work = dict[str, Any]  # {"prompts": [[ids]], "lengths": [tokens]}
 
 
 def make_work(requests: int, vocab: int, longest: int = LONGEST) -> Work:
-    """`requests` prompts of 16 to 64 tokens and the length of each answer: evenly spaced quantiles, shuffled."""
+    """`requests` prompts of 16 to 64 tokens and each answer's length: evenly spaced quantiles, shuffled."""
     rng = random.Random(requests)
     normal = statistics.NormalDist()
     quantiles = [normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
@@ -209,9 +209,11 @@ def compare(
             row |= {"tokens": tokens, "tokens_per_s": statistics.median(rates)}
             row |= {"min": min(rates), "max": max(rates), "repeats": repeats}
             rows.append(row)
-            rate = row["tokens_per_s"]
-            print(f"{threads} threads {requests:3d} requests  {child.side:22s} {child.dtype}  {rate:9.1f} tokens/s "
-                  f"({min(rates):.1f} - {max(rates):.1f})", flush=True)  # fmt: skip
+            name = f"{threads} threads {requests:3d} requests  {child.side:22s} {child.dtype}"
+            print(
+                f"{name}  {row['tokens_per_s']:9.1f} tokens/s ({min(rates):.1f} - {max(rates):.1f})",
+                flush=True,
+            )
     return rows
 
 

@@ -1,14 +1,13 @@
-"""Policy update: MegatronPolicy against plain PyTorch (transformers model, AdamW), same model, same
-sequences.
+"""Policy update: MegatronPolicy against plain PyTorch (transformers, AdamW), same model, same sequences.
 
-    python benchmarks/bench_train.py [--quick] [--out r.json] [--threads 1 2] [--models demo 10M] [--run-dir
-    DIR]
+    python benchmarks/bench_train.py [--quick] [--out r.json] [--threads 1 2] [--models demo 10M]
+                                     [--run-dir DIR]
 
 One update = forward, GRPO loss, backward, clipping, AdamW, on one rank. Plain PyTorch gets its best form:
-right-padded batches with causal SDPA (needs no mask), the LM head on response rows only, fused cross-entropy.
-`equal` has sequences of one length, so nothing is padded and the ratio is overhead alone (this is
-`vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B); medians. With `--run-dir` of a
-finished run, `step_overhead_share` is the median share of a step that is neither rollout (with waiting for
+right-padded batches with causal SDPA (needs no mask), the LM head on response rows only, fused
+cross-entropy. `equal` has sequences of one length, so nothing is padded and the ratio is overhead alone (this
+is `vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B); medians. With `--run-dir` of
+a finished run, `step_overhead_share` is the median share of a step that is neither rollout (with waiting for
 it) nor update, from its metrics.jsonl.
 """
 

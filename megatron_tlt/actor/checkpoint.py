@@ -182,9 +182,9 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
     """The checkpoint to resume from, verified file by file; None to start anew. Collective.
 
-    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed over,
-    loudly, for the one before it. Raises CheckpointError when the one asked for by path is damaged (it then names
-    the newest good one), or when there are checkpoints and all are damaged.
+    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed
+    over, loudly, for the one before it. Raises CheckpointError when the one asked for by path is damaged (it
+    then names the newest good one), or when there are checkpoints and all are damaged.
     """
     if resume == "never":
         return None

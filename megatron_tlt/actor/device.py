@@ -3,7 +3,7 @@
 megatron-core asks `torch.cuda` for devices, streams and random states even in code that means something on a
 CPU. Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is
 touched), and `cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads
-device "cuda" as "cpu". With CUDA all of it is inert. Found by experiment with megatron-core 0.16.1; what needs each name is below.
+device "cuda" as "cpu". With CUDA all of it is inert. Found by experiment with megatron-core 0.16.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny models, batches and losses of the actor's tests. Imports neither megatron nor transformers at the top."""
+"""Tiny models, batches and losses of the actor's tests. No megatron, no transformers at the top."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""A tiny RL run for tests: a random two-layer policy, the demo tokenizer, a reward that random answers vary in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.helpers.mpi import ROOT
+
+TOKENIZER = ROOT / "assets" / "demo-policy"
+
+
+def make_model(directory: Path) -> Path:
+    """A random Qwen3 of two layers that speaks the demo tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    demo = json.loads((TOKENIZER / "config.json").read_text())
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=demo["vocab_size"],
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=demo["eos_token_id"],
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (TOKENIZER / name).is_file():
+            shutil.copy(TOKENIZER / name, directory / name)
+    return directory
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Model, prompts and `tiny.yaml` in `folder`; `sections` are merged over the defaults."""
+    make_model(folder / "model")
+    prompts = [{"prompt": f"say {i}", "answer": str(i)} for i in range(24)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    source = {"kind": "jsonl", "path": str(folder / "prompts.jsonl")}
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model"), "max_context": 128},
+        "optimizer": {"lr": 1e-3},
+        "rollout": {"samples_per_prompt": 4, "max_tokens": 16, "max_running_requests": 32},
+        "data": {"train": source, "eval": source, "max_prompt_tokens": 64},
+        "rewards": {
+            "workers": 1,
+            "functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.2}],
+        },
+        "train": {"num_steps": 4, "prompts_per_step": 8, "run_dir": str(folder / "run")},
+        "eval": {"every": 2, "num_prompts": 8, "samples_per_prompt": 2},
+        "checkpoint": {"every": 1, "keep": 10},
+        "distributed": {"timeout_s": 120},
+        "observe": {"tensorboard": False, "progress": "plain"},
+        "cluster": {"ranks_per_node": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint in megatron's `torch_dist` format, whole, read without megatron."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(directory)
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics rows of training steps."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "time/step" in row]

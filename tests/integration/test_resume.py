@@ -1,0 +1,85 @@
+"""Stop, kill, resume: the weights at step N equal an uninterrupted run's, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.runs import checkpoint_tensors, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def train_many(folder, jobs, ranks=2):
+    listing = folder / "jobs.json"
+    listing.write_text(json.dumps(jobs))
+    return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
+
+
+def assert_same_checkpoint(left, right):
+    a, b = checkpoint_tensors(left), checkpoint_tensors(right)
+    assert a.keys() == b.keys() and any("exp_avg" in name for name in a)
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, different[:5]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of four steps, and one that was stopped after every step."""
+    folder = tmp_path_factory.mktemp("resume")
+    config = str(write_config(folder))
+    stopped = f"train.run_dir={folder / 'stopped'}"
+    jobs = [[config, []], *[[config, [stopped, f"train.num_steps={n}"]] for n in (1, 2, 3, 4)]]
+    train_many(folder, jobs)
+    return folder
+
+
+def test_the_run_learns_something(whole):
+    """Otherwise equality below would prove nothing."""
+    first, last = (checkpoint_tensors(whole / f"run/checkpoints/step-00000{n}") for n in (1, 4))
+    changed = [name for name in first if first[name].dtype.is_floating_point and not torch.equal(first[name], last[name])]
+    assert len(changed) > 20
+    assert all(row["policy/grad_norm"] > 0 for row in rows(whole / "run"))
+
+
+def test_stopped_after_every_step_equals_uninterrupted(whole):
+    for step in (1, 2, 3, 4):
+        name = f"checkpoints/step-00000{step}"
+        assert_same_checkpoint(whole / "run" / name, whole / "stopped" / name)
+    keep = ("reward/mean", "length/mean", "policy/loss", "policy/entropy")
+    values = [[{k: row[k] for k in keep} for row in rows(whole / run)] for run in ("run", "stopped")]
+    assert values[0] == values[1] and len(values[0]) == 4
+
+
+def test_killed_at_a_random_moment_equals_uninterrupted(whole):
+    run_dir = whole / "killed"
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]
+    command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
+    env = rank_environment()
+    job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = run_dir / "metrics.jsonl"
+    while job.poll() is None and not (metrics.exists() and len(rows(run_dir)) >= 2):
+        time.sleep(0.02)
+    time.sleep(random.uniform(0.0, 0.4))
+    kill_one_rank(job.pid)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode != 0, output
+    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(whole / "tiny.yaml"), f"train.run_dir={run_dir}")
+    assert "resumed after step" in done.stdout
+    assert_same_checkpoint(whole / "run/checkpoints/step-000004", run_dir / "checkpoints/step-000004")
+    assert [row["step"] for row in rows(run_dir)] == [1, 2, 3, 4]
+
+
+def kill_one_rank(launcher: int) -> None:
+    """SIGKILL to one rank under `launcher`."""
+    import psutil
+
+    ranks = [p for p in psutil.Process(launcher).children(recursive=True) if "megatron_tlt" in p.cmdline()]
+    os.kill(random.choice(ranks).pid, signal.SIGKILL)

@@ -1,0 +1,68 @@
+"""Whole runs on real ranks: parallel layouts, algorithms, faults."""
+
+import json
+
+import pytest
+
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def train_many(folder, jobs, ranks):
+    listing = folder / "jobs.json"
+    listing.write_text(json.dumps(jobs))
+    return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
+
+
+def test_layouts_of_four_ranks_train_alike(tmp_path):
+    """TP x PP actors and TP engines see the same answers as four single ranks, and learn the same."""
+    config = str(write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0}))
+    layouts = {
+        "dp4": [],
+        "tp2pp2": ["actor.tp=2", "actor.pp=2"],
+        "tp2pp2_engine_tp2": ["actor.tp=2", "actor.pp=2", "actor.sequence_parallel=true", "rollout.tp=2"],
+    }
+    train_many(
+        tmp_path, [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in layouts.items()], ranks=4
+    )
+    reference = rows(tmp_path / "dp4")
+    assert len(reference) == 2
+    for name in layouts:
+        for mine, theirs in zip(rows(tmp_path / name), reference, strict=True):
+            assert mine["length/mean"] == theirs["length/mean"]
+            assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-9)
+            assert mine["policy/loss"] == pytest.approx(theirs["policy/loss"], abs=1e-4)
+            assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-3)
+
+
+def test_every_algorithm_trains(tmp_path):
+    config = str(write_config(tmp_path, train={"num_steps": 2}, checkpoint={"every": 0}, eval={"every": 0}))
+    variants = {
+        "grpo_kl": ["algorithm.kl_coef=0.1", "algorithm.mini_batches=2"],
+        "dr_grpo": ["algorithm.name=dr_grpo"],
+        "dapo": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.overlong_buffer=8"],
+        "rloo": ["algorithm.name=rloo"],
+        "reinforce": ["algorithm.name=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        "gspo": ["algorithm.name=gspo", "algorithm.mini_batches=2"],
+    }
+    train_many(
+        tmp_path, [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in variants.items()], ranks=2
+    )
+    for name in variants:
+        mine = rows(tmp_path / name)
+        assert [row["step"] for row in mine] == [1, 2], name
+        assert all(row["policy/grad_norm"] > 0 for row in mine), name
+        assert all(row["policy/mismatch_abs"] < 1e-4 for row in mine), name
+
+
+def test_wrong_configurations_end_with_2_and_every_problem(tmp_path):
+    config = write_config(tmp_path)
+    wrong = ["actor.tp=3", "rollout.tempreature=1", "optimizer.lr=-1"]
+    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), *wrong, check=False)
+    assert done.returncode == 2
+    assert "rollout.temperature" in done.stdout and "optimizer.lr" in done.stdout
+    assert done.stdout.count("optimizer.lr") == 1  # one copy, not one a rank
+    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), "actor.tp=3", "actor.pp=2", check=False)
+    assert done.returncode == 2 and "number of ranks" in done.stdout

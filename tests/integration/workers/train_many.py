@@ -1,0 +1,23 @@
+"""Trains several configurations one after the other in one world. argv: a JSON file of [[config, overrides], ...]."""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_tlt import cli
+from megatron_tlt.build import build_trainer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.distributed.world import World
+
+
+def body(world: World) -> None:
+    for path, overrides in json.loads(Path(sys.argv[1]).read_text()):
+        trainer = build_trainer(load_config(path, overrides, Config), world)
+        trainer.run()
+        trainer.close()
+        world.barrier()
+
+
+first, overrides = json.loads(Path(sys.argv[1]).read_text())[0]
+sys.exit(cli._on_every_rank(load_config(first, overrides, Config).distributed, 1, body))
