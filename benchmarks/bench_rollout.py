@@ -28,11 +28,11 @@ MEDIAN_TOKENS, SPREAD, LONGEST = 128, 0.9, 512  # log-normal: the longest 5 % ar
 Work = dict[str, Any]  # {"prompts": [[ids]], "lengths": [tokens]}
 
 
-def make_work(requests: int, vocab: int, longest: int = LONGEST) -> Work:
+def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = False) -> Work:
     """`requests` prompts of 16 to 64 tokens and each answer's length: evenly spaced quantiles, shuffled."""
     rng = random.Random(requests)
     normal = statistics.NormalDist()
-    quantiles = [normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
+    quantiles = [0.0 if equal else normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
     lengths = [min(longest, max(8, round(MEDIAN_TOKENS * math.exp(SPREAD * q)))) for q in quantiles]
     rng.shuffle(lengths)
     prompts = [[rng.randrange(10, vocab) for _ in range(rng.randint(16, 64))] for _ in range(requests)]
@@ -287,6 +287,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--transformers-compile", action="store_true", help="also static cache + torch.compile"
     )
+    parser.add_argument(
+        "--equal", action="store_true", help="all answers equally long: static batches waste nothing"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
@@ -313,7 +316,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(folder)
         vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-        works = {n: make_work(n, vocab, 128 if args.quick else LONGEST) for n in args.requests}
+        longest = 128 if args.quick else LONGEST
+        works = {n: make_work(n, vocab, longest, args.equal) for n in args.requests}
         rows: list[dict[str, Any]] = []
         for threads in args.threads:
             children = [Child(python, side, model, d, threads) for side, python in sides for d in args.dtypes]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
-from megatron_tlt.config.report import find_problems, render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -23,6 +22,7 @@ from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.log import setup_logging
+from megatron_tlt.planning.report import find_problems, render_check
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
@@ -100,7 +100,9 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
 
     check_on(config, world)
     run_dir = Path(config.train.run_dir)
-    policy = MegatronPolicy(world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps)
+    policy = MegatronPolicy(
+        world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps
+    )
     manager = CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world)
     world.enter("load")
     if manager.load_latest() is None:
@@ -186,7 +188,9 @@ def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | N
 def check_on(config: Config | SftConfig, world: World) -> None:
     """The cross-checks, on the world there is. Raises ConfigError before any weight is loaded."""
     if not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError.of("model.path", config.model.path, "must be a Hugging Face directory with a config.json")
+        raise ConfigError.of(
+            "model.path", config.model.path, "must be a Hugging Face directory with a config.json"
+        )
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems = find_problems(config, shape, world.size, device, positions)
@@ -245,7 +249,9 @@ def _evaluator(
 ) -> Evaluator | None:
     if config.data.eval is None:
         return None
-    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(config.eval.num_prompts)
+    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(
+        config.eval.num_prompts
+    )
     return Evaluator(prompts, config.eval, params, backend, rewards, world, config.rollout.tp)
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """Saves every so many steps in the background, one save at a time. Every method but `latest` is collective."""
 
-    def __init__(self, section: CheckpointSection, run_dir: Path, num_steps: int, policy: MegatronPolicy, world: World):
+    def __init__(
+        self, section: CheckpointSection, run_dir: Path, num_steps: int, policy: MegatronPolicy, world: World
+    ):
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None

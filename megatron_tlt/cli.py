@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
         command.set_defaults(run=run)
         if name == "check":
-            command.add_argument("--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)")
+            command.add_argument(
+                "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
+            )
         if name == "eval":
             command.add_argument("--out", type=Path, help="also write the result as JSON")
         if name == "export":
@@ -74,7 +76,9 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--top-p", type=float, default=1.0)
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--max-tokens", type=int, default=512)
-    command.add_argument("--stop", action="append", default=[], help="string that ends an answer (repeatable)")
+    command.add_argument(
+        "--stop", action="append", default=[], help="string that ends an answer (repeatable)"
+    )
     command.add_argument("--ignore-eos", action="store_true")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -116,7 +120,9 @@ def _eval(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = load_config(args.config, args.overrides, Config)
-    return _on_every_rank(config.distributed, config.rollout.threads, lambda w: run_evaluation(config, w, args.out))
+    return _on_every_rank(
+        config.distributed, config.rollout.threads, lambda w: run_evaluation(config, w, args.out)
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -125,7 +131,9 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = load_config(args.config, args.overrides, Config)
-    return _on_every_rank(config.distributed, None, lambda world: run_export(config, world, args.out, args.dtype))
+    return _on_every_rank(
+        config.distributed, None, lambda world: run_export(config, world, args.out, args.dtype)
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -165,12 +173,12 @@ def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
 
 def _failure(world: World, error: BaseException) -> str:
     """What a person needs to know first: who, where, what; then, for our own mistakes, the traceback."""
-    lines = [
-        f"megatron-tlt: rank {world.rank} failed in phase {world.phase_name}, step {world.step}: "
-        f"{type(error).__name__}: {error}"
-    ]
+    where = f"rank {world.rank} failed in phase {world.phase_name}, step {world.step}"
+    lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
     if "imed out" in str(error) or "timeout" in str(error).lower():
-        lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}")
+        lines.append(
+            f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}"
+        )
     if not isinstance(error, TltError | KeyboardInterrupt):
         lines.append("".join(traceback.format_exception(error)))
     return "\n".join(lines)

@@ -97,7 +97,13 @@ class Evaluator:
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
-        names = (("prompt", np.int64), ("correct", np.int64), ("reward", float), ("length", float), ("cut", float))
+        names = (
+            ("prompt", np.int64),
+            ("correct", np.int64),
+            ("reward", float),
+            ("length", float),
+            ("cut", float),
+        )
         local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(names)}
         return summarise(step, gather_columns(self._world, local))
 

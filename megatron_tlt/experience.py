@@ -64,7 +64,9 @@ class StepTable:
         return {key: row for row, key in enumerate(keys)}
 
 
-def place(prompt_id: np.ndarray, costs: np.ndarray, mini_batches: int, dp: int) -> tuple[np.ndarray, np.ndarray]:
+def place(
+    prompt_id: np.ndarray, costs: np.ndarray, mini_batches: int, dp: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(mini-batch, replica) of every row: whole prompts per mini-batch, tokens balanced over replicas. Pure.
 
     `costs` are tokens of prompt and response, int64 [N].
@@ -102,12 +104,23 @@ class BatchAssembler:
     def collect(self, groups: Sequence[SampleGroup]) -> StepTable:
         """The step's table from every rank's scored groups. Collective."""
         rows = [
-            (sample.prompt_id, sample.sample_index, shaped, reward.correct, len(sample.token_ids))
-            + (sample.finish_reason == "length", len(group.prompt.token_ids) + len(sample.token_ids))
+            (
+                sample.prompt_id,
+                sample.sample_index,
+                shaped,
+                reward.correct,
+                len(sample.token_ids),
+                sample.finish_reason == "length",
+                len(group.prompt.token_ids) + len(sample.token_ids),
+            )
             for group in groups
-            for sample, reward, shaped in zip(group.samples, group.rewards, self._algorithm.shaped(group), strict=True)
+            for sample, reward, shaped in zip(
+                group.samples, group.rewards, self._algorithm.shaped(group), strict=True
+            )
         ]
-        local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(_COLUMNS)}
+        local: dict[str, np.ndarray] = {
+            name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(_COLUMNS)
+        }
         columns = gather_columns(self._world, local)
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
@@ -152,4 +165,4 @@ class BatchAssembler:
         """Sum over data-parallel replicas, in rank order, so that it is the same bits on every rank."""
         parts = self._world.all_gather_object(values)
         firsts = [self._dims.replica_ranks(dp)[0] for dp in range(self._dims.dp)]
-        return np.sum([parts[rank] for rank in firsts], axis=0, dtype=np.float64)
+        return np.asarray(np.sum([parts[rank] for rank in firsts], axis=0, dtype=np.float64))

@@ -56,11 +56,13 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens added. Mutates nothing."""
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """Token ids of the chat template around one user message, open for the answer. Mutates nothing."""
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -21,9 +21,9 @@ from megatron_tlt.experience import BatchAssembler, group_samples
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
-    from megatron_tlt.checkpointing import CheckpointManager
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.checkpointing import CheckpointManager
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.world import World
@@ -119,7 +119,11 @@ class RLTrainer:
                 self.world.barrier()
             with self._phase("score"):
                 kept += self._score(prompts, samples)
-                ids = sorted(i for part in self.world.all_gather_object([g.prompt.prompt_id for g in kept]) for i in part)
+                ids = sorted(
+                    i
+                    for part in self.world.all_gather_object([g.prompt.prompt_id for g in kept])
+                    for i in part
+                )
             if len(ids) >= wanted:
                 break
         chosen = set(ids[:wanted])
@@ -154,7 +158,12 @@ class RLTrainer:
         """Evaluates before the first step, every `eval.every` steps and after the last, once each."""
         step, every, done = self.progress.step, self.config.eval.every, self.progress.evaluations
         last = step == self.config.train.num_steps
-        if self.evaluator is None or not every or (step % every and not last) or (done and done[-1].step == step):
+        if (
+            self.evaluator is None
+            or not every
+            or (step % every and not last)
+            or (done and done[-1].step == step)
+        ):
             return
         with self._phase("eval"):
             result = self.evaluator.run(step)

@@ -58,7 +58,12 @@ class Observer:
         self._progress.note(text)
 
     def log_step(
-        self, step: int, seconds: float, metrics: Mapping[str, float], stats: EngineStats, groups: Sequence[SampleGroup]
+        self,
+        step: int,
+        seconds: float,
+        metrics: Mapping[str, float],
+        stats: EngineStats,
+        groups: Sequence[SampleGroup],
     ) -> None:
         """Everything one step says. Collective: the ranks' phase times and engine counters are gathered here."""
         phases = self._events.end_step()
@@ -81,9 +86,12 @@ class Observer:
         """An evaluation, beside the metrics of its step."""
         if self._metrics is not None:
             middles = [
-                (low + high) / 2 for low, high in zip(result.histogram_edges, result.histogram_edges[1:], strict=False)
+                (low + high) / 2
+                for low, high in zip(result.histogram_edges, result.histogram_edges[1:], strict=False)
             ]
-            lengths = [m for m, count in zip(middles, result.histogram_counts, strict=True) for _ in range(count)]
+            lengths = [
+                m for m, count in zip(middles, result.histogram_counts, strict=True) for _ in range(count)
+            ]
             self._metrics.log(result.step, result.metrics(), {"eval/length": lengths})
         shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
         self._progress.note(

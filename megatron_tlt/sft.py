@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import Tokenizer
 
+
 class CompletionLoss:
     """Negative log-likelihood of the completion's tokens, summed."""
 
@@ -43,7 +44,9 @@ def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int)
     for number, record in _json_lines(path):
         missing = [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]
         if missing:
-            raise DataError(f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}")
+            raise DataError(
+                f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}"
+            )
         prompt = tokenizer.encode_chat(record["prompt"]) if chat else tokenizer.encode(record["prompt"])
         tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
         if len(tokens) > max_context:
@@ -73,9 +76,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record
 
 
-def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int) -> Iterator[list[TrainSequence]]:
+def steps_of(
+    sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
+) -> Iterator[list[TrainSequence]]:
     """Endless optimizer steps: whole sequences, shuffled anew each epoch, up to `tokens_per_step` tokens each."""
-    epoch, step, size = 0, [], 0
+    step: list[TrainSequence] = []
+    epoch, size = 0, 0
     while True:
         for index in np.random.default_rng((seed, epoch)).permutation(len(sequences)):
             sequence = sequences[int(index)]
@@ -93,10 +99,14 @@ class SftTrainer:
     def __init__(self, config: SftConfig, world: World, tokenizer: Tokenizer):
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
-        self._train = read_records(Path(sft.train_path), tokenizer, sft.chat_template, config.model.max_context)
+        self._train = read_records(
+            Path(sft.train_path), tokenizer, sft.chat_template, config.model.max_context
+        )
         self._eval: list[TrainSequence] = []
         if sft.eval_path is not None:
-            self._eval = read_records(Path(sft.eval_path), tokenizer, sft.chat_template, config.model.max_context)
+            self._eval = read_records(
+                Path(sft.eval_path), tokenizer, sft.chat_template, config.model.max_context
+            )
         self.policy = MegatronPolicy(
             world,
             config.model,
@@ -131,7 +141,9 @@ class SftTrainer:
         logprobs = self.policy.logprobs(mine, temperature=1.0)
         sums = np.array([sum(float(lp.sum()) for lp in logprobs), sum(len(lp) for lp in logprobs)])
         parts = self._world.all_gather_object(sums)
-        total = np.sum([parts[self.policy.dims.replica_ranks(dp)[0]] for dp in range(self.policy.dims.dp)], axis=0)
+        total = np.sum(
+            [parts[self.policy.dims.replica_ranks(dp)[0]] for dp in range(self.policy.dims.dp)], axis=0
+        )
         return float(-total[0] / total[1])
 
     def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
@@ -145,6 +157,11 @@ class SftTrainer:
     def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
         held_out = self.evaluate()
         if self._world.is_main:
-            shown = {"loss": metrics["loss"], "held-out": held_out, "lr": metrics["lr"], "tokens/s": tokens_per_s}
+            shown = {
+                "loss": metrics["loss"],
+                "held-out": held_out,
+                "lr": metrics["lr"],
+                "tokens/s": tokens_per_s,
+            }
             text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
             print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)

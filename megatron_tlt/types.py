@@ -110,9 +110,9 @@ class TrainSequence:
 class TrainBatch:
     """What this data-parallel rank updates the policy with in one step.
 
-    `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be empty).
-    `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the algorithm from
-    the whole batch, so the gradient does not depend on how sequences are split over ranks or packs.
+    `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be
+    empty). `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the
+    algorithm from the whole batch, so the gradient does not depend on how sequences are split over ranks.
     """
 
     mini_batches: list[list[TrainSequence]]
@@ -160,4 +160,6 @@ class EngineStats:
     preemptions: int = 0
     near_ties: int = 0
     seconds: float = 0.0
-    running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)
+    running_curve: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (seconds since start, running requests)

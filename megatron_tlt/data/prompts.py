@@ -20,16 +20,6 @@ Which = Literal["train", "eval"]
 _MOST_DROPS_IN_A_ROW = 1000
 
 
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that may have a chat template."""
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of the template around one user message, open for the answer. Mutates nothing."""
-
-
 class PromptStream(Protocol):
     """Prompts in an order that every rank computes alike."""
 
@@ -43,7 +33,7 @@ class PromptStream(Protocol):
         """Goes to a position. Raises DataError when it belongs to other data."""
 
 
-def build_prompts(section: DataSection, which: Which, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
+def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed: int) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured
@@ -95,7 +85,7 @@ class SourceStream:
     def __init__(
         self,
         source: Source,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         *,
         seed: int,
         shuffle: bool,

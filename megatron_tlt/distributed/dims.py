@@ -38,7 +38,9 @@ class Dims:
         block = tp * pp * cp
         if block > world_size or world_size % block:
             allowed = f"tp * pp * cp must divide the number of ranks ({world_size})"
-            raise ConfigError(ConfigProblem("actor.tp * actor.pp * actor.cp", f"{tp} * {pp} * {cp} = {block}", allowed))
+            raise ConfigError(
+                ConfigProblem("actor.tp * actor.pp * actor.cp", f"{tp} * {pp} * {cp} = {block}", allowed)
+            )
         return cls(tp=tp, cp=cp, dp=world_size // block, pp=pp)
 
     @property
@@ -59,7 +61,10 @@ class Dims:
     def replica_ranks(self, dp: int) -> list[int]:
         """All ranks that hold one data-parallel replica of the policy, and so need the same sequences."""
         return [
-            self.rank_at(tp, cp, dp, pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)
+            self.rank_at(tp, cp, dp, pp)
+            for pp in range(self.pp)
+            for cp in range(self.cp)
+            for tp in range(self.tp)
         ]
 
     def pipeline_ranks(self, rank: int) -> list[int]:

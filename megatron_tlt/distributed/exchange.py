@@ -34,7 +34,11 @@ def redistribute(world: World, items: Sequence[tuple[T, Sequence[int]]]) -> list
     dist.all_to_all_single(received, torch.tensor(sent, dtype=torch.int64))
     sizes = received.tolist()
     inbox = torch.empty(sum(sizes), dtype=torch.uint8)
-    outbox = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8) if sum(sent) else inbox.new_empty(0)
+    outbox = (
+        torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
+        if sum(sent)
+        else inbox.new_empty(0)
+    )
     dist.all_to_all_single(inbox, outbox, output_split_sizes=sizes, input_split_sizes=sent)
     return _unpack(inbox.numpy().tobytes(), sizes)
 

@@ -20,9 +20,14 @@ def rank_environment() -> dict[str, str]:
 
 
 def run_ranks(
-    ranks: int, script: str | list[str], *args: str, timeout: float = 300, check: bool = True, env: dict[str, str] | None = None
+    ranks: int,
+    script: str | list[str],
+    *args: str,
+    timeout: float = 300,
+    check: bool = True,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks and returns its output (stdout and stderr together).
+    """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks; returns its output, stdout and stderr together.
 
     `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"].
     With `check`, a non-zero exit fails the test and shows the output.
@@ -40,5 +45,7 @@ def run_ranks(
         check=False,
     )
     if check and done.returncode:
-        raise AssertionError(f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+        raise AssertionError(
+            f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+        )
     return done

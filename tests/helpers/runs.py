@@ -1,4 +1,4 @@
-"""A tiny RL run for tests: a random two-layer policy, the demo tokenizer, a reward that random answers vary in."""
+"""A tiny RL run for tests: a random two-layer policy, the demo tokenizer, a reward that can be learned."""
 
 from __future__ import annotations
 

@@ -44,7 +44,11 @@ def whole(tmp_path_factory):
 def test_the_run_learns_something(whole):
     """Otherwise equality below would prove nothing."""
     first, last = (checkpoint_tensors(whole / f"run/checkpoints/step-00000{n}") for n in (1, 4))
-    changed = [name for name in first if first[name].dtype.is_floating_point and not torch.equal(first[name], last[name])]
+    changed = [
+        name
+        for name in first
+        if first[name].dtype.is_floating_point and not torch.equal(first[name], last[name])
+    ]
     assert len(changed) > 20
     assert all(row["policy/grad_norm"] > 0 for row in rows(whole / "run"))
 
@@ -63,7 +67,9 @@ def test_killed_at_a_random_moment_equals_uninterrupted(whole):
     command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]
     command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
     env = rank_environment()
-    job = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     metrics = run_dir / "metrics.jsonl"
     while job.poll() is None and not (metrics.exists() and len(rows(run_dir)) >= 2):
         time.sleep(0.02)

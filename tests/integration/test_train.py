@@ -18,7 +18,9 @@ def train_many(folder, jobs, ranks):
 
 def test_layouts_of_four_ranks_train_alike(tmp_path):
     """TP x PP actors and TP engines see the same answers as four single ranks, and learn the same."""
-    config = str(write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0}))
+    config = str(
+        write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0})
+    )
     layouts = {
         "dp4": [],
         "tp2pp2": ["actor.tp=2", "actor.pp=2"],
@@ -48,7 +50,9 @@ def test_every_algorithm_trains(tmp_path):
         "gspo": ["algorithm.name=gspo", "algorithm.mini_batches=2"],
     }
     train_many(
-        tmp_path, [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in variants.items()], ranks=2
+        tmp_path,
+        [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in variants.items()],
+        ranks=2,
     )
     for name in variants:
         mine = rows(tmp_path / name)

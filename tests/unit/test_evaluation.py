@@ -19,7 +19,13 @@ def columns(right_by_prompt):
     prompt, correct = map(np.array, zip(*rows, strict=True))
     length = np.arange(1, len(rows) + 1, dtype=float)
     cut = np.zeros(len(rows))
-    return {"prompt": prompt, "correct": correct, "reward": correct.astype(float), "length": length, "cut": cut}
+    return {
+        "prompt": prompt,
+        "correct": correct,
+        "reward": correct.astype(float),
+        "length": length,
+        "cut": cut,
+    }
 
 
 def test_summary_means_errors_and_powers_of_two():

@@ -11,7 +11,7 @@ TORCH_FREE = [
     "megatron_tlt.types",
     "megatron_tlt.interfaces",
     "megatron_tlt.config.load",
-    "megatron_tlt.config.report",
+    "megatron_tlt.planning.report",
     "megatron_tlt.config.docs",
     "megatron_tlt.observe.events",
     "megatron_tlt.observe.jsonl",

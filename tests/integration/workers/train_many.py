@@ -1,4 +1,4 @@
-"""Trains several configurations one after the other in one world. argv: a JSON file of [[config, overrides], ...]."""
+"""Trains several configurations in one world, one by one. argv: a JSON file of [[config, overrides], ...]."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Checkpoints on real ranks. Arguments: a verb, the directory with models, the checkpoints directory, verb's
 own.
 
-save LAYOUT:   two updates, save asynchronously while a third runs; leaves the outcome in after.pt
+save LAYOUT:   two updates, save, a third while that is under way; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
 forever:       saves after every update until killed
 continue:      resume=auto, says what it found
@@ -39,15 +39,22 @@ def update(policy: Any, number: int) -> dict[str, float]:
 
 
 def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
-    """Two updates, save, the third while the threads write."""
+    """Two updates, save, the third before the writers get going: they must write the state from before it."""
+    from megatron_tlt.actor.shard_writer import ThreadWriter
+
+    held: list[ThreadWriter] = []
+    begin, ThreadWriter.start = ThreadWriter.start, lambda writer: held.append(writer)  # noqa: PLW0108  (a builtin does not bind)
     policy = build(world, root, dict(layout))
     for number in (1, 2):
         update(policy, number)
     start = time.perf_counter()
     handle = policy.start_save(checkpoints / "step-000002", {"data": [1, 2], "name": "x"}, keep=3)
     blocking = time.perf_counter() - start
+    ThreadWriter.start = begin
     third = update(policy, 3)
     weights = copy_of(policy.named_weights())
+    assert not handle.poll()
+    begin(held[0])
     while not handle.poll():
         time.sleep(0.005)
     total = time.perf_counter() - start

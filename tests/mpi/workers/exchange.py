@@ -1,10 +1,10 @@
 """Every rank sends numbered items to known ranks and checks what arrives."""
 
+import numpy as np
+
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.exchange import gather_columns, redistribute
 from megatron_tlt.distributed.world import World
-
-import numpy as np
 
 world = World.start(DistributedSection(), threads=1)
 items = [((world.rank, i), [(world.rank + i) % world.size, 0]) for i in range(5)]

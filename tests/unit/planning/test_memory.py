@@ -3,14 +3,14 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.load import build_config, load_config
-from megatron_tlt.config.memory import (
+from megatron_tlt.planning.memory import (
     GIB,
     check_memory,
     estimate_memory,
     kv_bytes_per_token,
     total_parameters,
 )
-from megatron_tlt.config.report import find_problems, render_check
+from megatron_tlt.planning.report import find_problems, render_check
 
 MODELS = Path("configs/models")
 # Published parameter counts (model cards).

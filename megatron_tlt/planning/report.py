@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks import Device, check_config, check_sft, longest_request, resolve_device
 from megatron_tlt.config.load import dump_config
-from megatron_tlt.config.memory import (
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+from megatron_tlt.planning.memory import (
     GIB,
     check_memory,
     estimate_memory,
@@ -14,10 +18,6 @@ from megatron_tlt.config.memory import (
     micro_batch_tokens,
     total_parameters,
 )
-from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.distributed.dims import Dims
-from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.interfaces import ModelShape
 
 MAX_GRID_ROWS = 16
 
