@@ -130,8 +130,9 @@ class SftTrainer:
             out = self.policy.train_step(self._share(sequences))
             if step % sft.eval_every == 0 or step == sft.num_steps:
                 self._report(step, out.metrics, tokens / (time.perf_counter() - started))
-        self._world.enter("save")
-        write_hf(self.policy, self._world, self._config.model, Path(sft.out), self._config.actor.dtype)
+            if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
+                self._world.enter("save", step)
+                write_hf(self.policy, self._world, self._config.model, Path(sft.out), self._config.actor.dtype)
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""

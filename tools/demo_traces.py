@@ -7,8 +7,9 @@ traces are what supervised fine-tuning teaches. A completion is always
 
 Three ideas keep every step within reach of a model of 2M parameters:
 
-- *Sums* are written backwards, units first, so a digit depends only on the carry from its right. The line
-  after it repeats the rest of the expression: the next step always looks at the first two terms of one line.
+- *Sums* are worked column by column, units first, every digit and carry written out: a step needs one entry of the
+  addition table and nothing else. (Writing only the reversed result was tried: 3.6M tokens taught copying, not adding.)
+  The line after it repeats the rest of the expression: the next step looks at the first two terms of one line.
 - *Sorting* is by insertion: each line names the next number of the prompt, then the sorted list so far.
 - *Spelling* numbers the letters first, so a repeated letter is never ambiguous.
 
@@ -70,33 +71,40 @@ _PLUS = {
 _WHOLE = {"min_decimals": 0, "max_decimals": 0, "min_value": 0, "max_value": 99}
 
 MIX: tuple[TaskSpec, ...] = (
-    TaskSpec("sum", "basic_arithmetic", 0.30, {**_PLUS, "min_terms": 2, "max_terms": 4}),
-    TaskSpec("sum_long", "basic_arithmetic", 0.07, {**_PLUS, "min_terms": 8, "max_terms": 12}),
-    TaskSpec(
-        "chain_sum", "chain_sum", 0.20, {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}
-    ),
-    TaskSpec("sort", "number_sorting", 0.20, {**_WHOLE, "min_numbers": 3, "max_numbers": 5}),
+    TaskSpec("sum", "basic_arithmetic", 0.47, {**_PLUS, "min_terms": 2, "max_terms": 4}),
+    TaskSpec("sum_long", "basic_arithmetic", 0.08, {**_PLUS, "min_terms": 7, "max_terms": 10}),
+    TaskSpec("sort", "number_sorting", 0.25, {**_WHOLE, "min_numbers": 3, "max_numbers": 5}),
     TaskSpec("sort_long", "number_sorting", 0.03, {**_WHOLE, "min_numbers": 8, "max_numbers": 10}),
-    TaskSpec("spell", "spell_backward", 0.20, {"min_word_len": 3, "max_word_len": 8}),
+    TaskSpec("spell", "spell_backward", 0.17, {"min_word_len": 3, "max_word_len": 10}),
 )
 
 
-def chain_trace(expression: str) -> tuple[str, str]:
-    """Scratchpad and result of a sum such as ``57 + 87 - 70``, worked from left to right.
+def column_sums(left: int, right: int) -> str:
+    """Column addition of two numbers >= 0, units first: ``7+7=14,5+8+1=14`` for 57 + 87.
 
-    ``=441`` is the first pair's sum with its digits reversed (a minus sign still comes first); the next line
-    is the expression that remains.
+    The shorter number is filled up with zeros, so that every column has the same form; ``+1`` is the carry.
     """
-    terms = [int(t.replace(" ", "")) for t in re.findall(r"(?:^-?|[+-] )\d+", expression.strip())]
-    lines = []
-    total = terms[0]
+    width, carry, columns = max(len(str(left)), len(str(right))), 0, []
+    for a, b in zip(reversed(f"{left:0{width}}"), reversed(f"{right:0{width}}"), strict=True):
+        total = int(a) + int(b) + carry
+        columns.append(f"{a}+{b}{'+1' if carry else ''}={total}")
+        carry = total // 10
+    return ",".join(columns)
+
+
+def sum_trace(expression: str) -> tuple[str, str]:
+    """Scratchpad and result of a sum such as ``57 + 87 + 5``, worked from left to right.
+
+    Each line is one column addition and its result; the line after it is the expression that remains, so the
+    next step always looks at the first two terms of one line.
+    """
+    terms = [int(term) for term in re.findall(r"\d+", expression)]
+    lines, total = [], terms[0]
     for position, term in enumerate(terms[1:], start=2):
+        lines.append(f"{column_sums(total, term)}={total + term}")
         total += term
-        sign = "-" if total < 0 else ""
-        lines.append(f"={sign}{str(abs(total))[::-1]}")
-        rest = "".join(f" {'-' if t < 0 else '+'} {abs(t)}" for t in terms[position:])
-        if rest:
-            lines.append(f"{total}{rest}")
+        if terms[position:]:
+            lines.append(" + ".join(map(str, [total, *terms[position:]])))
     return "\n".join(lines), str(total)
 
 
@@ -118,8 +126,7 @@ def spelling_trace(word: str) -> tuple[str, str]:
 
 
 _TRACERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {
-    "basic_arithmetic": lambda meta: chain_trace(meta["expression"]),
-    "chain_sum": lambda meta: chain_trace(meta["expression"]),
+    "basic_arithmetic": lambda meta: sum_trace(meta["expression"]),
     "number_sorting": lambda meta: sorting_trace(meta["original_numbers"], meta["direction"]),
     "spell_backward": lambda meta: spelling_trace(meta["word"]),
 }

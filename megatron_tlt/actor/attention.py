@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,9 +29,12 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """Packed-sequence parameters with the bounds as Python ints too (no device sync in every layer)."""
+    """Packed-sequence parameters with the lengths as Python ints too (no device sync in every layer).
 
-    bounds: tuple[int, ...] = ()
+    `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 class PackedRotary(nn.Module):
@@ -88,13 +90,15 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
         assert packed_seq_params is not None and attention_bias is None
-        bounds = packed_seq_params.bounds
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [1, heads, T, d], views
-        grouped = q.size(1) != k.size(1)
-        sizes = [end - start for start, end in pairwise(bounds)]
-        outputs = [
-            F.scaled_dot_product_attention(qi, ki, vi, is_causal=True, scale=self.scale, enable_gqa=grouped)
-            for qi, ki, vi in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
-        ]
-        packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return packed.permute(2, 0, 1, 3).flatten(2)
+        runs = packed_seq_params.runs
+        sizes = [count * length for count, length in runs]
+        grouped = query.size(2) != key.size(2)
+        outputs = []
+        for run, *parts in zip(runs, *(t.squeeze(1).split(sizes) for t in (query, key, value)), strict=True):
+            q, k, v = (part.unflatten(0, run).transpose(1, 2) for part in parts)  # [count, heads, length, d]
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return packed.flatten(1).unsqueeze(1)

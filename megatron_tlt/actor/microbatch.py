@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -70,10 +71,9 @@ def pack(
         if sequences[i].prompt_len < 1:
             raise ValueError(f"sequence {i} has no prompt token to predict its first response token from")
     groups = pack_by_budget([sequences[i].length for i in useful], budget)
-    return [
-        _assemble(tuple(useful[j] for j in group), sequences, multiple, device, packed_format)
-        for group in groups
-    ]
+    # Longest first: sequences of one length become neighbours, which attention takes as one batch.
+    ordered = [sorted((useful[j] for j in group), key=lambda i: -sequences[i].length) for group in groups]
+    return [_assemble(tuple(members), sequences, multiple, device, packed_format) for members in ordered]
 
 
 def filler(multiple: int, device: torch.device, packed_format: str) -> MicroBatch:
@@ -124,7 +124,7 @@ def _assemble(
             cu_seqlens_kv=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            bounds=tuple(int(x) for x in starts),
+            runs=tuple((len(list(same)), length) for length, same in groupby(sizes)),
         ),
         rows=tensor(np.concatenate(rows).astype(np.int64)),
         labels=tensor(np.concatenate(labels)),

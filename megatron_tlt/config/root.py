@@ -66,6 +66,8 @@ class SftSection(Section):
     """Optimizer steps."""
     tokens_per_step: PositiveInt = 8192
     """Tokens of one optimizer step, over all ranks."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between writes of `out`, which is always written at the end; 0: only then."""
     eval_every: PositiveInt = 100
     """Steps between evaluations."""
     chat_template: bool = True

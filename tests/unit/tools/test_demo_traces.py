@@ -27,13 +27,13 @@ def tokenizer():
 @pytest.mark.parametrize(
     ("expression", "scratchpad", "answer"),
     [
-        ("57 + 87 - 70", "=441\n144 - 70\n=47", "74"),
-        ("4 - 12 + 3", "=-8\n-8 + 3\n=-5", "-5"),
-        ("20 + 80", "=001", "100"),
+        ("57 + 87 + 5", "7+7=14,5+8+1=14=144\n144 + 5\n4+5=9,4+0=4,1+0=1=149", "149"),
+        ("20 + 80", "0+0=0,2+8=10=100", "100"),
+        ("9 + 999", "9+9=18,0+9+1=10,0+9+1=10=1008", "1008"),
     ],
 )
-def test_a_sum_is_worked_from_left_to_right_units_first(expression, scratchpad, answer):
-    assert demo_traces.chain_trace(expression) == (scratchpad, answer)
+def test_a_sum_is_worked_column_by_column_units_first(expression, scratchpad, answer):
+    assert demo_traces.sum_trace(expression) == (scratchpad, answer)
 
 
 def test_sorting_inserts_one_number_a_line():
