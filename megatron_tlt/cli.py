@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
+
+# Said by megatron at import, once a rank, about things that are as they should be on this machine.
+_VENDOR_NOISE = ("Transformer Engine and Apex", "Apex is not installed", "full scope is deprecated")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,6 +160,8 @@ def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
     """Runs `body(world)` on this rank of the job; any error ends every rank."""
     from megatron_tlt.distributed.world import World
 
+    for text in _VENDOR_NOISE:
+        warnings.filterwarnings("ignore", message=text)
     world = World.start(section, threads)
     try:
         body(world)
