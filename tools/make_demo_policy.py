@@ -1,6 +1,6 @@
 """Make the demo policy of `assets/demo-policy/` from nothing: tokenizer, SFT data, random weights, then SFT.
 
-    python tools/make_demo_policy.py                 # everything, about half an hour on two cores
+    python tools/make_demo_policy.py                 # everything, ten minutes on two cores
     python tools/make_demo_policy.py --no-sft        # stop before training, to look at the data
 
 The training itself is the product's own command (`megatron-tlt sft`), run as a subprocess: this file holds
