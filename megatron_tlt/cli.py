@@ -33,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         # Every rank finds the same problems; one copy is enough.
         if detect_launch().rank in (0, None):
-            print(f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:", file=sys.stderr)
-            print("\n".join(f"  {problem}" for problem in error.problems), file=sys.stderr)
+            _print_problems(error)
         return EXIT_CONFIG
     except TltError as error:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
@@ -167,14 +166,20 @@ def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
         body(world)
         world.enter("exit")
         world.close()
-    except ConfigError:
-        if world.size > 1:
-            world.enter("exit")  # every rank found the same problems: all leave by the same door
-        raise
+    except ConfigError as error:
+        # Usually every rank finds the same problems, but one may be alone: the first to come speaks, then leaves.
+        if world.store.add("config_error", 1) == 1:
+            _print_problems(error)
+        return EXIT_CONFIG
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         print(_failure(world, error), file=sys.stderr, flush=True)
         world.abort(EXIT_FAILURE)
     return 0
+
+
+def _print_problems(error: ConfigError) -> None:
+    lines = [f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:"]
+    print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
 
 
 def _failure(world: World, error: BaseException) -> str:

@@ -109,7 +109,13 @@ class Evaluator:
 
 
 def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
-    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut."""
+    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut.
+
+    The rows are brought into the prompts' order first: as they come, it depends on the number of ranks, and the
+    last bits of a sum on it.
+    """
+    order = np.argsort(columns["prompt"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
     _, inverse = np.unique(columns["prompt"], return_inverse=True)
     total, right = np.bincount(inverse), np.bincount(inverse, weights=columns["correct"])
     pairs = [(int(c), int(n)) for c, n in zip(right, total, strict=True)]

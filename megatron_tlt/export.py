@@ -6,16 +6,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.loader import save_hf
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.distributed.world import World
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What makes a model directory complete besides weights and config.json, where the source has it.
 _COMPANIONS = (

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RolloutBackend, WeightSync
     from megatron_tlt.observer import Observer
     from megatron_tlt.rewards.pool import RewardPool
-    from megatron_tlt.types import Prompt, SamplingParams
+    from megatron_tlt.types import Prompt, Sample, SamplingParams, TrainSequence
 
 
 @dataclass
@@ -131,7 +131,7 @@ class RLTrainer:
             groups = [g for g in kept if g.prompt.prompt_id in chosen]
             return groups, self.assembler.collect(groups)
 
-    def _score(self, prompts: list[Prompt], samples: list[Any]) -> list[SampleGroup]:
+    def _score(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleGroup]:
         """Groups worth training on. Ranks of one engine hold the same samples: its first one scores them."""
         if self.tp_rank:
             return []
@@ -139,7 +139,7 @@ class RLTrainer:
         self.rewards.score(groups)
         return [g for g in groups if self.algorithm.keep_group(self.algorithm.shaped(g))]
 
-    def _reward_kl(self, parts: list[list[Any]]) -> list[np.ndarray] | None:
+    def _reward_kl(self, parts: list[list[TrainSequence]]) -> list[np.ndarray] | None:
         """Per-token KL to the reference where it is part of the reward; None otherwise."""
         if not self.algorithm.needs_token_kl:
             return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.data.packing import balance
+from megatron_tlt.data.sources import read_jsonl
 from megatron_tlt.errors import DataError
 from megatron_tlt.export import write_hf
 from megatron_tlt.types import TrainBatch, TrainSequence
@@ -37,11 +37,12 @@ class CompletionLoss:
 def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
     """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added and learned.
 
-    Raises DataError naming file and line for a record that is not such an object or exceeds `max_context` tokens.
+    `chat` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and line for
+    a record that is not such an object or exceeds `max_context` tokens.
     """
-    eos = tokenizer.eos_token_ids[0]
+    eos, chat = tokenizer.eos_token_ids[0], chat and tokenizer.has_chat_template
     sequences = []
-    for number, record in _json_lines(path):
+    for record, number in zip(*read_jsonl(path), strict=True):
         missing = [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]
         if missing:
             raise DataError(
@@ -58,22 +59,6 @@ def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int)
     if not sequences:
         raise DataError(f"{path}: no records")
     return sequences
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number}: not JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number}: expected an object, found {type(record).__name__}")
-            yield number, record
 
 
 def steps_of(
@@ -132,7 +117,11 @@ class SftTrainer:
                 self._report(step, out.metrics, tokens / (time.perf_counter() - started))
             if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
                 self._world.enter("save", step)
-                write_hf(self.policy, self._world, self._config.model, Path(sft.out), self._config.actor.dtype)
+                self._save()
+
+    def _save(self) -> None:
+        config = self._config
+        write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,17 +162,15 @@ def write_jsonl(path: Path, count: int, seed: int) -> None:
 
 
 def sft_command(args: argparse.Namespace) -> list[str]:
-    """The training command: the product's own `sft`, its paths set as dotted overrides."""
-    program = [sys.executable, "-m", "megatron_tlt"]
-    if args.ranks > 1:
-        program = ["mpiexec", "-n", str(args.ranks), sys.executable, "-m", "mpi4py", "-m", "megatron_tlt"]
+    """The training command: the product's own launcher and `sft`, its paths set as dotted overrides."""
+    program = [str(ROOT / "launch" / "local.sh"), "-n", str(args.ranks), "--cmd", "sft"]
     overrides = [
         f"model.path={args.work / 'start'}",
         f"sft.train_path={args.work / 'train.jsonl'}",
         f"sft.eval_path={args.work / 'heldout.jsonl'}",
         f"sft.out={args.out}",
     ]
-    return [*program, "sft", str(args.config), *overrides, *args.override]
+    return [*program, str(args.config), *overrides, *args.override]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,5 +1,4 @@
-"""Core attention of the local layer spec: packed rows, causal inside each sequence, grouped-query, any
-device.
+"""Core attention of the local layers: packed rows, causal inside each sequence, grouped-query, any device.
 
 Legend: T packed rows, n query heads, g key/value heads (of this TP rank), d width of a head.
 

@@ -57,9 +57,8 @@ def check_layout(config: ModelConfig, actor: ActorSection) -> None:
         if number % value
     ]
     if actor.cp > 1:
-        problems.append(
-            ConfigProblem("actor.cp", actor.cp, "the local layers have no context parallel attention; 1")
-        )
+        allowed = "must be 1: micro-batches are not split over context parallel ranks"
+        problems.append(ConfigProblem("actor.cp", actor.cp, allowed))
     if actor.sequence_parallel and actor.tp == 1:
         problems.append(ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1"))
     if actor.layer_spec == "transformer_engine" and not transformer_engine_is_here():
@@ -227,8 +226,7 @@ class PolicyModel:
             self._select_rows_before_head(actor.sequence_parallel)
 
     def _select_rows_before_head(self, sequence_parallel: bool) -> None:
-        """Prompt rows skip the LM head: a forward hook of the output layer keeps only the rows that are asked
-        for.
+        """Prompt rows skip the LM head: a hook of the output layer keeps only the rows that are asked for.
 
         Under sequence parallel each rank holds a slice of the rows, so they are gathered first, and the head
         must no longer gather by itself; its input gradient is then summed over TP as without sequence

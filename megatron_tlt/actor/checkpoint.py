@@ -1,11 +1,9 @@
-"""Checkpoints of the policy: megatron's distributed format, written in the background, published all or
-nothing.
+"""Checkpoints of the policy: megatron's distributed format, written in the background, all or nothing.
 
 One save, drawn (all lines are collective, except the threads):
 
     start_save   plan together, snapshot to CPU ----> a thread on every rank writes and syncs its file
-    poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`,
-    prune
+    poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`
 
 Reading goes through megatron's `load`, so another TP x PP x DP can read what this one wrote.
 """
@@ -14,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +88,9 @@ class SaveHandle:
         self._writer = strategy.writer
 
     def poll(self) -> bool:
-        """Publishes the checkpoint if every rank has written its part; whether it is published. Microseconds
-        if not.
+        """Publishes the checkpoint if every rank has written its part; whether it is published.
 
-        Raises CheckpointError on every rank if any rank could not write.
+        Takes microseconds if it is not. Raises CheckpointError on every rank if any rank could not write.
         """
         if not self.done:
             flag = torch.tensor(int(self._writer.is_done()), device=current_device())
@@ -103,7 +100,7 @@ class SaveHandle:
         return self.done
 
     def wait(self) -> None:
-        """Publishes the checkpoint, waiting for the writers."""
+        """Publishes the checkpoint, waiting for the writers. Raises CheckpointError as `poll` does."""
         if not self.done:
             self._writer.join()
             self._publish()
@@ -120,9 +117,7 @@ class SaveHandle:
         if self._world.is_main:
             written = {name: record for _, records in report for name, record in records.items()}
             try:
-                files.publish(
-                    self.directory, Manifest(**{**self._manifest.__dict__, "files": written}), self._keep
-                )
+                files.publish(self.directory, replace(self._manifest, files=written), self._keep)
             except OSError as error:
                 problem = str(error)
         if problem := self._world.broadcast_object(problem):

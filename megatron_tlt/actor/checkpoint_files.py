@@ -1,8 +1,8 @@
 """Checkpoint directories as files: names, manifest, verification, the `latest` pointer, pruning. Torch-free.
 
     run_dir/checkpoints/step-000120.tmp/    being written; means nothing to anyone
-                        step-000120/        complete on disk: shards, .metadata, common.pt, metadata.json,
-                        manifest.json latest              text file with the name of the newest complete one
+                        step-000120/        complete on disk: shards, megatron's metadata, manifest.json
+                        latest              text file with the name of the newest complete one
 
 A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after
 that, so a crash at any moment leaves `latest` on a complete checkpoint.
@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,22 +126,24 @@ def find_damage(directory: Path, manifest: Manifest, part: int = 0, parts: int =
 def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
     """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only."""
     scratch = scratch_of(directory)
-    records = {**manifest.files}
+    records = dict(manifest.files)
     for file in sorted(scratch.iterdir()):
         if file.name not in records:
             records[file.name] = record_of(file)
         sync(file)
-    complete = Manifest(**{**manifest.__dict__, "files": records})
-    write_synced(scratch / MANIFEST, complete.to_json())
+    write_synced(scratch / MANIFEST, replace(manifest, files=records).to_json())
     sync(scratch)
+    old = directory.with_name(directory.name + ".old.tmp")
     if directory.exists():  # saved again after a resume from an earlier step
-        shutil.rmtree(directory)
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(directory, old)  # deleting takes long, and `latest` may still point here
     os.rename(scratch, directory)
     sync(directory.parent)
     pointer = directory.parent / f"{LATEST}.tmp"
     write_synced(pointer, directory.name + "\n")
     os.replace(pointer, directory.parent / LATEST)
     sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
         prune(directory.parent, keep, spare=directory)
 

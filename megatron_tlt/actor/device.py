@@ -21,10 +21,9 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def cpu_as_cuda() -> contextlib.AbstractContextManager[Any]:
-    """Context in which megatron's literal "cuda" devices mean the CPU; enter it around every call into
-    megatron.
+    """Context in which megatron's literal "cuda" devices mean the CPU.
 
-    Thread-local and re-entrant. Does nothing when CUDA is there.
+    Enter it around every call into megatron. Thread-local and re-entrant; does nothing when CUDA is there.
     """
     return contextlib.nullcontext() if HAS_CUDA else _CpuAsCuda()
 
@@ -104,8 +103,11 @@ def _run_now(callback: Callable[[], Any], **_: Any) -> Any:
 
 
 def _install() -> None:
-    """Replaces what megatron asks of torch.cuda. Must happen before megatron is imported (recompute keeps a
-    reference to `_lazy_call`, and the original appends to a queue that nothing ever empties)."""
+    """Replaces what megatron asks of torch.cuda.
+
+    Must happen before megatron is imported: recompute keeps a reference to `_lazy_call`, and the original
+    appends to a queue that nothing ever empties.
+    """
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "import megatron_tlt.actor.device before megatron: its CPU names are already bound"

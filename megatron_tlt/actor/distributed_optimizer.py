@@ -1,14 +1,12 @@
-"""What megatron-core 0.16.1's distributed optimizer needs to be saved and loaded when torch's AdamW is
-underneath.
+"""What megatron-core 0.16.1's distributed optimizer needs to be saved and loaded over torch's AdamW.
 
 With Transformer Engine or apex (on GPUs) their FusedAdam is underneath and nothing here acts. torch's AdamW
 keeps a `step` tensor per parameter, which megatron's code does not expect in three places:
 
 1. sharded_state_dict before the first step asserts that a state exists  -> `prime`
 2. loading copies every entry of the state, also `step`, which is not in the file  -> `skip_step_when_loading`
-3. after loading all parameters share one step tensor, which AdamW then increments once per parameter:
-silently
-   wrong by 2.5e-4 after one step  -> `separate_steps`
+3. after loading all parameters share one step tensor, which AdamW then increments once per parameter
+   (silently wrong by 2.5e-4 after one step)  -> `separate_steps`
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Which Hugging Face tensors make which megatron parameter, and how a parameter is cut over tensor-parallel
-ranks.
+"""Which Hugging Face tensors make which megatron parameter, and how TP cuts it.
 
 Legend: H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
 

@@ -1,5 +1,4 @@
-"""Token log-probabilities and entropies from vocabulary-parallel logits, exact in fp32 without an fp32 copy
-of them.
+"""Token log-probs and entropies from vocabulary-parallel logits: exact in fp32, with no fp32 copy of them.
 
 Legend: R rows, V columns of this TP rank (the last ranks' may include padding), x = logits / temperature.
 
@@ -19,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = {
-    "cpu": 1 << 19,
-    "cuda": 1 << 26,
-}  # one chunk: 2 MB stays in a core's cache; 256 MB fills a GPU
+# One chunk of fp32: 2 MB stays in a core's cache; 256 MB fills a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,10 @@ class VocabShard:
 def token_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[label] and, if asked, the entropy of each row, both [R] fp32,
-    differentiable.
+    """log softmax(logits / temperature)[label] and, if asked, the entropy of each row.
 
-    `logits` [R, V] of any float type, `labels` [R] int64 global token ids. Collective over the shard's group.
+    Both [R] fp32, differentiable. `logits` is [R, V] of any float type, `labels` [R] int64 global token ids.
+    Collective over the shard's group.
     """
     assert temperature > 0
     logprobs, entropy = _TokenStatistics.apply(logits, labels, shard, temperature, with_entropy)
@@ -63,8 +60,7 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = logits.shape[0]
         top = _row_maximum(logits, shard, temperature)
-        # Per row: sum exp(x - top); sum exp(x - top) (x - top); x[label] - top (0 on ranks that do not own
-        # it).
+        # Per row: sum exp(x - top); sum exp(x - top) (x - top); x[label] - top (0 where another rank owns it).
         sums = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
         local, owned = _local_labels(labels, shard)
         for part in _chunks(logits):

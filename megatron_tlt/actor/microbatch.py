@@ -10,7 +10,7 @@ row of token prompt_len - 1 + i. Only those N rows go through the LM head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -61,10 +61,10 @@ def response_len(sequence: TrainSequence) -> int:
 def pack(
     sequences: Sequence[TrainSequence], budget: int, multiple: int, device: torch.device, packed_format: str
 ) -> list[MicroBatch]:
-    """Packs sequences that have a response into micro-batches of at most `budget` tokens (a longer one goes
-    alone).
+    """Packs sequences that have a response into micro-batches of at most `budget` tokens.
 
-    Rows are padded to `multiple`; `packed_format` is megatron's qkv_format.
+    A longer one goes alone. Rows are padded to `multiple`; `packed_format` is megatron's qkv_format. Raises
+    ValueError for a response without a prompt.
     """
     useful = [i for i, s in enumerate(sequences) if response_len(s) > 0]
     for i in useful:
@@ -80,17 +80,7 @@ def filler(multiple: int, device: torch.device, packed_format: str) -> MicroBatc
     """The smallest micro-batch, for a rank without a sequence: it still joins the collectives of the step."""
     zero = np.zeros(1, np.float32)
     empty = TrainSequence(0, 0, np.zeros(2, np.int64), 1, zero, zero, zero)
-    batch = _assemble((0,), [empty], multiple, device, packed_format)
-    return MicroBatch(
-        batch.input_ids,
-        batch.positions,
-        batch.packing,
-        batch.rows,
-        batch.labels,
-        batch.segments,
-        (),
-        batch.sequences,
-    )
+    return replace(_assemble((0,), [empty], multiple, device, packed_format), members=())
 
 
 def _assemble(

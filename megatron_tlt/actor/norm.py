@@ -21,8 +21,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
         )
-        # finalize_model_grads sums the gradients of weights so marked over the TP ranks: each saw its rows
-        # only.
+        # finalize_model_grads sums the gradients of weights so marked over TP: each rank saw its rows only.
         marked: Any = self.weight
         marked.sequence_parallel = config.sequence_parallel
 

@@ -80,7 +80,7 @@ class StepResult:
     clipped: bool
 
 
-def guarded_step(optimizer: Any, lr: float, clip: float) -> StepResult:
+def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepResult:
     """Applies the collected gradients with learning rate `lr`, unless their norm is not finite. Collective.
 
     megatron's own step would multiply an infinite norm into the weights; here such a step leaves weights and
@@ -91,11 +91,14 @@ def guarded_step(optimizer: Any, lr: float, clip: float) -> StepResult:
         norm = float(optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
             return StepResult(applied=False, grad_norm=norm, clipped=False)
-        clipped = 0.0 < clip < norm
+        clipped = 0.0 < section.clip_grad < norm
         if clipped:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=norm)
+            clip_grad_by_total_norm_fp32(parameters, max_norm=section.clip_grad, total_norm=norm)
+        # The groups carry multipliers that only megatron's own scheduler applies; without it norms and biases
+        # would decay. Set at every step, for loading a checkpoint brings the values it was saved with.
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = section.weight_decay * group["wd_mult"]
         applied = bool(optimizer.step_with_ready_grads())
     return StepResult(applied=applied, grad_norm=norm, clipped=clipped)

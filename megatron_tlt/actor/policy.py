@@ -10,6 +10,7 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -49,6 +50,8 @@ from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 # megatron comes after the device shim.
 from megatron.core.distributed import finalize_model_grads
 
+_log = logging.getLogger(__name__)
+
 
 class MegatronPolicy:
     """A policy on megatron-core: updates, log-probs, export, checkpoints. All methods are collective."""
@@ -78,9 +81,8 @@ class MegatronPolicy:
         self.groups = ActorGroups.create(world, self.dims, gloo_twins=self.shards_optimizer)
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
-        self.optimizer_steps = (
-            0  # attempted, skipped ones included: the position on the learning-rate schedule
-        )
+        # Attempted ones, skipped ones included: the position on the learning-rate schedule.
+        self.optimizer_steps = 0
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)
@@ -127,13 +129,11 @@ class MegatronPolicy:
             results.append(result)
             sums.append(step_sums)
         applied = any(result.applied for result in results)
-        objectives = [
-            s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in zip(sums, batch.denominators, strict=True)
-        ]
+        pairs = zip(sums, batch.denominators, strict=True)
+        objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
         self.policy_version += int(applied)
-        return TrainOutput(
-            self.policy_version, self._report(results, sums, objectives, lr), skipped=not applied
-        )
+        metrics = self._report(results, sums, objectives, lr)
+        return TrainOutput(self.policy_version, metrics, skipped=not applied)
 
     def _optimizer_step(
         self,
@@ -154,7 +154,10 @@ class MegatronPolicy:
             self.model, self.ddp, batches, old, reference, self.loss, denominator, temperature
         )
         sums = reduce_over_world(parts, self.groups)
-        return guarded_step(self.optimizer, lr, self.optimizer_section.clip_grad), sums
+        result = guarded_step(self.optimizer, self.optimizer_section, lr)
+        if not result.applied and self.world.is_main:
+            _log.warning("update skipped: its gradient norm is %s", result.grad_norm)
+        return result, sums
 
     def learning_rate_of(self, optimizer_step: int) -> float:
         """Learning rate of an optimizer step, 0-based."""
@@ -184,10 +187,10 @@ class MegatronPolicy:
         temperature: float,
         which: Literal["policy", "reference"] = "policy",
     ) -> list[np.ndarray]:
-        """log softmax(logits / temperature) of every response token: [R] fp32 per sequence, in the given
-        order.
+        """log softmax(logits / temperature) of every response token, [R] fp32 per sequence.
 
-        All ranks of a replica pass the same sequences and get the same arrays. Mutates nothing.
+        In the order of `sequences`. All ranks of a replica pass the same ones and get the same arrays.
+        Mutates nothing.
         """
         model = self.model if which == "policy" else self.reference
         assert model is not None, "built without keep_reference"
@@ -222,18 +225,16 @@ class MegatronPolicy:
         return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.data)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last step's summed gradients (after clipping) as `named_weights` gives weights; for tests and
-        debugging.
+        """The last step's summed gradients, after clipping, as `named_weights` gives weights.
 
-        Needs a plain optimizer: the distributed one leaves each rank only its part.
+        For tests and debugging. Needs a plain optimizer: the distributed one leaves each rank only its part.
         """
         return named_tensors(self.model.module, self.config, self.groups, attrgetter("main_grad"))
 
     # ---- checkpoints
 
     def start_save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> SaveHandle:
-        """Begins to save into `directory` (named step-NNNNNN, see `step_directory`); training may go on at
-        once.
+        """Begins to save into `directory` (see `step_directory`); training may go on at once.
 
         `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest
         siblings once this one is complete. All ranks must `poll` or `wait` on the handle before the next
@@ -257,11 +258,10 @@ class MegatronPolicy:
         self.start_save(directory, extra, keep).wait()
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Takes weights, optimizer and schedule position from a checkpoint of any layout; returns its
-        `extra`.
+        """Takes weights, optimizer and schedule position from a checkpoint of any layout.
 
-        The frozen reference stays what it is. Raises CheckpointError if the checkpoint is of another model,
-        precision or optimizer. Damage is found by `find_checkpoint`, not here.
+        Returns its `extra`. The frozen reference stays what it is. Raises CheckpointError if the checkpoint
+        is of another model, precision or optimizer. Damage is found by `find_checkpoint`, not here.
         """
         manifest = read_manifest(directory)
         check_fits(manifest, directory, self.config, self._training_record())

@@ -47,7 +47,7 @@ class ThreadWriter(FileSystemWriterAsync):
     def __init__(self, path: Path):
         super().__init__(str(path), thread_count=1)
         self.records: dict[str, FileRecord] = {}
-        self.error: BaseException | None = None
+        self._collected: list[Any] = []
         self._results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -87,7 +87,6 @@ class ThreadWriter(FileSystemWriterAsync):
 
     def failure(self) -> str | None:
         """What went wrong in the thread, once it is done: keeps the results if nothing did."""
-        self._collected: list[Any] = []
         for _ in self.write_buckets or []:
             if self._results.empty():
                 return "the writer thread died"

@@ -28,8 +28,10 @@ class PolicyLoss(Protocol):
     """The part of an algorithm that the update needs."""
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss *sum* over the micro-batch's tokens (0-d, differentiable), and sums (names ending in `_max`:
-        maxima) for the metrics. Mutates nothing."""
+        """Loss *sum* over the micro-batch's tokens (0-d, differentiable), and sums for the metrics.
+
+        A metric whose name ends in `_max` is a maximum. Mutates nothing.
+        """
 
 
 def accumulate_gradients(
@@ -107,9 +109,8 @@ def _run(
             data_iterator=iter(batches),
             model=[wrapped],
             num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.shape[
-                1
-            ],  # variable_seq_lengths: stages tell each other the real one
+            # Only a default: with variable_seq_lengths the stages tell each other the real one.
+            seq_length=batches[0].input_ids.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -2,8 +2,7 @@
 
 Export draws as follows; every rank walks the same list of slots, so the collectives pair up by themselves:
 
-    owning stage, each TP rank:   shard --all-gather over TP--> full tensor --broadcast over the pipeline-->
-    everyone
+    owning stage, each TP rank:  shard --all-gather over TP--> full tensor --broadcast over PP--> everyone
 """
 
 from __future__ import annotations
@@ -92,10 +91,9 @@ def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
 
 
 def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2; norms
-    are 1.
+    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2.
 
-    Drawn tensor by tensor from (seed, name), so every layout and every rank sees the same model.
+    Norms are 1, biases 0. Drawn tensor by tensor from (seed, name), so every layout and every rank sees the same model.
     """
     for name, shape in config.parameter_shapes().items():
         if len(shape) == 1:
@@ -112,9 +110,8 @@ def named_tensors(
     module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
-    Collective.
 
-    `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all
+    Collective. `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all
     parameters. A yielded tensor may be a view of the parameter: use it before the next step, and do not write
     to it. At most one parameter is held in full at a time.
     """

@@ -122,11 +122,6 @@ class Algorithm(ABC):
         """Whether `assign` needs every token's KL to the reference."""
         return self.needs_reference and self.config.kl_in == "reward"
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether later mini-batches need log-probs from before the first."""
-        return self.config.mini_batches > 1
-
     def shaped(self, group: SampleGroup) -> list[float]:
         """Rewards of a group, minus the penalty on overlong answers (DAPO, 2503.14476, equation 13). Pure."""
         pairs = zip(group.rewards, group.samples, strict=True)

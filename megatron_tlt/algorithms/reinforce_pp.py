@@ -1,5 +1,4 @@
-"""REINFORCE++: no groups; advantages are whitened over all tokens of the global batch (2501.03262, section
-3).
+"""REINFORCE++: no groups; advantages are whitened over all tokens of the batch (2501.03262, section 3).
 
 With `kl_in: reward` the return of token t is the answer's reward minus `kl_coef` times the KL (k1) of
 tokens t and later, so advantages differ within an answer. Legend: R response tokens.

@@ -16,6 +16,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.rollout.sampler import NativeSample
     from megatron_tlt.types import EngineStats, SamplingParams
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -58,8 +57,8 @@ def build_backend(
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
-    `tp` is this rank's place in its tensor-parallel group (size `rollout.tp`); `local_ranks` ranks share this
-    machine's memory. `sync.verify` makes it keep checksums. Raises ConfigError, CheckpointError or
+    All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
+    share this machine's memory. `sync.verify` makes it keep checksums. Raises ConfigError, CheckpointError or
     BackendError.
     """
     device = torch.device(device)
@@ -77,6 +76,9 @@ def build_backend(
         device=device,
         local_ranks=local_ranks,
     )
+    if tp is not None and tp.size > 1:
+        # Ranks see different amounts of free memory, and their schedulers must decide alike.
+        num_blocks = int(tp.all_gather(torch.tensor([num_blocks], device=device)).min())
     engine = Engine(
         decoder,
         SchedulerLimits(
@@ -129,7 +131,9 @@ def generate_file(
     )
     context = max((len(p.token_ids) for p in prompts), default=0) + params.max_tokens
     model = ModelSection(path=str(model_dir), max_context=context)
-    backend = build_backend(rollout, model, device=device, tokenizer=tokenizer, tp=tp, load_weights=True)
+    backend = build_backend(
+        rollout, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=rollout.tp, load_weights=True
+    )
     started = time.perf_counter()
     samples = backend.generate(prompts, params, options.get("n", 1), on_progress)
     stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)

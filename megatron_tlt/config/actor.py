@@ -17,7 +17,7 @@ class ActorSection(Section):
     pp: PositiveInt = 1
     """Pipeline parallel size."""
     cp: PositiveInt = 1
-    """Context parallel size (needs Transformer Engine attention; 1 on CPU)."""
+    """Context parallel size: only 1 for now."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -36,7 +36,7 @@ class AlgorithmSection(Section):
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
-    """Most extra rollout rounds of dynamic sampling in one step."""
+    """Most rollout rounds of one step with dynamic sampling, the first one included."""
     overlong_buffer: NonNegativeInt = 0
     """DAPO overlong shaping: tokens before max_tokens over which the penalty grows to its weight; 0: off."""
     overlong_penalty: NonNegativeFloat = 1.0

@@ -74,8 +74,7 @@ def raise_problems(problems: list[ConfigProblem]) -> None:
 
 
 def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:
-    """The device to check for: the caller's knowledge first, then the config's word; None when nobody
-    says."""
+    """The device to check for: what the caller knows, else what the config says; None when nobody says."""
     said = config.distributed.device
     return device if device is not None or said == "auto" else said
 
@@ -91,13 +90,16 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
         )
     if actor.sequence_parallel and actor.tp == 1:
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
-    if actor.cp > 1 and (device == "cpu" or actor.layer_spec == "local"):
-        yield ConfigProblem("actor.cp", actor.cp, "must be 1 without CUDA and Transformer Engine attention")
+    if actor.cp > 1:
+        allowed = "must be 1: micro-batches are not split over context parallel ranks"
+        yield ConfigProblem("actor.cp", actor.cp, allowed)
     if device == "cpu" and actor.layer_spec == "transformer_engine":
         yield ConfigProblem("actor.layer_spec", actor.layer_spec, "must be 'auto' or 'local' on CPU")
     if device == "cpu" and actor.distributed_optimizer == "on":
         allowed = "must be 'auto' or 'off' on CPU (its checkpoints need apex or Transformer Engine)"
         yield ConfigProblem("actor.distributed_optimizer", "on", allowed)
+    elif actor.distributed_optimizer == "on" and config.optimizer.name != "adam":
+        yield ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
     yield from _check_nodes(config, "actor.tp", actor.tp)
 
 
@@ -117,8 +119,7 @@ def _check_shape_tp(shape: ModelShape | None, path: str, tp: int) -> Problems:
         "query heads": shape.num_heads,
         "key/value heads": shape.num_kv_heads,
         "intermediate size": shape.intermediate_size,
-        "vocabulary": shape.vocab_size,
-    }
+    }  # not the vocabulary: actor and engine pad it
     bad = [f"{name} {size}" for name, size in dimensions.items() if size % tp]
     if bad:
         yield ConfigProblem(path, tp, f"must divide the model's {', '.join(bad)}")

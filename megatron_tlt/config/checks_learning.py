@@ -44,13 +44,17 @@ def check_algorithm(config: Config) -> Problems:
 
 def check_data(config: Config) -> Problems:
     """Sources name what they need; evaluation has somewhere to come from."""
-    yield from _check_source("data.train", config.data.train)
-    if config.data.eval is not None:
-        yield from _check_source("data.eval", config.data.eval)
-        train = config.data.train
-        if config.data.eval == train and train.kind == "tasks":
-            allowed = "must differ from data.train.seed, or evaluation asks the training questions"
-            yield ConfigProblem("data.eval.seed", config.data.eval.seed, allowed)
+    train, held_out = config.data.train, config.data.eval
+    yield from _check_source("data.train", train)
+    if held_out is None:
+        return
+    yield from _check_source("data.eval", held_out)
+    if train.kind == "tasks" and held_out == train:
+        allowed = "must differ from data.train.seed, or evaluation asks the training questions"
+        yield ConfigProblem("data.eval.seed", held_out.seed, allowed)
+    if train.kind != "tasks" and train.path is not None and held_out.path == train.path:
+        allowed = "must differ from data.train.path, or evaluation asks the training questions"
+        yield ConfigProblem("data.eval.path", held_out.path, allowed)
 
 
 def _check_source(path: str, source: PromptSourceConfig) -> Problems:

@@ -24,8 +24,7 @@ class PromptSourceConfig(Section):
     """Where prompts come from."""
 
     kind: Literal["tasks", "jsonl", "parquet", "hf"] = "tasks"
-    """tasks: procedural (seeded, infinite); jsonl or parquet files; hf: a datasets directory saved to
-    disk."""
+    """tasks: procedural (seeded, infinite); jsonl or parquet: files; hf: what Dataset.save_to_disk wrote."""
     path: str | None = None
     """File or directory (all kinds but tasks)."""
     prompt_field: str = "prompt"
@@ -52,7 +51,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message of the chat template."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are dropped from a finite source and counted."""
+    """Longer prompts are dropped and counted."""
 
 
 class RewardConfig(Section):

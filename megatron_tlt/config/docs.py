@@ -47,8 +47,7 @@ def _models(root: type[BaseModel]) -> str:
 
 
 def _section(heading: str, model: type[BaseModel], depth: int = 3) -> str:
-    """A heading, the table of the section's own settings, then the sections inside, one for each model
-    class."""
+    """A heading, the table of the section's own settings, then the sections inside, one a model class."""
     lines = [f"{'#' * depth} {heading}", "", _clean(model.__doc__), ""]
     lines += ["| setting | allowed | default | meaning |", "|---|---|---|---|"]
     inner: dict[type[BaseModel], list[str]] = {}

@@ -41,7 +41,6 @@ class ModelSection(Section):
     tokenizer: str | None = None
     """Directory of the tokenizer; default: `path`."""
     architecture: ArchitectureConfig | None = None
-    """Expected shape. Used by `check` when `path` is not on this machine; must agree with `path` when it
-    is."""
+    """Expected shape. Used by `check` when `path` is not on this machine; where it is, both must agree."""
     max_context: PositiveInt = Field(default=4096)
     """Longest prompt + answer in tokens."""

@@ -21,8 +21,7 @@ class TrainSection(Section):
     run_dir: str = "runs/default"
     """Where checkpoints, logs and events go."""
     deterministic: bool = True
-    """Fix the order of every reduction, so that a resumed run equals an uninterrupted one bit for bit
-    (fp32)."""
+    """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32)."""
 
 
 class EvalSection(Section):
@@ -31,7 +30,7 @@ class EvalSection(Section):
     every: NonNegativeInt = 10
     """Steps between evaluations, also before the first and after the last step; 0: never."""
     num_prompts: PositiveInt = 64
-    """Held-out prompts, always the same ones."""
+    """Held-out prompts, always the same ones; of a file with fewer, all."""
     samples_per_prompt: PositiveInt = 1
     """Answers to each; pass@k is estimated for every power of two up to this."""
     temperature: NonNegativeFloat = 1.0

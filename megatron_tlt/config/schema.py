@@ -14,8 +14,7 @@ from pydantic.fields import FieldInfo
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
-# What users of verl, NeMo-RL, TRL and Megatron-LM type; their names are too far from ours for a spelling
-# match.
+# What users of verl, NeMo-RL, TRL and Megatron-LM type: too far from our names for a spelling match.
 SYNONYMS = {
     "tensor_model_parallel_size": "actor.tp",
     "tensor_parallel_size": "rollout.tp",
@@ -45,8 +44,7 @@ SYNONYMS = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One setting: its dotted path, what it allows, its default (`...` when required) and its
-    documentation."""
+    """One setting: dotted path, what it allows, default (`...` when required), documentation."""
 
     path: str
     allowed: str
@@ -130,8 +128,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
 
 
 def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) -> str | None:
-    """Full path of the valid name that `key`, found under `parent`, most likely meant; None if nothing is
-    near."""
+    """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one."""
     everywhere = [leaf.path for leaf in leaves(root)]
     if SYNONYMS.get(key) in everywhere:
         return SYNONYMS[key]

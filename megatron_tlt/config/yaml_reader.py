@@ -30,7 +30,6 @@ class CoreLoader(yaml.SafeLoader):
     """SafeLoader with the scalar types of YAML 1.2 and unique keys."""
 
 
-
 def _construct_int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
@@ -39,6 +38,8 @@ def _construct_int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
 def _construct_mapping(loader: CoreLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue  # `? [a, b]`: PyYAML itself refuses keys that cannot be hashed
         if key.value in seen:
             raise DuplicateKeyError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
         seen.add(key.value)

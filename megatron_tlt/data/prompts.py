@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
 
+_log = logging.getLogger(__name__)
+
 # So many draws of an infinite source in a row without one that fits: none ever will.
 _MOST_DROPS_IN_A_ROW = 1000
 
@@ -24,7 +27,7 @@ class PromptStream(Protocol):
     """Prompts in an order that every rank computes alike."""
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts. Moves the position. Raises DataError."""
+        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able. Mutates nothing."""
@@ -37,7 +40,9 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
     """The training or held-out stream of a run with this seed.
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured
-    on the same questions; and it never shares the training stream's seed. Raises ConfigError and DataError.
+    on the same questions; it never shares the training stream's seed; and it ends with its file, for a
+    question asked twice would count twice and make the standard error too small. Raises ConfigError and
+    DataError.
     """
     source = section.train if which == "train" else section.eval
     if source is None:
@@ -51,6 +56,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
         chat=section.chat_template,
         system=section.system_prompt,
         max_prompt_tokens=section.max_prompt_tokens,
+        once=which == "eval",
     )
 
 
@@ -92,14 +98,16 @@ class SourceStream:
         chat: bool,
         system: str | None,
         max_prompt_tokens: int,
+        once: bool = False,
     ):
+        """`once`: a finite source is gone through once. Raises ConfigError."""
         if system is not None and not (chat and tokenizer.has_chat_template):
             allowed = "needs data.chat_template and a tokenizer that has a chat template"
             raise ConfigError.of("data.system_prompt", system, allowed)
         self._source, self._tokenizer, self._seed = source, tokenizer, seed
         self._shuffle = shuffle and source.size is not None
         self._chat, self._system = chat and tokenizer.has_chat_template, system
-        self._max_prompt_tokens = max_prompt_tokens
+        self._max_prompt_tokens, self._once = max_prompt_tokens, once
         self._draws = 0  # rows taken from the source, also dropped ones
         self._next_id = 0  # prompts handed out
         self._dropped = 0
@@ -121,7 +129,12 @@ class SourceStream:
         return digest(self._source.fingerprint, self._shuffle, self._seed if self._shuffle else "")
 
     def next_batch(self, n: int) -> list[Prompt]:
-        return [self._next() for _ in range(n)]
+        prompts: list[Prompt] = []
+        while len(prompts) < n and (prompt := self._next()) is not None:
+            prompts.append(prompt)
+        if len(prompts) < n:
+            _log.info("%s: only %d prompts, %d asked for", self._source.description, len(prompts), n)
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -142,8 +155,11 @@ class SourceStream:
             )
         self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], state["dropped"]
 
-    def _next(self) -> Prompt:
+    def _next(self) -> Prompt | None:
+        """None at the end of a source that is gone through once."""
         for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
+            if self._once and self.epoch:
+                break
             row = self._source.row(self._row_number(self._draws))
             first_pass = self.epoch == 0
             self._draws += 1
@@ -161,6 +177,8 @@ class SourceStream:
                 row.task,
                 dict(row.metadata),
             )
+        if self._once and self.epoch and self._next_id:
+            return None
         raise DataError(
             f"{self._source.description}: no prompt fits into "
             f"data.max_prompt_tokens = {self._max_prompt_tokens}"

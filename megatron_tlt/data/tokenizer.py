@@ -11,8 +11,6 @@ from transformers import AutoTokenizer
 
 from megatron_tlt.errors import CheckpointError
 
-_REPLACEMENT = "\ufffd"  # what decoding puts for bytes that are not (yet) UTF-8
-
 
 class HFTokenizer:
     """Implements `interfaces.Tokenizer`. Nothing is downloaded."""
@@ -65,40 +63,6 @@ class HFTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
-
-    def stream(self) -> IncrementalDecoder:
-        """Decodes one answer as its tokens come."""
-        return IncrementalDecoder(self)
-
-
-class IncrementalDecoder:
-    """Text of an answer token by token, at a cost that does not grow with the answer.
-
-    Only a short window is decoded again: the tokens of the last piece, which decide how the next one is
-    joined (leading spaces), and those whose bytes are not yet whole characters.
-    """
-
-    def __init__(self, tokenizer: HFTokenizer):
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._done = 0  # tokens of the window whose text is out
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens; bytes of an unfinished character are held back."""
-        self._window.extend(token_ids)
-        before = self._tokenizer.decode(self._window[: self._done])
-        text = self._tokenizer.decode(self._window)
-        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
-            return ""
-        self._window, self._done = self._window[self._done :], len(self._window) - self._done
-        return text[len(before) :]
-
-    def flush(self) -> str:
-        """What was held back, at the end of an answer."""
-        before = self._tokenizer.decode(self._window[: self._done])
-        text = self._tokenizer.decode(self._window)
-        self._done = len(self._window)
-        return text[len(before) :]
 
 
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

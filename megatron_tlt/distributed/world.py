@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -96,14 +94,6 @@ class World:
             self._phase.step = step
         self.store.set(f"phase/{self.rank}", f"{self._phase.order}|{self._phase.step}|{phase}")
 
-    @contextmanager
-    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """`enter` for a block; an error inside keeps the phase's name for the report."""
-        before = self._phase.name
-        self.enter(name, step)
-        yield
-        self._phase.name = before
-
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
         dist.barrier()
@@ -171,7 +161,7 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     address: tuple[str, int] | None = None
     if comm.rank == 0:
-        host = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+        host = "127.0.0.1" if one_host else _reachable_address(hosts)
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = (host, server.port)
     host, port = comm.bcast(address, root=0)
@@ -180,3 +170,15 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=comm.rank, world_size=comm.size, timeout=timeout)
     return dist.PrefixStore("board", store)
+
+
+def _reachable_address(hosts: list[str]) -> str:
+    """The address at which the other hosts reach this one, the first of `hosts`."""
+    address = socket.gethostbyname(hosts[0])
+    if not address.startswith("127."):
+        return address
+    # Debian gives a machine's own name to 127.0.1.1: take the address from which packets to another host leave.
+    other = next(host for host in hosts if host != hosts[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -9,18 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.loader import is_ignorable
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in configurations
 
 
 @dataclass(slots=True)
 class KVCache:
-    """A paged cache of `num_blocks` blocks of `block_size` positions. The layout of `data` is its
-    decoder's own."""
+    """A paged cache of `num_blocks` blocks of `block_size` positions; `data` is laid out as its decoder likes."""
 
     num_blocks: int
     block_size: int
@@ -28,24 +29,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Memory in bytes."""
         return self.data.nbytes
-
-
-class TensorParallel(Protocol):
-    """The collectives that a sharded decoder needs; the caller owns the process group.
-
-    `all_reduce` must add in an order that does not depend on the tensor's length, or results over more
-    than two ranks are no longer independent of the batch.
-    """
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sums a contiguous float32 tensor over the ranks, in place."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """[...] on every rank -> [size, ...] on every rank."""
 
 
 class Decoder(Protocol):
@@ -85,6 +70,7 @@ class WeightLedger:
 
     @property
     def complete(self) -> bool:
+        """Whether every tensor has come at least once."""
         return len(self._ever) == len(self._wanted)
 
     def check(self, named: NamedTensors, partial: bool) -> Iterable[tuple[str, Tensor]]:
@@ -105,7 +91,8 @@ class WeightLedger:
             self._ever.add(name)
         missing = [name for name in self._wanted if name not in seen]
         if missing and not partial:
-            raise CheckpointError(f"{len(missing)} weights were not given: {', '.join(missing[:8])}, ...")
+            more = ", ..." if len(missing) > 8 else ""
+            raise CheckpointError(f"{len(missing)} weights were not given: {', '.join(missing[:8])}{more}")
 
 
 class Shard:
@@ -167,12 +154,11 @@ class Shard:
         if tp is None or self.size == 1:
             return local[:, :vocab]
         parts = tp.all_gather(local.contiguous())
-        return parts.permute(1, 0, 2).reshape(local.shape[0], -1)[:, :vocab].contiguous()
+        return parts.permute(1, 0, 2).reshape(local.shape[0], self.size * self.vocab)[:, :vocab].contiguous()
 
 
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); (None, "norm", "weight")
-    outside layers."""
+    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); outside layers (None, "norm", "weight")."""
     fields = name.split(".")
     layer = int(fields[2]) if fields[1] == "layers" else None
     return layer, fields[-2], fields[-1]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.attention import AttentionPlan, paged_attention
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, TensorParallel, WeightLedger, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.layers import gated_silu, rms_norm, rope_table, rotate
@@ -67,6 +68,7 @@ class TorchDecoder:
         ]
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
+        """See `base.Decoder.load_weights`."""
         with torch.no_grad():
             for name, tensor in self._ledger.check(named, partial):
                 self._load(name, tensor)
@@ -92,6 +94,7 @@ class TorchDecoder:
             layer[part].copy_(source)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeroed; its memory is taken at once."""
         shape = (
             self.config.num_layers,
             2,
@@ -102,16 +105,19 @@ class TorchDecoder:
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
         row = self._shard.kv_heads * self.config.head_dim * self.dtype.itemsize
         return self.config.num_layers * 2 * block_size * row
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies block src[i] to dst[i] in every layer, in order of i."""
         blocks = kv.data.view(*kv.data.shape[:2], kv.num_blocks, kv.block_size, *kv.data.shape[3:])
         for a, b in zip(src, dst, strict=True):
             blocks[:, :, b] = blocks[:, :, a]
 
     @torch.inference_mode()
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
+        """See `base.Decoder.forward`. Raises BackendError before all weights were loaded."""
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
         plan = AttentionPlan(batch, kv.block_size)

@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import ConfigError, ConfigProblem
-from megatron_tlt.models.base import Decoder, TensorParallel
+from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.native_build import find_compiler

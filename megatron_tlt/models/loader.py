@@ -2,8 +2,7 @@
 
 Reading: a single `model.safetensors` or shards with `model.safetensors.index.json`; names and shapes are
 checked against the configuration before the first tensor is read. Writing is atomic per directory entry:
-shards go to a temporary directory first, and config.json, which makes the directory a model, is moved
-last.
+shards go to a temporary directory first, and config.json, which makes the directory a model, is moved last.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _SHOWN = 8  # names listed in one error
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is
-    missing."""
+    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
     root = Path(directory)
     if (root / INDEX).exists():
         try:
@@ -119,7 +117,9 @@ def save_hf(
         names = _name_shards(scratch, shards)
         config_file = scratch / "config.json"
         config_file.write_text(json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2) + "\n")
+        mode = config_file.stat().st_mode  # the umask's; safetensors makes its files private
         for file in scratch.iterdir():
+            file.chmod(mode)
             _fsync(file)
         _replace(scratch, target, names)
     finally:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, TensorParallel, WeightLedger, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.layers import rope_table
@@ -45,8 +46,7 @@ class NativeDecoder:
         threads: int = 1,
         tp: TensorParallel | None = None,
     ):
-        """Raises BackendError without a C compiler, ConfigError for a dtype, head size or TP size it
-        cannot do."""
+        """Raises BackendError without a C compiler, ConfigError for a dtype, head or TP size it cannot do."""
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 ConfigProblem("dtype", str(dtype), "the native decoder computes float32 or bfloat16")
@@ -120,22 +120,39 @@ class NativeDecoder:
             return self._keep[-1].data_ptr()
 
         self._model = Model(
-            is_bf16=self._bf16, hidden=c.hidden_size, layers=c.num_layers, heads=s.heads, kv_heads=s.kv_heads,
-            head_dim=c.head_dim, inter=s.inter, vocab=s.vocab, embed_rows=c.vocab_size, max_rows=_MAX_ROWS,
-            rope_len=self._rope.shape[0], tp=s.size, eps=c.rms_norm_eps, rope=self._rope.data_ptr(),
-            embed=self._embed.data_ptr(), head=self._head.data_ptr(), final_norm=self._final_norm.data_ptr(),
-            layer=self._c_layers, resid=buffer(h), part=self._part.data_ptr(),
-            qkv_out=buffer(_pad((s.heads + 2 * s.kv_heads) * c.head_dim)), x=buffer(h), q=buffer(s.heads
-            * padded),
-            att=buffer(_pad(s.heads * c.head_dim)), mid=buffer(_pad(s.inter)), units=buffer(3),
+            is_bf16=self._bf16,
+            hidden=c.hidden_size,
+            layers=c.num_layers,
+            heads=s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=c.head_dim,
+            inter=s.inter,
+            vocab=s.vocab,
+            embed_rows=c.vocab_size,
+            max_rows=_MAX_ROWS,
+            rope_len=self._rope.shape[0],
+            tp=s.size,
+            eps=c.rms_norm_eps,
+            rope=self._rope.data_ptr(),
+            embed=self._embed.data_ptr(),
+            head=self._head.data_ptr(),
+            final_norm=self._final_norm.data_ptr(),
+            layer=self._c_layers,
+            resid=buffer(h),
+            part=self._part.data_ptr(),
+            qkv_out=buffer(_pad((s.heads + 2 * s.kv_heads) * c.head_dim)),
+            x=buffer(h),
+            q=buffer(s.heads * padded),
+            att=buffer(_pad(s.heads * c.head_dim)),
+            mid=buffer(_pad(s.inter)),
+            units=buffer(3),
             picked=buffer(2),
-        )  # fmt: skip
+        )
 
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by `threads`
-        threads."""
+        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by all threads."""
         for name, tensor in self._ledger.check(named, partial):
             self._load(name, tensor)
 
@@ -162,10 +179,8 @@ class NativeDecoder:
         elif part in ("o_proj", "down_proj"):
             self._pack(weights[part.removesuffix("_proj")], source)
         else:
-            vector = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}.get(
-                part, part
-            )
-            vectors[vector][: source.shape[0]].copy_(source)
+            renamed = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+            vectors[renamed.get(part, part)][: source.shape[0]].copy_(source)
 
     def _pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
         """Writes source [rows, K] as output columns `first` ... of a packed weight."""
@@ -175,26 +190,26 @@ class NativeDecoder:
         if source.stride(-1) != 1:
             source = source.contiguous()
         rows, k = source.shape
-        self._lib.tlt_pack(
-            target.data_ptr(), source.data_ptr(), source.dtype == torch.bfloat16, self._bf16, rows, k,
-            source.stride(0), first, step, offset, self.threads,
-        )  # fmt: skip
+        from_bf16, stride = source.dtype == torch.bfloat16, source.stride(0)
+        where = (rows, k, stride, first, step, offset)
+        self._lib.tlt_pack(target.data_ptr(), source.data_ptr(), from_bf16, self._bf16, *where, self.threads)
 
     # -- cache ----------------------------------------------------------------------------------------------
 
     def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers, heads padded to the tiles' width."""
         padded = -(-self.config.head_dim // TILE) * TILE
         return self.config.num_layers * 2 * self._shard.kv_heads * block_size * padded * self.dtype.itemsize
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; memory is taken as blocks are written. `block_size` must be a multiple of 16
-        (ConfigError)."""
+        """Zeroed; memory is taken as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
         if block_size < 1 or block_size % TILE:
             raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
         size = max(1, num_blocks * self.kv_bytes_per_block(block_size))
         return KVCache(num_blocks, block_size, _Arena(size).take(size))
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int] | Tensor, dst: Sequence[int] | Tensor) -> None:
+        """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
         a, b = torch.as_tensor(src, dtype=torch.int32), torch.as_tensor(dst, dtype=torch.int32)
         if a.shape != b.shape or (
             a.numel() and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)
@@ -209,22 +224,35 @@ class NativeDecoder:
     # -- forward --------------------------------------------------------------------------------------------
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """See `base.Decoder.forward`. All tensors of the batch are contiguous int32 on CPU (BackendError)."""
+        """See `base.Decoder.forward`.
+
+        Raises BackendError for weights that are missing and for a batch that C could not read safely: its
+        tensors must be contiguous int32 on CPU, of the shapes in `DecoderInput`.
+        """
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
         wanted = batch.logit_rows.shape[0]
         logits = torch.empty(wanted, self._shard.vocab)
         hidden = torch.empty(wanted, self.config.hidden_size, dtype=self.dtype)
         step = self._step
-        for field, tensor in (
-            ("token_ids", batch.token_ids), ("positions", batch.positions), ("slots", batch.slot_mapping),
-            ("query_start", batch.query_start), ("context_lens", batch.context_lens),
-            ("block_tables", batch.block_tables), ("logit_rows", batch.logit_rows),
-        ):  # fmt: skip
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-                raise BackendError(f"decoder input {field} must be contiguous int32, not {tensor.dtype}")
+        tokens, seqs = batch.token_ids.shape[0], batch.context_lens.shape[0]
+        for field, tensor, rows in (
+            ("token_ids", batch.token_ids, tokens),
+            ("positions", batch.positions, tokens),
+            ("slots", batch.slot_mapping, tokens),
+            ("query_start", batch.query_start, seqs + 1),
+            ("context_lens", batch.context_lens, seqs),
+            ("block_tables", batch.block_tables, seqs),
+            ("logit_rows", batch.logit_rows, wanted),
+        ):
+            is_plain = tensor.dtype == torch.int32 and tensor.is_contiguous() and not tensor.is_cuda
+            if not is_plain or tensor.shape[0] != rows:
+                raise BackendError(
+                    f"decoder input {field} must be contiguous int32 on CPU of {rows} rows, not "
+                    f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                )
             setattr(step, field, tensor.data_ptr())
-        step.tokens, step.seqs = batch.token_ids.shape[0], batch.context_lens.shape[0]
+        step.tokens, step.seqs = tokens, seqs
         step.logits_rows, step.max_blocks = wanted, batch.block_tables.shape[1]
         step.num_blocks, step.block_size = kv.num_blocks, kv.block_size
         step.kv, step.logits, step.hidden = kv.data.data_ptr(), logits.data_ptr(), hidden.data_ptr()
@@ -271,31 +299,33 @@ def keyed_sample(
 
     logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
     int64 (bits); returns (token [R] int32, logprob [R] float32), written into `out_token`, `out_logprob`
-    if given. logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types.
+    if given. logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types or row counts.
     """
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int32) if out_token is None else out_token
     logprob = torch.empty(rows, dtype=torch.float32) if out_logprob is None else out_logprob
-    expected = (
-        (logits, (torch.float32,)), (temperature, (torch.float32,)), (seed_keys, (torch.uint64, torch.int64)),
-        (token, (torch.int32,)), (logprob, (torch.float32,)),
-    )  # fmt: skip
-    for tensor, dtypes in expected:
+    for tensor, dtypes in (
+        (logits, (torch.float32,)),
+        (temperature, (torch.float32,)),
+        (seed_keys, (torch.uint64, torch.int64)),
+        (token, (torch.int32,)),
+        (logprob, (torch.float32,)),
+    ):
         if tensor.dtype not in dtypes or tensor.shape[0] != rows or tensor.stride(-1) != 1 or tensor.is_cuda:
-            raise BackendError(f"keyed_sample: a CPU tensor of {rows} rows and {dtypes[0]} is needed, got "
-                               f"{tuple(tensor.shape)} {tensor.dtype}")  # fmt: skip
+            raise BackendError(
+                f"keyed_sample: a CPU tensor of {rows} rows and {dtypes[0]} is needed, got "
+                f"{tuple(tensor.shape)} {tensor.dtype}"
+            )
     lib = library()
     scratch = torch.empty(lib.tlt_sample_scratch_bytes(rows, vocab), dtype=torch.uint8)
-    lib.tlt_keyed_sample(
-        logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr(),
-        token.data_ptr(), logprob.data_ptr(), scratch.data_ptr(), threads,
-    )  # fmt: skip
+    inputs = (logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr())
+    outputs = (token.data_ptr(), logprob.data_ptr())
+    lib.tlt_keyed_sample(*inputs, *outputs, scratch.data_ptr(), max(1, threads))
     return token, logprob
 
 
 class _Arena:
-    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if
-    possible."""
+    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if possible."""
 
     def __init__(self, size: int):
         memory = mmap.mmap(-1, _align(size))

@@ -25,50 +25,43 @@ ERRORS = {
 BAD_POSITION = 2
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Layer(Structure):
-    _fields_ = [
-        (name, c_void_p)
-        for name in ("qkv", "o", "gate_up", "down", "qkv_bias", "input_norm", "post_norm", "q_norm", "k_norm")
-    ]
+    """`TltLayer`."""
+
+    _fields_ = _fields(c_void_p, "qkv o gate_up down qkv_bias input_norm post_norm q_norm k_norm")
 
 
 class Model(Structure):
-    _fields_ = (
-        [
-            (name, c_int32)
-            for name in (
-                "is_bf16", "hidden", "layers", "heads", "kv_heads", "head_dim", "inter",
-                "vocab", "embed_rows",
-                "max_rows", "rope_len", "tp",
-            )
-        ]
-        + [("eps", c_float)]
-        + [(name, c_void_p) for name in ("rope", "embed", "head", "final_norm")]
-        + [("layer", POINTER(Layer))]
-        + [(name, c_void_p) for name in ("resid", "part", "qkv_out", "x", "q", "att", "mid", "units",
-                                       "picked")]
-    )  # fmt: skip
+    """`TltModel`."""
+
+    _fields_ = [
+        *_fields(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab embed_rows"),
+        *_fields(c_int32, "max_rows rope_len tp"),
+        ("eps", c_float),
+        *_fields(c_void_p, "rope embed head final_norm"),
+        ("layer", POINTER(Layer)),
+        *_fields(c_void_p, "resid part qkv_out x q att mid units picked"),
+    ]
 
 
 class Step(Structure):
-    _fields_ = (
-        [(n, c_int32) for n in ("tokens", "seqs", "logits_rows", "max_blocks", "num_blocks", "block_size")]
-        + [
-            (name, c_void_p)
-            for name in (
-                "token_ids", "positions", "slots", "query_start", "context_lens",
-                "block_tables", "logit_rows",
-                "kv", "logits", "hidden",
-            )
-        ]
-        + [("logits_stride", c_int64)]
-    )  # fmt: skip
+    """`TltStep`."""
+
+    _fields_ = [
+        *_fields(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
+        *_fields(c_void_p, "token_ids positions slots query_start context_lens block_tables logit_rows"),
+        *_fields(c_void_p, "kv logits hidden"),
+        ("logits_stride", c_int64),
+    ]
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled library with its functions declared. Raises BackendError if it cannot be built or
-    loaded."""
+    """The compiled library with its functions declared. Raises BackendError if it cannot be built or loaded."""
     path = library_path()
     try:
         lib = ctypes.CDLL(str(path))

@@ -35,13 +35,11 @@ def find_compiler() -> str | None:
 
 @cache
 def library_path() -> Path:
-    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be
-    built."""
+    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be built."""
     compiler = find_compiler()
     if compiler is None:
         raise BackendError(
-            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or "
-            "choose kernels=torch)"
+            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose kernels=torch)"
         )
     target = _cache_dir() / f"native-{_key(compiler)}.so"
     if target.exists():
@@ -88,15 +86,11 @@ def _cpu_features() -> str:
 
 
 def _cache_dir() -> Path:
-    """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private directory under the temporary
-    one."""
+    """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private one among the temporary files."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    base = (
-        Path(chosen)
-        if chosen
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
-    )
-    for directory in (base, Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
+    if not chosen:
+        chosen = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
+    for directory in (Path(chosen), Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:

@@ -64,8 +64,7 @@ class EventLog:
         return Span(self, name, step, attrs)
 
     def end_span(self, span: Span, seconds: float, error: str | None) -> None:
-        """Called by `Span`. An error is noted and written out at once: MPI_Abort may follow and runs no exit
-        code."""
+        """Called by `Span`. An error is written out at once: MPI_Abort may follow and runs no exit code."""
         self.phase_totals[span.name] += seconds
         self._step_totals[span.name] += seconds
         if error is not None:

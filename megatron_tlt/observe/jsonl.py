@@ -34,8 +34,7 @@ class LineFile:
     """Appends lines to a file in single writes, so that a crash tears at most the last one."""
 
     def __init__(self, path: Path):
-        """Opens or creates `path` and its directory. Ends a torn last line, so that the next one stands
-        alone."""
+        """Opens or creates `path` and its directory. Ends a torn last line: the next one stands alone."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -78,8 +77,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def cut_back(path: Path, start_step: int) -> int:
     """Prepares a file for a run that goes on after `start_step` steps: later rows and torn lines go.
 
-    With 0 the run is a new one, so everything goes. Returns how many rows went. Replaces the file in one
-    move.
+    With 0 the run is a new one, so everything goes. Returns how many rows went. Replaces the file at once.
     """
     if not path.exists():
         return 0

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 ROOT = "megatron_tlt"
 
 
 class RankContext(logging.Filter):
-    """Adds `where` ("rank 1/4 step 7 rollout") to every record. One for each process, changed by `phase`."""
+    """Adds `where` ("rank 1/4 step 7 rollout") to every record. One for each process, changed by `enter_phase`."""
 
     def __init__(self, rank: int, size: int):
         super().__init__()
         self.rank, self.size = rank, size
-        self.phase, self.step = "start", None  # type: tuple[str, int | None]
+        self.phase = "start"
+        self.step: int | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Never drops a record. Mutates it."""
@@ -56,21 +55,6 @@ def setup_logging(rank: int, size: int, level: int = logging.INFO, stream: TextI
     logger.propagate = False
 
 
-def get_logger(name: str) -> logging.Logger:
-    """Logger of a module of this package; pass `__name__`."""
-    return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
-
-
 def enter_phase(name: str, step: int | None = None) -> None:
     """Lines from now on say that this rank is in phase `name` of `step`."""
     _context.phase, _context.step = name, step
-
-
-@contextmanager
-def phase(name: str, step: int | None = None) -> Iterator[None]:
-    """`enter_phase` for a block; restores the phase before, but not after an error, whose report should name
-    it."""
-    before = _context.phase, _context.step
-    enter_phase(name, step)
-    yield
-    _context.phase, _context.step = before

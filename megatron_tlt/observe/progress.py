@@ -97,7 +97,7 @@ class RichProgress(Progress):
         self._rows: deque[tuple[int, float, float, Mapping[str, float]]] = deque(maxlen=_ROWS)
         self._step, self._phase = 0, "start"
         self._live_text = ""
-        self._phase_start = self._rollout_start = time.monotonic()
+        self._phase_start = time.monotonic()
         self._drawn = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()

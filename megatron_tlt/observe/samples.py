@@ -24,8 +24,7 @@ class SampleLog:
             self._file = LineFile(path)
 
     def log(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Writes the best and the worst answer of the first prompts: their contrast is what the update learns
-        from."""
+        """Writes the best and the worst answer of the first prompts: the update learns from their contrast."""
         if self._file is None:
             return
         rows = []
@@ -43,7 +42,7 @@ class SampleLog:
 
 def _choose(groups: Sequence[SampleGroup]) -> Iterator[tuple[SampleGroup, Sample, RewardResult]]:
     for group in groups:
-        scored = sorted(zip(group.samples, group.rewards, strict=False), key=lambda pair: -pair[1].value)
+        scored = sorted(zip(group.samples, group.rewards, strict=True), key=lambda pair: -pair[1].value)
         if not scored:
             continue
         yield (group, *scored[0])

@@ -56,18 +56,6 @@ class RunSummary:
         return self.generated_tokens / self.rollout_seconds if self.rollout_seconds > 0 else 0.0
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error (sample standard deviation / sqrt(n)); (nan, nan) of nothing, error nan of
-    one."""
-    if not values:
-        return math.nan, math.nan
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
 def phase_shares(summary: RunSummary) -> list[tuple[str, float, float]]:
     """(phase, seconds, share of the wall time), longest first, with what no phase accounts for at the end."""
     rows = sorted(summary.phases.items(), key=lambda item: -item[1])
@@ -91,8 +79,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
 def _accuracy_table(before: Accuracy, after: Accuracy) -> Table:
     table = Table("held-out accuracy", "before", "after", "change")
     rise = after.mean - before.mean
-    # Both evaluations ask the same prompts, so their errors are not independent: this bound is on the safe
-    # side.
+    # Both evaluations ask the same prompts, so their errors are not independent: this is on the safe side.
     error = math.hypot(before.standard_error, after.standard_error)
     steps = f"{after.count} prompts, after {before.step} and {after.step} steps"
     table.add_row(steps, str(before), str(after), f"{rise:+.3f} ± {error:.3f}")

@@ -28,8 +28,7 @@ class NamedScorer:
 def judge(
     scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, sample: Sample
 ) -> RewardResult:
-    """The weighted sum of all functions; a sample is correct if every function that counts reaches its
-    threshold.
+    """The weighted sum of all functions; correct means that every function that counts reaches its threshold.
 
     Never raises for what a reward function does: the sample's value is then `failure_value`, it is not
     correct, and `failure` says which function failed and how. Mutates nothing.
@@ -72,8 +71,7 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Group 1 of the *last* match, stripped: a model may try several answers and the last is the one it
-    gives.
+    """Group 1 of the *last* match, stripped: a model may try several answers, and the last one counts.
 
     Without a pattern the whole text, stripped. None if nothing matches.
     """

@@ -9,6 +9,7 @@ started with the first samples and wait between steps.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from megatron_tlt.rewards.process import Job, WorkerProcess
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
 _LARGEST_BATCH = 64
+_log = logging.getLogger(__name__)
 
 
 class RewardPool:
@@ -43,8 +45,8 @@ class RewardPool:
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
-        Functions see the texts but not token ids or log-probs, which stay here. Raises RewardError
-        only when workers cannot be started.
+        Functions see the texts but not token ids or log-probs, which stay here. Warns of failures, once a
+        call. Raises RewardError only when workers cannot be started.
         """
         jobs: list[Job] = []
         for group in groups:
@@ -58,6 +60,9 @@ class RewardPool:
         found = iter(verdicts[place] for place in range(len(jobs)))
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
+        failures = [verdict.failure for verdict in verdicts.values() if verdict.failure is not None]
+        if failures:  # a broken reward function would otherwise pass for a policy that is always wrong
+            _log.warning("%d of %d rewards failed; one of them: %s", len(failures), len(jobs), failures[0])
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""

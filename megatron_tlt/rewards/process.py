@@ -26,8 +26,7 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megatron_tlt.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# What a launcher tells its ranks. A user's function that imports mpi4py must not believe that it is one of
-# them.
+# What a launcher tells its ranks: a user's function that imports mpi4py must not believe it is one of them.
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _START_TIMEOUT_S = 120.0
 

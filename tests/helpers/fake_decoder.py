@@ -84,6 +84,8 @@ class NullDecoder(FakeDecoder):
 class CharTokenizer:
     """Token i is the i-th character; token 0 ends an answer."""
 
+    has_chat_template = True
+
     def __init__(self, alphabet: str = "abcdefghijklmnopqrstuvwxyz .,!?0123456789ABCDEFGHI"):
         self.alphabet = "\0" + alphabet
         self.eos_token_ids = (0,)

@@ -44,14 +44,18 @@ def make_model(directory: Path) -> Path:
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     """Model, prompts and `tiny.yaml` in `folder`; `sections` are merged over the defaults."""
     make_model(folder / "model")
-    prompts = [{"prompt": f"say {i}", "answer": str(i)} for i in range(24)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    source = {"kind": "jsonl", "path": str(folder / "prompts.jsonl")}
+    train, held_out = folder / "train.jsonl", folder / "heldout.jsonl"
+    for path, numbers in ((train, range(24)), (held_out, range(24, 32))):
+        path.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in numbers))
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model"), "max_context": 128},
         "optimizer": {"lr": 1e-3},
         "rollout": {"samples_per_prompt": 4, "max_tokens": 16, "max_running_requests": 32},
-        "data": {"train": source, "eval": source, "max_prompt_tokens": 64},
+        "data": {
+            "train": {"kind": "jsonl", "path": str(train)},
+            "eval": {"kind": "jsonl", "path": str(held_out)},
+            "max_prompt_tokens": 64,
+        },
         "rewards": {
             "workers": 1,
             "functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.2}],

@@ -5,7 +5,9 @@ Legend: T packed rows, S sequences.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,39 +16,58 @@ from megatron_tlt.models.base import Decoder, KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 
-_SHAPE = {"vocab_size": 131, "num_hidden_layers": 3, "initializer_range": 0.08, "rms_norm_eps": 1e-6}
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 131,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.08,
+    "rms_norm_eps": 1e-6,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {  # tied, biased, 3 query heads to a kv head
+        "hidden_size": 96,
+        "intermediate_size": 200,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {  # head size unrelated to hidden / heads
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 40,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "llama": {  # untied, scaled rotary embedding
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+}
 
 
-def hf_model(family: str, **changes):
+def hf_model(family: str):
     """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3" or "llama"."""
     import transformers
 
     torch.manual_seed({"qwen2": 1, "qwen3": 2, "llama": 3}[family])
-    if family == "qwen2":  # tied, biased, 3 query heads to a kv head
-        config = transformers.Qwen2Config(
-            **_SHAPE | {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-                        "max_position_embeddings": 1024, "tie_word_embeddings": True} | changes)  # fmt: skip
-        cls = transformers.Qwen2ForCausalLM
-    elif family == "qwen3":  # head size unrelated to hidden / heads
-        config = transformers.Qwen3Config(
-            **_SHAPE | {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-                        "head_dim": 40, "max_position_embeddings": 1024, "tie_word_embeddings": True} |
-                        changes)  # fmt: skip
-        cls = transformers.Qwen3ForCausalLM
-    else:  # untied, scaled rotary embedding
-        rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 128}  # fmt: skip
-        config = transformers.LlamaConfig(
-            **_SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
-            "num_key_value_heads": 1,
-                        "max_position_embeddings": 2048, "tie_word_embeddings": False, "rope_parameters":
-                        rope}
-            | changes)  # fmt: skip
-        cls = transformers.LlamaForCausalLM
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    config = getattr(transformers, f"{name}Config")(**_SHAPE, **deepcopy(_FAMILIES[family]))
     config._attn_implementation = "eager"
-    model = cls(config).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():  # norms and biases start at 1 and 0: make them matter
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

@@ -93,18 +93,9 @@ def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
 
 def kill_while_saving(checkpoints: Path) -> int:
     """Runs two ranks that save after every update, kills all of them at a random moment after the fifth."""
-    command = [
-        str(MPIEXEC),
-        "-n",
-        "2",
-        sys.executable,
-        "-m",
-        "mpi4py",
-        str(ROOT / WORKER),
-        str(expected_root()),
-    ]
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER)]
     process = subprocess.Popen(
-        [*command, f"forever {checkpoints}"],
+        [*command, str(expected_root()), f"forever {checkpoints}"],
         env=rank_environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -170,9 +161,8 @@ def test_sigkill_while_saving_leaves_latest_good(
     saved, found = resumed
     assert found[0]["found"] == (place / "killed" / files.LATEST).read_text().strip()
     assert found[0]["extra"]["step"] >= saved
-    assert (
-        len(files.complete_steps(place / "killed")) <= 4
-    )  # keep=3, and perhaps one that was just being pruned
+    # keep=3, and perhaps one that was just being pruned.
+    assert len(files.complete_steps(place / "killed")) <= 4
 
 
 @pytest.mark.parametrize("which", [1, 2, 3])

@@ -57,6 +57,13 @@ def test_a_step_without_trained_tokens_leaves_everything() -> None:
     assert case("nothing_trained")["untouched"]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_weight_decay_skips_norms_and_biases(optimizer: str) -> None:
+    found = case("decay", optimizer=optimizer)
+    assert found["vectors_untouched"]
+    assert found["matrices_decayed"]
+
+
 def test_random_init_depends_on_the_seed_only() -> None:
     found = case("guards")
     assert found["random_same"]

@@ -12,8 +12,7 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 def run_pieces(decoder, sequences: list[list[int]], pieces: list[int]) -> list[torch.Tensor]:
-    """Feeds all sequences side by side, `pieces` tokens at a time and then one by one; logits per
-    sequence."""
+    """Feeds all sequences side by side, `pieces` tokens at a time, then one by one; logits per sequence."""
     driver = Driver(decoder, num_blocks=160)
     collected: list[list[torch.Tensor]] = [[] for _ in sequences]
     at = [0] * len(sequences)

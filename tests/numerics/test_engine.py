@@ -59,9 +59,9 @@ def test_logprobs_equal_a_scoring_pass(family: str, kernels: str):
             torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
-def one_by_one(family: str, jobs: list[Job], kernels: str = "native") -> Answers:
+def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -> Answers:
     answers: Answers = {}
-    engine = engine_of(family, kernels, max_running=1, budget=256)
+    engine = engine_of(family, kernels, max_running=1, budget=256, **sizes)
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
             engine.add(prompt, params, prompt_id, index)
@@ -116,7 +116,9 @@ def test_another_seed_prompt_id_or_sample_gives_another_answer():
     assert answer_all(engine, jobs) == answers
 
 
-def test_bf16_runs():
-    engine = engine_of("qwen3", dtype=torch.bfloat16)
-    answers = answer_all(engine, random_jobs(131, 6, seed=3))
-    assert all(a[0] for a in answers.values())
+def test_bf16_answers_do_not_depend_on_the_schedule_either():
+    jobs = random_jobs(131, 8, seed=3)
+    alone = one_by_one("qwen3", jobs, dtype=torch.bfloat16)
+    assert answer_all(engine_of("qwen3", dtype=torch.bfloat16), jobs) == alone
+    assert answer_all(engine_of("qwen3", dtype=torch.bfloat16, budget=7, max_running=3), jobs) == alone
+    assert alone != one_by_one("qwen3", jobs)

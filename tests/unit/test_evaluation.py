@@ -38,6 +38,13 @@ def test_summary_means_errors_and_powers_of_two():
     assert sum(result.histogram_counts) == 12
 
 
+def test_the_order_in_which_ranks_deliver_changes_no_bit():
+    rows = columns(np.random.default_rng(0).integers(0, 2, (50, 4)).tolist())
+    rows["reward"] = np.random.default_rng(1).random(200)
+    split = np.concatenate([np.flatnonzero(rows["prompt"] % 3 == rank) for rank in range(3)])
+    assert summarise(1, {name: values[split] for name, values in rows.items()}) == summarise(1, rows)
+
+
 def test_summary_survives_json():
     result = summarise(1, columns([[1, 0], [0, 0]]))
     assert EvalResult.from_json(result.to_json()) == result

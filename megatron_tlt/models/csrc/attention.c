@@ -226,7 +226,8 @@ void tlt_attend(const Attention *a, long row, long rows, long head, const int32_
         attend_group(a, &w, rows * now, now, head, positions, block_table);
         for (long m = 0; m < rows * now; m++) {
             vf norm = vset(1.0f / vsum(w.sum[m]));
-            char *out = (char *)a->out + ((row + m / now) * a->out_stride + (first_head + m % now) * a->head_dim) * item;
+            long at = (row + m / now) * a->out_stride + (first_head + m % now) * a->head_dim;
+            char *out = (char *)a->out + at * item;
             char tmp[TLT_MAX_HEAD_DIM * 4];
             for (long d = 0; d < a->padded_dim; d += VW) act_store(a->kind, tmp, d, vload(&w.acc[m][d]) * norm);
             memcpy(out, tmp, (size_t)(a->head_dim * item));

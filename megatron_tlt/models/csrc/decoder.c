@@ -238,7 +238,8 @@ static void run_chunks(Run *r) {
 
 /* Everything that could make C read or write outside its memory. */
 static int check(const TltModel *m, const TltStep *s) {
-    if (s->block_size % TILE || m->head_dim > TLT_MAX_HEAD_DIM || m->head_dim % 2 || m->hidden % 2) return TLT_BAD_SHAPE;
+    if (s->block_size < TILE || s->block_size % TILE) return TLT_BAD_SHAPE;
+    if (m->head_dim > TLT_MAX_HEAD_DIM || m->head_dim % 2 || m->hidden % 2) return TLT_BAD_SHAPE;
     if (s->query_start[0] != 0 || s->query_start[s->seqs] != s->tokens) return TLT_BAD_SHAPE;
     for (long i = 0; i < s->tokens; i++) {
         if (s->token_ids[i] < 0 || s->token_ids[i] >= m->embed_rows) return TLT_BAD_TOKEN;
@@ -284,4 +285,3 @@ int tlt_forward(const TltModel *m, const TltStep *s, int threads, TltAllReduce a
 int tlt_abi_version(void) { return TLT_ABI; }
 const char *tlt_isa(void) { return TLT_DPBF16 ? TLT_ISA "+bf16" : TLT_ISA; }
 int tlt_panel_width(void) { return NR; }
-int tlt_activation_bytes(int is_bf16) { return (int)act_bytes(is_bf16 ? KIND_BF16 : KIND_F32); }

@@ -74,7 +74,7 @@ static int must_sleep(int index) { return LOAD(team_size) <= index; }
 static void *helper(void *arg) {
     const int index = (int)(intptr_t)arg;
     uint64_t seen = 0;
-    for (int spin = 0;;) {
+    for (int spin = 0;;) { /* counts up to where it is looked at: a wait may last for minutes */
         uint64_t w = LOAD(word);
         if (STAGE_OF(w) != STAGE_OF(seen) && !must_sleep(index)) {
             seen = w;
@@ -82,12 +82,12 @@ static void *helper(void *arg) {
             if (UNIT_OF(w) < COUNT_OF(w)) take_units();
             continue;
         }
-        spin++;
         if (!must_sleep(index)) {
-            if (spin < SPIN_OPEN) PAUSE();
+            if (spin < SPIN_OPEN) PAUSE(), spin++;
             else sched_yield();
         } else if (spin < SPIN_CLOSED) {
             PAUSE();
+            spin++;
         } else {
             pthread_mutex_lock(&lock);
             sleeping++;
@@ -123,6 +123,7 @@ static void grow(int wanted) {
 
 void tlt_team_open(int threads) {
     if (threads > TLT_MAX_THREADS) threads = TLT_MAX_THREADS;
+    if (threads < 1) threads = 1;
     pthread_mutex_lock(&one_team);
     grow(threads - 1);
     if (threads > helpers + 1) threads = helpers + 1;
@@ -150,8 +151,8 @@ static void run_stage(long offset, long count, TltUnit unit, void *arg) {
     uint64_t next = STAGE_OF(LOAD(word)) + 1;
     STORE(word, next << (UNIT_BITS + COUNT_BITS) | (uint64_t)count << UNIT_BITS);
     take_units();
-    for (int spin = 0; LOAD(done) != count; spin++) {
-        if (spin < SPIN_OPEN) PAUSE();
+    for (int spin = 0; LOAD(done) != count;) {
+        if (spin < SPIN_OPEN) PAUSE(), spin++;
         else sched_yield();
     }
 }
@@ -161,5 +162,6 @@ void tlt_parallel(long count, TltUnit unit, void *arg) {
         for (long i = 0; i < count; i++) unit(arg, i);
         return;
     }
-    for (long at = 0; at < count; at += MAX_COUNT) run_stage(at, count - at < MAX_COUNT ? count - at : MAX_COUNT, unit, arg);
+    for (long at = 0; at < count; at += MAX_COUNT)
+        run_stage(at, count - at < MAX_COUNT ? count - at : MAX_COUNT, unit, arg);
 }

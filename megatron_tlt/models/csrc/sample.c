@@ -107,9 +107,8 @@ int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab) {
 void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                       const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads) {
     Sampling s = {logits, rows, vocab, stride, (vocab + PIECE - 1) / PIECE, temperature, keys, scratch};
-    if (rows * s.pieces < threads) threads = (int)(rows * s.pieces);
-    if (threads < 1) return;
-    tlt_team_open(threads);
+    if (rows < 1) return;
+    tlt_team_open(rows * s.pieces < threads ? (int)(rows * s.pieces) : threads);
     tlt_parallel(rows * s.pieces, sample_unit, &s);
     tlt_team_close();
     for (int64_t r = 0; r < rows; r++) {

@@ -91,7 +91,7 @@ INLINE float vmax_lanes(vf x) {
     return lane[0];
 }
 
-/* 2^x, relative error below 1e-7; exactly 1 at 0 and exactly 0 below -126 (also for -inf).
+/* 2^x for x < 127.5, relative error below 1e-7; exactly 1 at 0 and exactly 0 below -126 (also for -inf).
  * x = n + r with |r| <= 1/2; minimax polynomial for (2^r - 1)/r fitted for this file. */
 INLINE vf vexp2(vf x) {
     const vf magic = vset(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
@@ -110,7 +110,7 @@ INLINE vf vexp2(vf x) {
     return vselect(x < vset(-126.0f), vzero(), y);
 }
 
-/* e^x for x <= 127; used by SiLU and softmax. */
+/* e^x for x <= 88; used by SiLU and softmax. */
 INLINE vf vexp(vf x) { return vexp2(x * vset(1.44269504088896341f)); }
 
 /* e*ln2 + log(1 + f) for f in [-0.293, 0.415]; relative error below 2e-7. Polynomial fitted for this file. */

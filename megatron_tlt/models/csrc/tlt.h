@@ -63,7 +63,6 @@ enum {
 int tlt_abi_version(void);
 const char *tlt_isa(void);
 int tlt_panel_width(void);
-int tlt_activation_bytes(int is_bf16);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
 void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t rows, int64_t cols, int64_t ld,
               int64_t first, int64_t panel_step, int64_t panel_offset, int threads);

@@ -1,10 +1,10 @@
-"""Checkpoints on real ranks. Arguments: a verb, the directory with models, the checkpoints directory, verb's
-own.
+"""Checkpoints on real ranks. Arguments: the directory with models, then commands `verb DIR [more]`.
 
 save LAYOUT:   two updates, save, a third while that is under way; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
 forever:       saves after every update until killed
-continue:      resume=auto, says what it found
+resume HOW:    says what find_checkpoint finds for `checkpoint.resume` = HOW, and loads it
+refuse:        checkpoints of another optimizer and another model
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     from megatron_tlt.actor.shard_writer import ThreadWriter
 
     held: list[ThreadWriter] = []
-    begin, ThreadWriter.start = ThreadWriter.start, lambda writer: held.append(writer)  # noqa: PLW0108  (a builtin does not bind)
+    begin = ThreadWriter.start
+    ThreadWriter.start = lambda writer: held.append(writer)  # noqa: PLW0108  (a builtin does not bind)
     policy = build(world, root, dict(layout))
     for number in (1, 2):
         update(policy, number)

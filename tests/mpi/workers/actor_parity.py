@@ -1,7 +1,7 @@
 """One rank: the actor against transformers, packing, precision, recompute, optimizer guards.
 
-Arguments: a directory with one model directory and one NAME.pt of expected values per kind. Leaves
-NAME.tp1.pt.
+Arguments: a directory with one model directory and one NAME.pt of expected values per kind. It gets a
+NAME.tp1.pt per kind.
 """
 
 from __future__ import annotations
@@ -134,6 +134,29 @@ def nothing_trained(world: World, root: Path) -> None:
     say(world, case="nothing_trained", untouched=untouched and out.skipped and out.policy_version == 1)
 
 
+def decay(world: World, root: Path) -> None:
+    """The same step with and without weight decay: which weights differ."""
+    for section in (SGD, ADAM):
+        plain, decayed = (
+            make_policy(
+                world, root / "qwen2", section.model_copy(update={"weight_decay": wd}), WeightedNll(), False
+            )
+            for wd in (0.0, 0.1)
+        )
+        for policy in (plain, decayed):
+            policy.train_step(train_batch([sequences(4)], [50.0]))
+        other = copy_of(decayed.named_weights())
+        same = {n: torch.equal(t, other[n]) for n, t in plain.named_weights()}
+        flat = {n for n, t in other.items() if t.dim() == 1}
+        say(
+            world,
+            case="decay",
+            optimizer=section.name,
+            vectors_untouched=bool(flat) and all(same[n] for n in flat),
+            matrices_decayed=not any(same[n] for n in set(same) - flat),
+        )
+
+
 def precision(world: World, root: Path) -> None:
     """bf16 parameters with fp32 masters stay close to fp32, and learn."""
     exact = make_policy(world, root / "qwen3", ADAM, WeightedNll(entropy_factor=0.0), False)
@@ -166,6 +189,7 @@ def main() -> None:
     packing(world, root)
     guards(world, root)
     nothing_trained(world, root)
+    decay(world, root)
     precision(world, root)
     world.close()
 

@@ -48,6 +48,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     published(tmp_path, 3)
     directory = published(tmp_path, 3)
     assert files.find_damage(directory, files.read_manifest(directory)) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [files.LATEST, "step-000003"]
 
 
 @pytest.mark.parametrize(

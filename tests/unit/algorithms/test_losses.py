@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,20 +62,19 @@ def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
             old = logp.clone() if on_policy else logp + noise(length, drift)
             ref = logp + noise(length, 0.4)
             kl = (old - ref).tolist()
-            answers.append(
-                Answer(
-                    prompt,
-                    index,
-                    pick.choice([0.0, 0.25, 1.0]),
-                    pick.random() < 0.3,
-                    logp.requires_grad_(),
-                    old,
-                    old + noise(length, 0.6),
-                    ref,
-                    noise(length, 1.0).abs().requires_grad_(),
-                    kl,
-                )
+            answer = Answer(
+                prompt=prompt,
+                index=index,
+                reward=pick.choice([0.0, 0.25, 1.0]),
+                truncated=pick.random() < 0.3,
+                logp=logp.requires_grad_(),
+                old=old,
+                rollout=old + noise(length, 0.6),
+                ref=ref,
+                entropy=noise(length, 1.0).abs().requires_grad_(),
+                kl=kl,
             )
+            answers.append(answer)
     return answers
 
 
@@ -174,21 +174,24 @@ def make_sequences(answers: list[Answer]) -> list[TrainSequence]:
 
 def pack(answers: list[Answer], sequences: list[TrainSequence], with_old: bool, garbage: bool) -> LossInputs:
     """A micro-batch of whole answers; `garbage` adds masked rows full of inf and NaN before each."""
-    columns: dict[str, list[Tensor]] = {
-        k: [] for k in ["logp", "old", "rollout", "ref", "entropy", "adv", "mask", "weight", "seg"]
-    }
     bad = torch.tensor([math.inf, -math.inf, math.nan], dtype=torch.float64)
+    masked = {"mask": torch.zeros_like(bad), "seg": torch.tensor([-1, 99, 0])}
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for segment, (a, s) in enumerate(zip(answers, sequences)):
         ones = torch.ones(len(a), dtype=torch.float64)
-        rows = {"logp": a.logp, "old": a.old, "rollout": a.rollout, "ref": a.ref, "entropy": a.entropy}
-        rows |= {"adv": torch.from_numpy(s.advantages).double(), "weight": ones * s.weight}
-        rows |= {"mask": torch.from_numpy(s.loss_mask).double(), "seg": ones.long() * segment}
+        rows = {
+            "logp": a.logp,
+            "old": a.old,
+            "rollout": a.rollout,
+            "ref": a.ref,
+            "entropy": a.entropy,
+            "adv": torch.from_numpy(s.advantages).double(),
+            "mask": torch.from_numpy(s.loss_mask).double(),
+            "weight": ones * s.weight,
+            "seg": ones.long() * segment,
+        }
         for name, values in rows.items():
-            if garbage:
-                filler = {"mask": bad * 0, "seg": torch.tensor([-1, 99, 0])}.get(name, bad)
-                filler = torch.zeros(3, dtype=torch.float64) if name == "mask" else filler
-                columns[name].append(filler)
-            columns[name].append(values)
+            columns[name] += [masked.get(name, bad), values] if garbage else [values]
     flat = {name: torch.cat(parts) for name, parts in columns.items()}
     return LossInputs(
         logprobs=flat["logp"],

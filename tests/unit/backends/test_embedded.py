@@ -162,22 +162,26 @@ def test_wrong_sizes_are_found_together(model_dir: Path):
     assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.tp"]
 
 
+def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path):
+    """Each sees another amount of free memory; schedulers of different pools would part."""
+
+    class Rank:
+        rank, size = 0, 2
+
+        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.stack([tensor, tensor - 3])
+
+    model = ModelSection(path=str(model_dir), max_context=64)
+    alone = build_backend(RolloutSection(kv_cache_mib=4), model)
+    shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), model, tp=Rank())
+    assert shared.engine.blocks.num_blocks == alone.engine.blocks.num_blocks - 3
+
+
 def test_generate_file(model_dir: Path, tmp_path: Path):
     prompts, out, stats = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl", tmp_path / "stats.json"
     prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
     params = SamplingParams(max_tokens=9, seed=2)
-    for run in range(2):
-        generate_file(
-            model_dir,
-            prompts,
-            out,
-            params,
-            CharTokenizer(),
-            n=3,
-            logprobs=True,
-            stats_path=stats,
-            chat=run == 5,
-        )
+    generate_file(model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
         (p, i) for p in (0, 1) for i in range(3)

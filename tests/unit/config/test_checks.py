@@ -44,7 +44,8 @@ def test_a_good_configuration_has_no_problems():
         (["actor.pp=3"], "actor.pp"),
         (["rollout.tp=3"], "rollout.tp"),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
-        (["actor.cp=2", "actor.layer_spec=local"], "actor.cp"),
+        (["actor.cp=2"], "actor.cp"),
+        (["actor.distributed_optimizer=on", "optimizer.name=sgd"], "actor.distributed_optimizer"),
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
@@ -75,6 +76,7 @@ def test_a_good_configuration_has_no_problems():
         (["data.train={kind: jsonl, path: x}"], "rewards.functions.0.name"),
         (["data.eval={kind: jsonl, path: x}"], "rewards.functions.0.name"),
         (["data.eval={tasks: [{name: chain_sum}]}"], "data.eval.seed"),
+        (["data.train={kind: jsonl, path: x}", "data.eval={kind: jsonl, path: x}"], "data.eval.path"),
         (["rewards.functions=[]"], "rewards.functions"),
         (["rewards.functions=[{name: task, counts_as_correct: false}]"], "rewards.functions"),
         (["rewards.functions=[{name: python}]"], "rewards.functions.0.path"),
@@ -97,7 +99,6 @@ def test_every_check_fires(overrides, path):
 @pytest.mark.parametrize(
     ("override", "device"),
     [
-        ("actor.cp=2", "cpu"),
         ("actor.layer_spec=transformer_engine", "cpu"),
         ("actor.distributed_optimizer=on", "cpu"),
         ("rollout.kernels=native", "cuda"),
@@ -113,6 +114,11 @@ def test_checks_of_the_device(override, device):
 
 def test_a_task_may_come_twice_with_other_params():
     assert paths("data.train.tasks=[{name: a}, {name: a, params: {min_terms: 3}}]") == set()
+
+
+def test_the_vocabulary_need_not_be_divisible():
+    config = build_config(BASE, ["actor.tp=2", "rollout.tp=2"])
+    assert check_config(config, SHAPE.model_copy(update={"vocab_size": 511}), 4) == []
 
 
 def test_model_positions_limit_the_context():

@@ -137,6 +137,11 @@ def test_duplicate_keys_are_refused(text):
         parse_yaml(text, "f.yaml")
 
 
+def test_a_list_as_a_key_is_refused():
+    with pytest.raises(ConfigError, match=r"f\.yaml:1.*unhashable key"):
+        parse_yaml("? [a, b]\n: 1", "f.yaml")
+
+
 def test_broken_yaml_names_file_and_line():
     with pytest.raises(ConfigError, match=r"f\.yaml:3"):
         parse_yaml("a: 1\nb: [1,\nc: }", "f.yaml")

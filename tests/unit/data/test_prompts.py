@@ -125,6 +125,17 @@ def test_train_and_held_out_streams_differ_and_held_out_ignores_the_run_seed() -
     assert first("eval", 0) == first("eval", 1)
 
 
+def test_a_held_out_file_is_gone_through_once(tmp_path: Path, ten: PromptSourceConfig) -> None:
+    held_out = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "x" * n} for n in (3, 50, 5, 60)])
+    section = DataSection(train=ten, eval=held_out, max_prompt_tokens=10)
+    prompts = build_prompts(section, "eval", Letters(), 0)
+    assert sorted(len(p.text) for p in prompts.next_batch(64)) == [3, 5]
+    assert prompts.next_batch(1) == []
+    tight = build_prompts(section.model_copy(update={"max_prompt_tokens": 2}), "eval", Letters(), 0)
+    with pytest.raises(DataError, match="max_prompt_tokens = 2"):
+        tight.next_batch(1)
+
+
 def test_too_long_prompts_are_dropped_and_counted_once(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in (3, 50, 5, 60)])
     prompts = stream(source, max_prompt_tokens=10)

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_tlt.data.detokenizer import IncrementalDecoder
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError
 
@@ -84,16 +85,19 @@ def test_missing_directories_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_incremental_decoding_holds_back_unfinished_characters(tmp_path: Path, step: int) -> None:
     tokenizer = HFTokenizer(save(tmp_path))
-    stream, ids = tokenizer.stream(), tokenizer.encode(TEXT)
+    stream, ids = IncrementalDecoder(tokenizer), tokenizer.encode(TEXT)
     pieces = [stream.add(ids[i : i + step]) for i in range(0, len(ids), step)]
-    assert "".join(pieces) + stream.flush() == TEXT
+    assert "".join(pieces) == TEXT
+    assert stream.held == ""
     assert not any("\ufffd" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > 5
 
 
-def test_flush_gives_what_never_became_a_character(tmp_path: Path) -> None:
+def test_whole_characters_before_an_unfinished_one_are_held(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(save(tmp_path))
-    stream = tokenizer.stream()
-    assert stream.add(tokenizer.encode("é")[:1]) == ""
-    assert stream.flush() == "\ufffd"
-    assert stream.flush() == ""
+    stream = IncrementalDecoder(tokenizer)
+    start, rest = tokenizer.encode("aé")[:2], tokenizer.encode("é")[1:]
+    assert stream.add(start) == ""
+    assert stream.held == "a"
+    assert stream.add(rest) == "aé"
+    assert stream.held == ""

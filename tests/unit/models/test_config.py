@@ -12,16 +12,31 @@ from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
 
 QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 100, "hidden_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
-    "max_position_embeddings": 512, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "eos_token_id": 7, "bos_token_id": 3, "use_sliding_window": False, "sliding_window": 128,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 7,
+    "bos_token_id": 3,
+    "use_sliding_window": False,
+    "sliding_window": 128,
     "max_window_layers": 2,
-}  # fmt: skip
+}
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def test_old_and_new_spelling_read_the_same() -> None:

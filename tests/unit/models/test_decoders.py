@@ -1,5 +1,4 @@
-"""What the decoders promise besides numbers: strict weights, cache copies, tensor parallelism, errors,
-building."""
+"""What the decoders promise besides numbers: strict weights, cache copies, tensor parallelism, errors, building."""
 
 from __future__ import annotations
 
@@ -89,6 +88,17 @@ def test_positions_beyond_the_first_rotary_table() -> None:
     torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
 
 
+def test_strongly_closed_gates_are_closed() -> None:
+    """silu(x) for x far below -88, where e^-x does not fit float32, is 0 and not x."""
+    weights = [(n, w * (400 if "gate_proj" in n else 1)) for n, w in random_weights(CONFIG)]
+    got = []
+    for kernels in KERNELS:
+        decoder = build_decoder(CONFIG, kernels=kernels)
+        decoder.load_weights(weights)
+        got.append(Driver(decoder).step([(0, list(range(40)))]).logits)
+    torch.testing.assert_close(*got, atol=1e-3, rtol=1e-3)
+
+
 class LocalGroup:
     """Tensor parallelism between threads of one process; sums in rank order."""
 
@@ -132,6 +142,19 @@ def test_torch_tensor_parallel_equals_one_rank(size: int) -> None:
     for logits in got:
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
         assert torch.equal(logits, got[0])
+
+
+def test_no_wanted_rows_are_no_logits_on_every_rank() -> None:
+    group, got = LocalGroup(2), [None] * 2
+
+    def run(rank: int) -> None:
+        shard = Shard(CONFIG, rank, 2)
+        got[rank] = shard.gather_logits(group.member(rank), torch.zeros(0, shard.vocab), CONFIG.vocab_size)
+
+    ranks = [threading.Thread(target=run, args=(r,)) for r in range(2)]
+    [t.start() for t in ranks]
+    [t.join() for t in ranks]
+    assert [logits.shape for logits in got] == [(0, 101), (0, 101)]
 
 
 NATIVE_RANK = """
@@ -197,13 +220,26 @@ def test_shapes_that_cannot_be_sharded_are_refused() -> None:
         ("positions", [0, 16], "block table"),
         ("logit_rows", [2], "logit row"),
         ("query_start", [0, 1], "query_start"),
+        ("query_start", [0], "query_start must be .* of 2 rows"),
+        ("positions", [0], "positions must be .* of 2 rows"),
+        ("slot_mapping", [0], "slots must be .* of 2 rows"),
+        ("context_lens", [2, 2], "query_start must be .* of 3 rows"),
+        ("block_tables", [[0], [0]], "block_tables must be .* of 1 rows"),
     ],
 )
 def test_input_that_would_leave_memory_is_refused(field: str, value: list, word: str) -> None:
-    fields = {"token_ids": [1, 2], "positions": [0, 1], "slot_mapping": [0, 1], "query_start": [0, 2],
-              "context_lens": [2], "block_tables": [[0]], "logit_rows": [1]} | {field: value}  # fmt: skip
+    fields = {
+        "token_ids": [1, 2],
+        "positions": [0, 1],
+        "slot_mapping": [0, 1],
+        "query_start": [0, 2],
+        "context_lens": [2],
+        "block_tables": [[0]],
+        "logit_rows": [1],
+    }
     decoder = loaded("native")
-    batch = DecoderInput(**{k: torch.tensor(v, dtype=torch.int32) for k, v in fields.items()})
+    tensors = {k: torch.tensor(v, dtype=torch.int32) for k, v in (fields | {field: value}).items()}
+    batch = DecoderInput(**tensors)
     with pytest.raises(BackendError, match=word):
         decoder.forward(batch, decoder.new_kv_cache(2, 16))
 
@@ -258,8 +294,7 @@ def test_a_forked_child_can_run() -> None:
 
 
 def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
-    """Other instruction sets are compiled and run by the parity tests' own numbers, here on whatever
-    this CPU can."""
+    """Other instruction sets, as far as this CPU has them."""
     code = (
         "import sys, torch; from megatron_tlt.models import native_build as b; b.FLAGS = "
         "tuple(sys.argv[1:]) + b.FLAGS[3:];"

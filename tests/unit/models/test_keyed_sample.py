@@ -28,10 +28,8 @@ def random_keys(n: int, seed: int = 0) -> np.ndarray:
 
 
 def run(logits: np.ndarray, temperature: np.ndarray, keys: np.ndarray, threads: int = 1):
-    token, logprob = keyed_sample(
-        torch.from_numpy(logits.astype(np.float32)), torch.from_numpy(temperature.astype(np.float32)),
-        torch.from_numpy(keys), threads=threads,
-    )  # fmt: skip
+    rows, heat = (torch.from_numpy(a.astype(np.float32)) for a in (logits, temperature))
+    token, logprob = keyed_sample(rows, heat, torch.from_numpy(keys), threads=threads)
     return token.numpy(), logprob.numpy()
 
 
@@ -58,8 +56,7 @@ def test_tokens_and_logprobs_follow_the_definition(vocab: int) -> None:
 
 
 def test_noise_is_accurate_everywhere_even_at_the_ends_of_the_hash() -> None:
-    """A token that wins by less and less: where it starts to win tells its noise. Hunts keys at both
-    extremes."""
+    """A token that wins by less and less: where it starts to win tells its noise. Hunts keys at both extremes."""
     keys = random_keys(2_000_000, 3)
     noise = gumbel(keys, 1)[:, 0]
     order = np.argsort(noise)
@@ -147,6 +144,8 @@ def test_views_and_wrong_types() -> None:
     keys, t = torch.arange(3), torch.zeros(3)
     token, _ = keyed_sample(wide[:, :60], t, keys)
     assert token.tolist() == wide[:, :60].argmax(1).tolist()
+    assert keyed_sample(wide, t, keys, threads=0)[0].tolist() == wide.argmax(1).tolist()
+    assert keyed_sample(wide[:0], t[:0], keys[:0])[0].shape == (0,)
     with pytest.raises(BackendError, match="keyed_sample"):
         keyed_sample(wide.double(), t, keys)
     with pytest.raises(BackendError, match="keyed_sample"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def test_saving_again_replaces_shards_and_keeps_the_tokenizer(tmp_path) -> None:
         "tokenizer.json",
     ]
     assert stored(tmp_path)["model.norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 8000])
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_that_the_umask_gives(umask: int, limit: int, tmp_path) -> None:
+    before = os.umask(umask)
+    try:
+        save_hf(tmp_path, CONFIG, random_weights(CONFIG), max_shard_bytes=limit)
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o666 & ~umask}
 
 
 def test_a_failed_save_leaves_the_old_model(tmp_path) -> None:

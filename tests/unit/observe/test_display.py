@@ -19,7 +19,6 @@ from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog
 from megatron_tlt.observe.summary import (
     Accuracy,
     RunSummary,
-    mean_and_error,
     phase_shares,
     render_summary,
     write_summary,
@@ -31,7 +30,7 @@ METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}
 
 @pytest.fixture
 def logger():
-    yield log.get_logger("megatron_tlt.test")
+    yield logging.getLogger(f"{log.ROOT}.test")
     logging.getLogger(log.ROOT).handlers.clear()
     logging.getLogger(log.ROOT).propagate = True
     log.enter_phase("start")
@@ -40,8 +39,8 @@ def logger():
 def test_a_log_line_says_rank_step_and_phase(logger):
     stream = io.StringIO()
     log.setup_logging(1, 4, stream=stream)
-    with log.phase("rollout", 7):
-        logger.warning("two\nlines")
+    log.enter_phase("rollout", 7)
+    logger.warning("two\nlines")
     logger.info("rank 1 keeps quiet")
     assert stream.getvalue().count("\n") == 1
     assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
@@ -53,15 +52,6 @@ def test_rank_0_speaks_from_info_up(logger):
     log.setup_logging(0, 4, stream=stream)
     logger.info("once")
     assert stream.getvalue()[9:] == "rank 0/4 start | INFO once\n"
-
-
-def test_the_phase_of_an_error_stays_for_its_report(logger):
-    stream = io.StringIO()
-    log.setup_logging(0, 1, stream=stream)
-    with pytest.raises(ValueError), log.phase("update", 3):
-        raise ValueError
-    logger.error("failed")
-    assert "step 3 update | ERROR failed" in stream.getvalue()
 
 
 def test_plain_progress_writes_a_line_a_step():
@@ -162,7 +152,7 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
         "+0.200 ± 0.050",
         "60.0%",
         "rank 1: 20.0%",
-        "100",
+        "all ranks │ 100 ",
         "step-20",
     ):
         assert part in text
@@ -179,9 +169,3 @@ def test_the_summary_file_is_json(tmp_path):
     values = json.loads(path.read_text())
     assert values["tokens_per_second"] == 100.0
     assert values["after"] == {"step": 20, "mean": 0.5, "standard_error": None, "count": 1}
-
-
-def test_standard_error_of_the_mean():
-    mean, error = mean_and_error([0, 1, 1, 0])
-    assert (mean, error) == (0.5, pytest.approx(math.sqrt(1 / 3 / 4)))
-    assert math.isnan(mean_and_error([1.0])[1])

@@ -12,7 +12,7 @@ from megatron_tlt.planning.memory import (
 )
 from megatron_tlt.planning.report import find_problems, render_check
 
-MODELS = Path("configs/models")
+CONFIGS = Path(__file__).parents[3] / "configs"
 # Published parameter counts (model cards).
 PUBLISHED = {
     "qwen2.5-7b": 7.61e9,
@@ -24,7 +24,7 @@ PUBLISHED = {
 
 
 def shape_of(name: str):
-    architecture = load_config(MODELS / f"{name}.yaml").model.architecture
+    architecture = load_config(CONFIGS / "models" / f"{name}.yaml").model.architecture
     assert architecture is not None
     return architecture
 
@@ -98,7 +98,7 @@ def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
 
 
 def test_the_report_shows_grid_memory_and_tokens():
-    config = load_config(Path("configs/recipes/grpo-llama3.3-70b-32n8g.yaml"))
+    config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml")
     text = render_check(config, None, 256)
     assert "Ranks: 256 = tp 8 x pp 2 x cp 1 x dp 16" in text
     assert "  dp 1      8-15  136-143\n" in text
@@ -115,5 +115,5 @@ def test_the_report_without_a_shape_says_so():
 
 
 def test_problems_include_memory():
-    config = load_config(Path("configs/recipes/grpo-llama3.3-70b-32n8g.yaml"), ["cluster.memory_gib=40"])
+    config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml", ["cluster.memory_gib=40"])
     assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}

@@ -106,7 +106,9 @@ def test_python_by_file_with_parameters() -> None:
     assert verdict("8", config, answer="7").parts == {"good": 0.5}
 
 
-def test_python_by_module() -> None:
+def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(USER.parent))
+    assert verdict("7", RewardConfig(name="python", path="user_rewards:good"), answer="7").value == 1.0
     section = RewardSection(functions=(RewardConfig(name="python", path="posixpath:isabs"),), workers=0)
     with pytest.raises(RewardError, match=r"isabs.*takes"):
         build_scorers(section)

@@ -76,24 +76,28 @@ def test_every_kind_of_failure_costs_one_sample(workers: int) -> None:
     assert all(r.value == -1.0 and not r.correct for r in found.values() if r.failure)
 
 
+def test_failures_are_said_once_a_call(caplog: pytest.LogCaptureFixture) -> None:
+    with pool_of(workers=0) as pool, caplog.at_level("WARNING"):
+        verdicts(pool, ["1", "raise", "2"], ["raise"])
+        verdicts(pool, ["3"])
+    assert [r.getMessage() for r in caplog.records] == [
+        "2 of 4 rewards failed; one of them: act: RuntimeError: no such luck"
+    ]
+
+
 def test_the_last_sample_may_kill_the_worker() -> None:
     with pool_of() as pool:
         assert [r.failure is None for r in verdicts(pool, ["1", "die"])] == [True, False]
         assert verdicts(pool, ["1"])[0].value == 1.0
 
 
-def test_the_clock_runs_per_sample_not_per_batch() -> None:
+def test_the_clock_runs_per_sample_not_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import time\ndef slow(p, a, r, m):\n    time.sleep(0.3)\n    return 1.0\n"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        module = Path(__file__).parent / "_slow_reward_for_test.py"
-        module.write_text(code)
-        try:
-            function = RewardConfig(name="python", path="_slow_reward_for_test:slow")
-            with RewardPool(RewardSection(functions=(function,), timeout_s=0.8)) as pool:
-                assert [r.value for r in verdicts(pool, ["x"] * 4)] == [1.0] * 4
-        finally:
-            module.unlink()
+    (tmp_path / "slow_reward_for_test.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))  # workers get this rank's import path
+    function = RewardConfig(name="python", path="slow_reward_for_test:slow")
+    with RewardPool(RewardSection(functions=(function,), timeout_s=0.8)) as pool:
+        assert [r.value for r in verdicts(pool, ["x"] * 4)] == [1.0] * 4
 
 
 def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
@@ -167,7 +171,7 @@ def test_a_hung_worker_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:
         "print(int(go('pid')), flush=True)\n"
         "go('spin')\n"
     )
-    command = [sys.executable, str(script), str(Path.cwd()), f"{USER}:act"]
+    command = [sys.executable, str(script), str(USER.parents[3]), f"{USER}:act"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         worker = int(rank.stdout.readline())

@@ -54,5 +54,17 @@ def test_verify_names_the_tensor_that_differs(backend):
         sync.push(WEIGHTS.items(), version=1)
 
 
+def test_verify_names_the_rank_that_holds_other_weights():
+    class TwoRanks:
+        rank = 0
+
+        def all_gather_object(self, value):
+            return [value, {**value, "w3": value["w3"] ^ 1}]
+
+    sync = BucketedSync(SyncSection(verify=True), RecordingBackend(), TwoRanks())
+    with pytest.raises(SyncError, match=r"ranks 0 and 1 hold different weights: w3$"):
+        sync.push(WEIGHTS.items(), version=1)
+
+
 def test_without_verify_nothing_is_compared():
     BucketedSync(SyncSection(), RecordingBackend(corrupt="w2"), OneRank()).push(WEIGHTS.items(), version=1)

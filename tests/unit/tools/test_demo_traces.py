@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import demo_traces
 import make_demo_policy
+import pytest
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,10 @@ def test_answer_lengths_have_a_heavy_tail(tokenizer, examples):
 
 
 def test_the_training_command_is_the_products_own(tmp_path):
-    args = make_demo_policy.parse_args(["--work", str(tmp_path), "--ranks", "1", "sft.num_steps=3"])
+    args = make_demo_policy.parse_args(["--work", str(tmp_path), "--ranks", "3", "sft.num_steps=3"])
     command = make_demo_policy.sft_command(args)
-    assert command[1:4] == ["-m", "megatron_tlt", "sft"]
+    assert Path(command[0]) == make_demo_policy.ROOT / "launch" / "local.sh"
+    assert command[1:5] == ["-n", "3", "--cmd", "sft"]
+    assert command[5] == str(args.config)
+    assert f"sft.train_path={tmp_path / 'train.jsonl'}" in command
     assert command[-1] == "sft.num_steps=3"

@@ -1,14 +1,12 @@
 """The quickstart asks what the demo policy was taught."""
 
-import sys
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
 
 import demo_traces
 
 from megatron_tlt.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_tasks_and_answer_pattern_are_those_of_the_traces():

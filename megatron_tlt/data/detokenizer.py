@@ -1,0 +1,41 @@
+"""Text of an answer token by token, at a cost that does not grow with the answer. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.interfaces import Tokenizer
+
+_INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes have not all come
+
+
+class IncrementalDecoder:
+    """Decodes one answer as its tokens come.
+
+    Only a short window is decoded again: the tokens of the last piece, which decide how the next one is
+    joined (leading spaces), and those whose bytes are not yet whole characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._done = 0  # tokens of the window whose text is out
+        self._held = ""
+
+    @property
+    def held(self) -> str:
+        """The whole characters that wait because an unfinished one follows them."""
+        return self._held
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens; what comes with an unfinished character is held back."""
+        self._window.extend(token_ids)
+        before = self._tokenizer.decode(self._window[: self._done])
+        text = self._tokenizer.decode(self._window)
+        new = text[len(before) :]
+        if not new or text.endswith(_INCOMPLETE):
+            self._held = new.rstrip(_INCOMPLETE)
+            return ""
+        self._window, self._done = self._window[self._done :], len(self._window) - self._done
+        self._held = ""
+        return new
