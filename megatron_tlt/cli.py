@@ -27,7 +27,7 @@ _VENDOR_NOISE = ("Transformer Engine and Apex", "Apex is not installed", "full s
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 (failed) or 2 (the configuration or arguments are wrong)."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return int(args.run(args))
     except ConfigError as error:
@@ -38,6 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     except TltError as error:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILURE
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may also stand behind options, where argparse alone takes none."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in args or any(a.startswith("-") or "=" not in a for a in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

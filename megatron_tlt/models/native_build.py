@@ -87,10 +87,11 @@ def _cpu_features() -> str:
 
 def _cache_dir() -> Path:
     """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private one among the temporary files."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if not chosen:
-        chosen = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
-    for directory in (Path(chosen), Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        base = Path(chosen)
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
+    for directory in (base, Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
