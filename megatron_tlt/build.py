@@ -22,7 +22,7 @@ from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.log import setup_logging
-from megatron_tlt.planning.report import find_problems, render_check
+from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
@@ -30,7 +30,6 @@ from megatron_tlt.types import SamplingParams
 if TYPE_CHECKING:
     import argparse
 
-    from megatron_tlt.config.checks import Device
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.loop import RLTrainer
@@ -166,37 +165,6 @@ def run_generate(args: argparse.Namespace, world: World) -> None:
         threads=args.threads,
         kernels=args.kernels,
     )
-
-
-def check_report(config: Config, ranks: int | None) -> str:
-    """`megatron-tlt check`. Raises ConfigError with every problem."""
-    num_ranks = ranks if ranks is not None else config.cluster.num_ranks
-    shape, positions = model_facts(config)
-    problems = find_problems(config, shape, num_ranks, None, positions)
-    if problems:
-        raise ConfigError(problems)
-    return render_check(config, shape, num_ranks)
-
-
-def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
-    """(shape, longest context) of the model directory; (None, None) if it is not on this machine."""
-    if not (Path(config.model.path) / "config.json").is_file():
-        return None, None
-    model = ModelConfig.from_hf(config.model.path)
-    return model, model.max_position_embeddings
-
-
-def check_on(config: Config | SftConfig, world: World) -> None:
-    """The cross-checks, on the world there is. Raises ConfigError before any weight is loaded."""
-    if not (Path(config.model.path) / "config.json").is_file():
-        raise ConfigError.of(
-            "model.path", config.model.path, "must be a Hugging Face directory with a config.json"
-        )
-    shape, positions = model_facts(config)
-    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems = find_problems(config, shape, world.size, device, positions)
-    if problems:
-        raise ConfigError(problems)
 
 
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:

@@ -151,9 +151,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megatron_tlt.build import check_report
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
+    from megatron_tlt.preflight import check_report
 
     print(check_report(load_config(args.config, args.overrides, Config), args.ranks))
     return 0

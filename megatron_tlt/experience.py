@@ -32,6 +32,7 @@ _COLUMNS = (
     ("length", np.int64),
     ("truncated", np.bool_),
     ("cost", np.int64),
+    ("failed", np.bool_),
 )
 
 
@@ -47,12 +48,14 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
 class StepTable:
     """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
 
-    `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained.
+    `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `failures` counts the samples that a
+    reward function gave no verdict on.
     """
 
     rewards: RewardTable
     mini_batch: np.ndarray
     dp_rank: np.ndarray
+    failures: int
 
     def members(self, mini_batch: int) -> np.ndarray:
         """Rows of one mini-batch, int64."""
@@ -112,6 +115,7 @@ class BatchAssembler:
                 len(sample.token_ids),
                 sample.finish_reason == "length",
                 len(group.prompt.token_ids) + len(sample.token_ids),
+                reward.failure is not None,
             )
             for group in groups
             for sample, reward, shaped in zip(
@@ -124,9 +128,10 @@ class BatchAssembler:
         columns = gather_columns(self._world, local)
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
-        costs = columns.pop("cost")
+        costs, failed = columns.pop("cost"), columns.pop("failed")
         mini_batch, dp_rank = place(columns["prompt_id"], costs, self._mini_batches, self._dims.dp)
-        return StepTable(RewardTable(kl_sum=np.zeros(len(order)), **columns), mini_batch, dp_rank)
+        rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
+        return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
 
     def exchange(self, groups: Sequence[SampleGroup], table: StepTable) -> list[list[TrainSequence]]:
         """Sends every sequence to the ranks of its replica; returns mine, by mini-batch. Collective."""

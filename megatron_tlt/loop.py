@@ -212,6 +212,7 @@ def table_metrics(table: StepTable) -> dict[str, float]:
         "reward/mean": float(rewards.reward.mean()),
         "reward/std": float(rewards.reward.std()),
         "reward/accuracy": float(rewards.correct.mean()),
+        "reward/failures": float(table.failures),
         "length/mean": float(length.mean()),
         "length/median": float(np.median(length)),
         "length/p95": float(np.quantile(length, 0.95)),

@@ -71,6 +71,15 @@ def test_batch_holds_every_sample_once_with_its_advantage(mini_batches):
     assert all(d > 0 for d in batch.denominators)
 
 
+def test_samples_without_a_verdict_are_counted():
+    algorithm = build_algorithm(AlgorithmSection(), max_tokens=8)
+    groups = make_groups()
+    for group in groups[:2]:
+        group.rewards[1].failure = "no verdict within 1 s"
+    table = BatchAssembler(OneRank(), Dims(), algorithm, temperature=1.0).collect(groups)
+    assert table.failures == 2
+
+
 def test_kl_in_the_reward_lowers_the_sample_that_drifted():
     section = AlgorithmSection(name="dr_grpo", kl_coef=0.5, kl_in="reward")
     algorithm = build_algorithm(section, max_tokens=8)

@@ -1,0 +1,84 @@
+"""Everything that can be wrong with a run, found at once and before any weight is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.prompts import open_source
+from megatron_tlt.errors import ConfigError, ConfigProblem, RewardError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.planning.report import find_problems, render_check
+from megatron_tlt.rewards.build import check_user_functions
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.checks import Device
+    from megatron_tlt.distributed.world import World
+
+
+def check_report(config: Config, ranks: int | None) -> str:
+    """`megatron-tlt check`: the report, or ConfigError with every problem.
+
+    Model and prompt files may be on another machine (a login node has neither); where they are here they count.
+    """
+    num_ranks = ranks if ranks is not None else config.cluster.num_ranks
+    shape, positions = model_facts(config)
+    problems = find_problems(config, shape, num_ranks, None, positions) + input_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return render_check(config, shape, num_ranks)
+
+
+def check_on(config: Config | SftConfig, world: World) -> None:
+    """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
+    problems = missing_files(config)
+    shape, positions = model_facts(config)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems += find_problems(config, shape, world.size, device, positions)
+    if isinstance(config, Config):
+        problems += input_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
+    """(shape, longest context) of the model directory; (None, None) if it is not on this machine."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return None, None
+    model = ModelConfig.from_hf(config.model.path)
+    return model, model.max_position_embeddings
+
+
+def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
+    """Model, prompts and records that are not on this machine."""
+    problems = []
+    if not (Path(config.model.path) / "config.json").is_file():
+        allowed = "must be a Hugging Face directory with a config.json"
+        problems.append(ConfigProblem("model.path", config.model.path, allowed))
+    if isinstance(config, SftConfig):
+        named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
+    else:
+        held_out = config.data.eval.path if config.data.eval is not None else None
+        named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
+    for field, path in named.items():
+        if path is not None and not Path(path).exists():
+            problems.append(ConfigProblem(field, path, "no such file or directory"))
+    return problems
+
+
+def input_problems(config: Config) -> list[ConfigProblem]:
+    """Procedural tasks that cannot be generated, and users' reward functions that cannot be imported."""
+    problems: list[ConfigProblem] = []
+    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is not None and source.kind == "tasks":
+            try:
+                open_source(source, name, seed=0)
+            except ConfigError as error:
+                problems += error.problems
+    try:
+        check_user_functions(config.rewards)
+    except RewardError as error:
+        named = [f.path for f in config.rewards.functions if f.name == "python"]
+        problems.append(ConfigProblem("rewards.functions", named, str(error)))
+    return problems
