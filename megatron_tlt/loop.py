@@ -209,8 +209,6 @@ def table_metrics(table: StepTable) -> dict[str, float]:
     length = rewards.length
     return {
         "rollout/samples": float(len(length)),
-        "reward/mean": float(rewards.reward.mean()),
-        "reward/std": float(rewards.reward.std()),
         "reward/accuracy": float(rewards.correct.mean()),
         "reward/failures": float(table.failures),
         "length/mean": float(length.mean()),
