@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
 
 # Said by megatron at import, once a rank, about things that are as they should be on this machine.
-_VENDOR_NOISE = ("Transformer Engine and Apex", "Apex is not installed", "full scope is deprecated")
+_VENDOR_NOISE = (
+    "Transformer Engine and Apex",
+    "Apex is not installed",
+    "full scope is deprecated",
+    ".*load_state_dict.* is deprecated",
+    "Please use DTensor instead",
+    ".*CUDA_DEVICE_MAX_CONNECTIONS",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,6 +74,12 @@ class RLTrainer:
     def run(self) -> None:
         """Trains to `train.num_steps`. Collective."""
         self._resume()
+        if self.progress.step >= self.config.train.num_steps:
+            self.observer.note(
+                f"nothing to do: {self.config.train.run_dir} is already at step {self.progress.step} of "
+                f"train.num_steps = {self.config.train.num_steps} (another train.run_dir starts a new run)"
+            )
+            return
         with self._phase("push"):
             self.sync.push(self.policy.named_weights(), version=self.policy.policy_version)
         self._evaluate()

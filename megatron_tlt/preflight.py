@@ -27,7 +27,8 @@ def check_report(config: Config, ranks: int | None) -> str:
     problems = find_problems(config, shape, num_ranks, None, positions) + input_problems(config)
     if problems:
         raise ConfigError(problems)
-    return render_check(config, shape, num_ranks)
+    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
+    return "\n".join([render_check(config, shape, num_ranks), *absent])
 
 
 def check_on(config: Config | SftConfig, world: World) -> None:
