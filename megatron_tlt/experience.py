@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
-from megatron_tlt.distributed.exchange import gather_columns, redistribute
+from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ class StepTable:
     def members(self, mini_batch: int) -> np.ndarray:
         """Rows of one mini-batch, int64."""
         return np.flatnonzero(self.mini_batch == mini_batch)
-
-    def row_of(self) -> dict[tuple[int, int], int]:
-        """Row by (prompt_id, sample_index)."""
-        keys = zip(self.rewards.prompt_id.tolist(), self.rewards.sample_index.tolist(), strict=True)
-        return {key: row for row, key in enumerate(keys)}
 
 
 def place(
@@ -136,7 +131,7 @@ class BatchAssembler:
     def exchange(self, groups: Sequence[SampleGroup], table: StepTable) -> list[list[TrainSequence]]:
         """Sends every sequence to the ranks of its replica; returns mine, by mini-batch. Collective."""
         ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
-        row_of = table.row_of()
+        row_of = table.rewards.row_of()
         outgoing = []
         for sequence in (make_sequence(group, sample) for group in groups for sample in group.samples):
             row = row_of[(sequence.prompt_id, sequence.sample_index)]
@@ -161,13 +156,10 @@ class BatchAssembler:
     def _with_kl(
         self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]
     ) -> RewardTable:
-        row_of, kl_sum = table.row_of(), np.zeros(len(table.mini_batch))
+        row_of, kl_sum = table.rewards.row_of(), np.zeros(len(table.mini_batch))
         for sequence, kl in zip(flat, token_kl, strict=True):
             kl_sum[row_of[(sequence.prompt_id, sequence.sample_index)]] = kl.sum(dtype=np.float64)
         return replace(table.rewards, kl_sum=self._sum_over_replicas(kl_sum))
 
     def _sum_over_replicas(self, values: np.ndarray) -> np.ndarray:
-        """Sum over data-parallel replicas, in rank order, so that it is the same bits on every rank."""
-        parts = self._world.all_gather_object(values)
-        firsts = [self._dims.replica_ranks(dp)[0] for dp in range(self._dims.dp)]
-        return np.asarray(np.sum([parts[rank] for rank in firsts], axis=0, dtype=np.float64))
+        return sum_over_replicas(self._world, self._dims, values)

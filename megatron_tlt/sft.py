@@ -12,6 +12,7 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.data.packing import balance
 from megatron_tlt.data.sources import read_jsonl
+from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.errors import DataError
 from megatron_tlt.export import write_hf
 from megatron_tlt.types import TrainBatch, TrainSequence
@@ -130,10 +131,7 @@ class SftTrainer:
         mine = self._share(self._eval).mini_batches[0]
         logprobs = self.policy.logprobs(mine, temperature=1.0)
         sums = np.array([sum(float(lp.sum()) for lp in logprobs), sum(len(lp) for lp in logprobs)])
-        parts = self._world.all_gather_object(sums)
-        total = np.sum(
-            [parts[self.policy.dims.replica_ranks(dp)[0]] for dp in range(self.policy.dims.dp)], axis=0
-        )
+        total = sum_over_replicas(self._world, self.policy.dims, sums)
         return float(-total[0] / total[1])
 
     def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:

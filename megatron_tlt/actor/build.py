@@ -21,6 +21,7 @@ from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
@@ -40,8 +41,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def check_layout(config: ModelConfig, actor: ActorSection) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.actor.build import DTYPES
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.base import DTYPES
 
 # isort: split
 # megatron comes after the device shim.

@@ -38,6 +38,11 @@ class RewardTable:
     truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
     kl_sum: Floats  # [N], sum of the sample's per-token KL; zeros when unused
 
+    def row_of(self) -> dict[tuple[int, int], int]:
+        """Row by (prompt_id, sample_index)."""
+        keys = zip(self.prompt_id.tolist(), self.sample_index.tolist(), strict=True)
+        return {key: row for row, key in enumerate(keys)}
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -165,8 +170,7 @@ class Algorithm(ABC):
         """
         if self.needs_token_kl and token_kl is None:
             raise ValueError("algorithm.kl_in = 'reward' needs token_kl")
-        keys = zip(table.prompt_id.tolist(), table.sample_index.tolist(), strict=True)
-        row_of = {key: row for row, key in enumerate(keys)}
+        row_of = table.row_of()
         missing = [s for s in sequences if (s.prompt_id, s.sample_index) not in row_of]
         if missing:
             raise ValueError(f"sample {missing[0].prompt_id}/{missing[0].sample_index} is not in the table")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from megatron_tlt.distributed.dims import Dims
     from megatron_tlt.distributed.world import World
 
 T = TypeVar("T")
@@ -57,3 +58,10 @@ def gather_columns(world: World, columns: dict[str, np.ndarray]) -> dict[str, np
     """Concatenates equally named columns of all ranks, by rank. Collective; meant for one row a sample."""
     parts = world.all_gather_object(columns)
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
+
+
+def sum_over_replicas(world: World, dims: Dims, values: np.ndarray) -> np.ndarray:
+    """Sum over data-parallel replicas, in rank order, so that it is the same bits on every rank. Collective."""
+    parts = world.all_gather_object(values)
+    firsts = [dims.replica_ranks(dp)[0] for dp in range(dims.dp)]
+    return np.asarray(np.sum([parts[rank] for rank in firsts], axis=0, dtype=np.float64))
