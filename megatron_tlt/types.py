@@ -149,6 +149,53 @@ class FeatureChunk:
     hidden: Any
 
 
+@dataclass(frozen=True, slots=True)
+class DraftStrategy:
+    """How one step speculates.
+
+    `kind` names the drafter; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row, with
+    `topk - 1` siblings beside each of them, and feeds at most `num_verify_tokens` tokens (its last token, the root,
+    included) to the policy. Drafters may stop a request's draft early once a token's survival, the estimated
+    probability that the policy emits it, falls below `min_survival`.
+    """
+
+    kind: str
+    draft_len: int
+    topk: int = 1
+    num_verify_tokens: int = 0  # 0: all that were drafted
+    min_survival: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """`kind_len_topk_verify`, as in reports; "none" for plain decoding."""
+        if self.kind == "none":
+            return "none"
+        return f"{self.kind}_{self.draft_len}_{self.topk}_{self.num_verify_tokens}"
+
+
+NO_DRAFT = DraftStrategy("none", 0)
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of speculative steps. Lists are by draft position (index 0: the first drafted token)."""
+
+    steps_by_strategy: dict[str, int] = field(default_factory=dict)  # of pure decoding steps, "none" included
+    row_steps: int = 0  # rows x speculative steps
+    drafted_tokens: int = 0  # fed to the policy for verification
+    emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
+    drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
+    accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
+    by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens that a row emits in a speculative step (1: nothing was accepted)."""
+        return self.emitted_tokens / self.row_steps if self.row_steps else 0.0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters of a rollout engine since its last reset."""
@@ -163,3 +210,4 @@ class EngineStats:
     running_curve: list[tuple[float, int]] = field(
         default_factory=list
     )  # (seconds since start, running requests)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

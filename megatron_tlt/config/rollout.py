@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.speculation import SpeculationSection
 
 
 class RolloutSection(Section):
@@ -44,6 +45,13 @@ class RolloutSection(Section):
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048
     """Token budget of one forward; longer prompts are prefilled in chunks."""
+    numerics: Literal["default", "invariant"] = "default"
+    """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
+    always computes so; the PyTorch decoder pays for it with fixed tiles."""
+    order: Literal["arrival", "longest_first"] = "longest_first"
+    """Order in which prompts start: as they come, or longest earlier answers first (where there are any)."""
+    speculation: SpeculationSection = SpeculationSection()
+    """Speculative decoding."""
 
 
 class SyncSection(Section):

@@ -28,6 +28,13 @@ class DecoderInput:
     context_lens: Tensor  # [S] int32, cached tokens of the sequence after this forward
     block_tables: Tensor  # [S, max_blocks] int32
     logit_rows: Tensor  # [R] int32, rows of the T hidden states that go through the LM head
+    # Draft trees. [T] int32: the row (of this batch) whose token precedes this row's token, or -1 where that token is
+    # cached already (a sequence's first row). A row then attends to the positions before its sequence's first row
+    # and to its ancestors among the rows, itself included; `positions` are root position + depth, while
+    # `slot_mapping` gives every node a slot of its own (siblings share a position). Parents precede children.
+    # None: rows of a sequence follow each other.
+    parents: Tensor | None = None
+    all_hidden: bool = False  # also return the final hidden state of all T rows
 
 
 @dataclass(slots=True)
@@ -36,3 +43,4 @@ class DecoderOutput:
 
     logits: Tensor  # [R, V] float32, full vocabulary on every tensor-parallel rank
     hidden: Tensor  # [R, H] in the compute type
+    all_hidden: Tensor | None = None  # [T, H] in the compute type, if asked for

@@ -33,6 +33,7 @@ class Request:
     order: int
     stop_token_ids: frozenset[int]
     stop_strings: StopStrings | None = None
+    dataset_id: str = ""  # names the question over epochs; "": unknown
     row: int = -1
     slot: int = -1
     output: list[int] = field(default_factory=list)

@@ -31,6 +31,7 @@ class RunningRows:
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.write_at = np.zeros(max_rows, np.int64)  # flat index of the next output element
         self.limit = np.zeros(max_rows, np.int32)  # max_tokens
+        self.slots = np.zeros(max_rows, np.int32)  # of the row's request
         self.keys = np.zeros(max_rows, np.uint64)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
@@ -40,7 +41,7 @@ class RunningRows:
         self.num_masked = 0
         self.num_watched = 0  # rows with stop strings
         self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
-        inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.keys)
+        inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.slots, self.keys)
         params = (self.temperature, self.top_k, self.top_p, self.min_p)
         self._row_arrays: tuple[np.ndarray, ...] = (*inputs, *params)
         self._free_slots = list(range(max_rows - 1, -1, -1))
@@ -62,6 +63,7 @@ class RunningRows:
             self._resize_output(params.max_tokens)
         request.row, request.slot = row, self._free_slots.pop()
         self.requests.append(request)
+        self.slots[row] = request.slot
         length = len(request.output)
         self.counters[:, row] = cached, cached + 1, slot_mapping, length
         self.token_ids[row] = request.output[-1]

@@ -1,0 +1,75 @@
+"""Speculative decoding in the rollout engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+
+from megatron_tlt.config.base import Section
+
+
+class SuffixSection(Section):
+    """The suffix drafter: what the siblings of an answer, and earlier answers to its prompt, say next."""
+
+    depth: PositiveInt = 12
+    """Longest context, in tokens, that is matched."""
+    history_epochs: int = Field(default=2, ge=0, le=8)
+    """Earlier visits of a prompt whose answers are kept; 0: siblings in flight only."""
+    history_answers: PositiveInt = 8
+    """Most answers kept of one prompt, best scores first."""
+    history_mib: PositiveInt = 256
+    """Memory of one rank for kept answers; the prompts seen longest ago go first."""
+
+
+class BanditSection(Section):
+    """TLT's bucketed epsilon-greedy bandit (`selector: beg_mab`)."""
+
+    arms: tuple[str, ...] = ("6_2_12", "6_1_7", "4_1_5", "3_1_4", "2_1_3", "1_1_2", "0_1_1")
+    """Strategies as DRAFT-LENGTH_TOPK_TOKENS-TO-VERIFY (the request's last token included); 0_1_1 is plain decoding."""
+    thresholds: tuple[PositiveInt, ...] = (1, 3, 9, 17)
+    """Running requests at which the buckets begin."""
+    epsilon: float = Field(default=0.1, ge=0, le=1)
+    """Share of exploring steps at the start."""
+    epsilon_decay: float = Field(default=0.995, gt=0, le=1)
+    """Factor on epsilon after each step of a bucket."""
+    window: PositiveInt = 50
+    """Measurements of an arm that its median is taken over."""
+
+
+class SpeculationSection(Section):
+    """Speculative decoding: who drafts, how drafts are verified, and when it pays. Answers never depend on it."""
+
+    drafter: Literal["none", "suffix", "eagle", "hybrid"] = "none"
+    """none: plain decoding. suffix: sibling and earlier answers, nothing to train. eagle: a trained one-layer drafter.
+    hybrid: the better of the two for each request."""
+    drafter_path: str | None = None
+    """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
+    verify: Literal["coupled", "block"] = "coupled"
+    """coupled: drafter and policy share the sampling noise, answers are those of plain decoding token for token.
+    block: block verification with noise of its own, the same distribution but other answers."""
+    selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
+    """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
+    request's draft length from estimated survival and measured step costs."""
+    draft_len: PositiveInt = Field(default=8, le=32)
+    """Most tokens drafted in a row."""
+    topk: PositiveInt = Field(default=1, le=4)
+    """Candidates at each drafted position: 1 is a chain, more make a small tree."""
+    window: PositiveInt = 256
+    """Recent positions whose hidden states are kept to start the eagle drafter late."""
+    min_survival: NonNegativeFloat = Field(default=0.0, lt=1)
+    """Drafts stop where a token is less likely than this to be emitted (not for cost_aware, which finds its own)."""
+    suffix: SuffixSection = SuffixSection()
+    """The suffix drafter."""
+    bandit: BanditSection = BanditSection()
+    """The bandit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SpeculationSection:
+        if self.drafter in ("eagle", "hybrid") and self.drafter_path is None:
+            raise ValueError(
+                f"drafter {self.drafter!r} needs drafter_path, a directory made by megatron-tlt drafter"
+            )
+        if self.verify == "block" and self.topk > 1:
+            raise ValueError("verify 'block' is for chains: topk must be 1")
+        return self

@@ -1,0 +1,1 @@
+"""Training the drafter: losses, batches, the trainer and its files."""

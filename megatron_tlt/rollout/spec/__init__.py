@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafters propose, how the policy verifies it, and when it pays."""

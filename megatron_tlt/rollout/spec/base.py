@@ -1,0 +1,37 @@
+"""The drafters' common face. Legend: B running rows, N drafted nodes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.types import DraftStrategy
+
+
+class Drafter(Protocol):
+    """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
+
+    Life of a request: `start` when it gets its row (again after a preemption), `extend` after every step, `stop` when
+    it leaves its row. Tensor-parallel ranks make the same calls; rank 0's draft counts.
+    """
+
+    kind: str
+
+    def start(self, request: Request) -> None:
+        """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
+
+    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Rows emitted `counts` int32 [B] tokens each, flat in `tokens` int32. Called before ended rows `stop`."""
+
+    def stop(self, request: Request) -> None:
+        """`request` leaves its row; `request.slot` is still the one it had. Mutates the drafter."""
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        """Up to `lengths` int32 [B] tokens in a row for each row (0: none), with `strategy.topk` candidates."""
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """Verdict on `draft` (as verified): bool [N] node's parent was emitted; bool [N] node was emitted."""

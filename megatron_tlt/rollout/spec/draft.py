@@ -1,0 +1,69 @@
+"""What a drafter hands to the engine: a small tree of tokens for each running request. Numpy only.
+
+Legend: B running rows, N drafted nodes of all rows, V vocabulary, L deepest draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Draft:
+    """Drafted tokens of B rows, flat in row order; the root of each row (its last token) is not among them.
+
+    Within a row parents precede children and the trunk (first child of first child ...) comes first.
+    `survival[i]` estimates the probability that the policy emits node i (it and all its ancestors match), so it never
+    grows from parent to child.
+    """
+
+    counts: np.ndarray  # int32 [B], nodes of each row
+    tokens: np.ndarray  # int32 [N]
+    survival: np.ndarray  # float32 [N]
+    depths: np.ndarray  # int32 [N], 1 for a child of the root
+    parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
+    feature: np.ndarray | None = (
+        None  # int32 [N], what the drafter's calibrator learns from (its own encoding)
+    )
+    probs: np.ndarray | None = (
+        None  # float32 [N, V], the distribution each node was drawn from (block verification)
+    )
+    source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (hybrid)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.tokens)
+
+    @classmethod
+    def empty(cls, rows: int) -> Draft:
+        """No node for any row."""
+        none = np.empty(0, np.int32)
+        return cls(np.zeros(rows, np.int32), none, np.empty(0, np.float32), none)
+
+    def select(self, keep: np.ndarray) -> Draft:
+        """The nodes where `keep` (bool [N]) holds. The kept set must hold each kept node's ancestors."""
+        if keep.all():
+            return self
+        row_of = np.repeat(np.arange(len(self.counts)), self.counts)
+        counts = np.bincount(row_of[keep], minlength=len(self.counts)).astype(np.int32)
+        parents = None
+        if self.parents is not None:
+            starts = np.cumsum(self.counts) - self.counts
+            rank = np.cumsum(keep) - 1  # flat index after the selection
+            first = np.cumsum(counts) - counts
+            flat_parent = np.where(self.parents < 0, 0, starts[row_of] + self.parents)
+            moved = rank[flat_parent] - first[row_of]
+            parents = np.where(self.parents < 0, -1, moved)[keep].astype(np.int32)
+        return Draft(
+            counts,
+            self.tokens[keep],
+            self.survival[keep],
+            self.depths[keep],
+            parents,
+            None if self.feature is None else self.feature[keep],
+            None if self.probs is None else self.probs[keep],
+            self.source,
+        )
