@@ -72,4 +72,6 @@ class SpeculationSection(Section):
             )
         if self.verify == "block" and self.topk > 1:
             raise ValueError("verify 'block' is for chains: topk must be 1")
+        if self.verify == "block" and self.drafter == "hybrid":
+            raise ValueError("verify 'block' takes drafter suffix or eagle, not hybrid")
         return self

@@ -6,6 +6,7 @@ Legend: D decoding rows, C prefill chunks, T tokens = D + all chunks, F first to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,18 @@ class Batch:
 
 @dataclass(slots=True)
 class StepResult:
-    """Sampled tokens of the R rows: decoding rows, then `Batch.first_draws`."""
+    """Sampled tokens: of the decoding rows, then of `Batch.first_draws`.
+
+    After a speculative step row `r` has `counts[r]` tokens, one after another; without `counts` each row has one.
+    """
 
     tokens: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
+    counts: np.ndarray | None = None  # int32 [D]
+    hidden: Any = None  # Tensor [R, H]: of the position each token was drawn from, if a drafter wants it
+
+    def keep(self, mask: np.ndarray, counts: np.ndarray) -> None:
+        """Drops the tokens where `mask` (bool [R]) is False; `counts` are what is left of each row."""
+        self.tokens, self.logprobs, self.counts = self.tokens[mask], self.logprobs[mask], counts
+        if self.hidden is not None:
+            self.hidden = self.hidden[mask]

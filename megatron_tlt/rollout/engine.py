@@ -12,16 +12,19 @@ import torch
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
+from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringWatcher
 from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.rollout.spec.speculator import Speculator
 
 Progress = Callable[[int, int, int], None]
 _PROGRESS_EVERY_S = 0.2
@@ -42,13 +45,18 @@ class Engine:
         tp: TensorParallel | None = None,
         native_sample: NativeSample | None = None,
         count_near_ties: bool = False,
+        drafting: Drafting | None = None,
     ):
+        """Raises ConfigError for a drafter that cannot run here."""
         self.limits = limits
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(limits, self.blocks)
         sampler = Sampler(torch.device(device), native_sample, count_near_ties)
         kv = decoder.new_kv_cache(num_blocks, block_size)
         self.runner = ModelRunner(decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank())
+        self.speculator: Speculator | None = None
+        if drafting is not None and drafting.section.drafter != "none":
+            self.speculator = build_speculator(drafting, self.scheduler, self.runner)
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._arrivals = 0
@@ -80,6 +88,7 @@ class Engine:
         prompt_id: int,
         sample_index: int = 0,
         num_samples: int = 1,
+        dataset_id: str = "",
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
@@ -89,7 +98,9 @@ class Engine:
         self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         requests = [
-            Request(prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params))
+            Request(
+                prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params), dataset_id
+            )
             for i, index in enumerate(range(sample_index, sample_index + num_samples))
         ]
         self.scheduler.add(Prefill(prompt, list(requests)))
@@ -102,7 +113,7 @@ class Engine:
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: ask is_idle first"
         scheduled = time.perf_counter()
-        result = self.runner.forward(batch)
+        result = self._compute(batch)
         computed = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
         self._schedule_seconds += scheduled - started
@@ -120,6 +131,27 @@ class Engine:
         if self.is_idle:
             self._note(0, ended)
         return finished
+
+    def _compute(self, batch: Batch) -> StepResult:
+        """Plain decoding, or drafting and verification where the speculator says so."""
+        speculator = self.speculator
+        if speculator is None:
+            return self.runner.forward(batch)
+        if not batch.is_decode:
+            result = self.runner.forward(batch)
+            speculator.told_mixed(result, batch.num_decode)
+            return result
+        self.runner.copy_blocks(batch)  # before anybody drafts from the copies
+        draft = speculator.plan()
+        planned = time.perf_counter()
+        accepted = None
+        if draft is None:
+            result = self.runner.forward(batch)
+        else:
+            result, accepted = self.runner.verify(draft, speculator.verifier)
+            self.scheduler.truncate(result)
+        speculator.told(draft, accepted, result, time.perf_counter() - planned)
+        return result
 
     def run(self, on_progress: Progress | None = None) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival."""
@@ -148,6 +180,8 @@ class Engine:
         stats = replace(
             self._stats, preemptions=self.scheduler.num_preemptions, near_ties=self.runner.sampler.near_ties
         )
+        if self.speculator is not None:
+            stats.speculation = self.speculator.take_stats()
         self._stats, self.scheduler.num_preemptions, self.runner.sampler.near_ties = EngineStats(), 0, 0
         self._started = time.perf_counter()
         return stats

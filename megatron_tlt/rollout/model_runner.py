@@ -6,7 +6,7 @@ Legend: D decoding rows, T tokens, S sequences, R rows to sample, V vocabulary, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,13 @@ from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.verify import Accepted
 
+# Logits [T, V], how each is sampled, the draft -> what is accepted, its tokens int32 and log-probabilities float32.
+Verifier = Callable[
+    [Tensor, SamplingRows, Draft, Sampler, TensorParallel], tuple[Accepted, np.ndarray, np.ndarray]
+]
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
@@ -34,6 +40,9 @@ class DecoderLike(Protocol):
 
     def copy_blocks(self, kv: Any, src: list[int], dst: list[int]) -> None:
         """Copies whole blocks. Mutates `kv`."""
+
+    def copy_slots(self, kv: Any, src: list[int], dst: list[int]) -> None:
+        """Copies the keys and values of single slots. Mutates `kv`."""
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
         """Takes full tensors under Hugging Face names (`partial`: only some). Mutates the weights."""
@@ -58,26 +67,117 @@ class ModelRunner:
         self.forward_seconds = 0.0
         self.sample_seconds = 0.0
         self._block_size = block_size
-        self._device = sampler.device
-        max_rows, width = len(rows.limit), len(rows.token_ids)
-        self._one_each = np.arange(max_rows + 1, dtype=np.int32)
+        self.device = sampler.device
+        width = len(rows.token_ids)
+        self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
+        self.keep_hidden = False  # whether results carry hidden states, and chunks those of all their rows
+        self.on_chunks: Callable[[Batch, DecoderInput, Tensor], None] | None = None  # told of prefill chunks
+        self.on_copies: Callable[[list[tuple[int, int]]], None] | None = None  # told of copied blocks
         self._upload: _Upload | None = None
-        if self._device.type != "cpu":
-            self._upload = _Upload(6 * width + 1 + rows.block_tables.size, self._device)
+        if self.device.type != "cpu":
+            self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
-        if batch.copies:
-            self.decoder.copy_blocks(self.kv, [c[0] for c in batch.copies], [c[1] for c in batch.copies])
+        self.copy_blocks(batch)
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
         output = self.decoder.forward(inputs, self.kv)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         result = self._sample(batch, output)
         self.sample_seconds += time.perf_counter() - ran
+        if output.all_hidden is not None and self.on_chunks is not None:
+            self.on_chunks(batch, inputs, output.all_hidden)
         return result
+
+    def copy_blocks(self, batch: Batch) -> None:
+        """Copies the blocks that forks write into; once a batch. Mutates the cache and `batch.copies`."""
+        if not batch.copies:
+            return
+        self.decoder.copy_blocks(self.kv, [c[0] for c in batch.copies], [c[1] for c in batch.copies])
+        if self.on_copies is not None:
+            self.on_copies(batch.copies)
+        batch.copies = []
+
+    def verify(self, draft: Draft, verifier: Verifier) -> tuple[StepResult, Accepted]:
+        """Feeds every row's last token and its drafted nodes; keeps what `verifier` accepts.
+
+        The cache ends as plain decoding would have left it (slots behind the accepted tokens hold leftovers that
+        nobody reads). Mutates the cache.
+        """
+        started = time.perf_counter()
+        inputs, starts = self._verify_input(draft)
+        output = self.decoder.forward(inputs, self.kv)
+        ran = time.perf_counter()
+        self.forward_seconds += ran - started
+        rows = self._node_sampling(draft, starts)
+        accepted, tokens, logprobs = verifier(output.logits, rows, draft, self.sampler, self.tp)
+        if draft.parents is not None:
+            self._compact(draft, accepted)
+        hidden = output.hidden[torch.from_numpy(accepted.index)] if self.keep_hidden else None
+        self.sample_seconds += time.perf_counter() - ran
+        return StepResult(tokens, logprobs, accepted.counts, hidden), accepted
+
+    def _verify_input(self, draft: Draft) -> tuple[DecoderInput, np.ndarray]:
+        """The roots and their nodes as one ragged batch, and where each row's block starts [D]."""
+        rows, size, count = self.rows, self._block_size, len(draft.counts)
+        sizes = draft.counts + 1
+        query_start = np.zeros(count + 1, np.int32)
+        np.cumsum(sizes, out=query_start[1:])
+        starts, total = query_start[:-1], int(query_start[-1])
+        is_node = np.ones(total, bool)
+        is_node[starts] = False
+        tokens, offset = np.empty(total, np.int32), np.zeros(total, np.int32)
+        tokens[starts], tokens[is_node] = rows.token_ids[:count], draft.tokens
+        within = self._one_each[:total] - np.repeat(starts, sizes)
+        offset[is_node] = draft.depths
+        root = rows.positions[:count]
+        bases = np.repeat(root, sizes)
+        block, inside = np.divmod(bases + within, size)
+        slots = rows.block_tables[np.repeat(self._one_each[:count], sizes), block] * size + inside
+        parents = None
+        if draft.parents is not None:
+            parents = np.full(total, -1, np.int32)
+            parents[is_node] = draft.parents + 1 + np.repeat(starts, draft.counts)
+        arrays = (tokens, bases + offset, slots.astype(np.int32), query_start, root + sizes)
+        return self._to_input(*arrays, rows.block_tables[:count], self._one_each[:total], parents), starts
+
+    def _node_sampling(self, draft: Draft, starts: np.ndarray) -> SamplingRows:
+        """How each of the T = D + N rows is sampled: a node at depth d draws the token of output position t + d."""
+        rows, count = self.rows, len(draft.counts)
+        sizes = draft.counts + 1
+        depth = np.zeros(len(draft.tokens) + count, np.int32)
+        is_node = np.ones(len(depth), bool)
+        is_node[starts] = False
+        depth[is_node] = draft.depths
+        keys = row_keys(
+            np.repeat(rows.keys[:count], sizes), np.repeat(rows.output_len[:count], sizes) + depth
+        )
+        spread = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+        return SamplingRows(keys, *(np.repeat(a[:count], sizes) for a in spread), rows.num_masked > 0)
+
+    def _compact(self, draft: Draft, accepted: Accepted) -> None:
+        """Moves the accepted path of each tree to where plain decoding would have written it."""
+        rows, size, count = self.rows, self._block_size, len(draft.counts)
+        starts = np.cumsum(draft.counts + 1) - (draft.counts + 1)
+        within = np.arange(len(accepted.index)) - np.repeat(
+            np.cumsum(accepted.counts) - accepted.counts, accepted.counts
+        )
+        row = np.repeat(np.arange(count), accepted.counts)
+        laid = accepted.index - starts[row]
+        moved = np.flatnonzero(laid != within)
+        if not len(moved):
+            return
+        row, base = row[moved], rows.positions[row[moved]]
+
+        def slot(offset: np.ndarray) -> list[int]:
+            block, inside = np.divmod(base + offset, size)
+            flat: list[int] = (rows.block_tables[row, block] * size + inside).tolist()
+            return flat
+
+        self.decoder.copy_slots(self.kv, slot(laid[moved]), slot(within[moved]))
 
     def _decode_input(self, count: int) -> DecoderInput:
         """Views of the rows' arrays: the same memory every step, so they are made once for each row count."""
@@ -104,7 +204,9 @@ class ModelRunner:
         if not batch.num_draws:
             last_rows.append(at - 1)  # nobody draws from it: decoders need not know of batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
-        return self._pack(at, seqs, query_start, logit_rows)
+        inputs = self._pack(at, seqs, query_start, logit_rows)
+        inputs.all_hidden = self.on_chunks is not None
+        return inputs
 
     def _fill_chunk(self, chunk: Chunk, seq: int, at: int) -> int:
         """Writes a chunk's tokens behind the rows already there; returns where it ends."""
@@ -121,20 +223,30 @@ class ModelRunner:
 
     def _pack(self, tokens: int, seqs: int, query_start: np.ndarray, logit_rows: np.ndarray) -> DecoderInput:
         rows = self.rows
-        context_lens, tables = rows.context_lens[:seqs], rows.block_tables[:seqs]
+        fed = (rows.token_ids[:tokens], rows.positions[:tokens], rows.slot_mapping[:tokens])
+        return self._to_input(
+            *fed, query_start, rows.context_lens[:seqs], rows.block_tables[:seqs], logit_rows
+        )
+
+    def _to_input(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        query_start: np.ndarray,
+        context_lens: np.ndarray,
+        tables: np.ndarray,
+        logit_rows: np.ndarray,
+        parents: np.ndarray | None = None,
+    ) -> DecoderInput:
+        """Views on CPU, one copy elsewhere (valid until the next)."""
         if self._upload is not None:
             tables = tables[:, : -(-int(context_lens.max()) // self._block_size)]
-        arrays = (
-            rows.token_ids[:tokens],
-            rows.positions[:tokens],
-            rows.slot_mapping[:tokens],
-            query_start,
-            context_lens,
-            tables,
-            logit_rows,
-        )
+        arrays = [tokens, positions, slots, query_start, context_lens, tables, logit_rows]
+        if parents is not None:
+            arrays.append(parents)
         if self._upload is not None:
-            return DecoderInput(*self._upload(arrays))
+            return DecoderInput(*self._upload(tuple(arrays)))
         return DecoderInput(*(torch.from_numpy(a) for a in arrays))
 
     def _sample(self, batch: Batch, output: DecoderOutput) -> StepResult:
@@ -145,6 +257,9 @@ class ModelRunner:
                     self._upload.wait()
                 return _NOTHING
             logits = _fan_out(logits, batch)
+        hidden = None
+        if self.keep_hidden:
+            hidden = output.hidden if batch.is_decode else _fan_out(output.hidden, batch)
         tokens, logprobs = self.sampler.sample(logits, self._sampling_rows(batch))
         if self.tp.size > 1:
             # Ranks may round differently: one rank decides, so that they cannot drift apart.
@@ -152,7 +267,7 @@ class ModelRunner:
             tokens, logprobs = both[0], both[1].view(torch.float32)
         if self._upload is not None:
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
-        return StepResult(tokens.numpy(), logprobs.numpy())
+        return StepResult(tokens.numpy(), logprobs.numpy(), None, hidden)
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
         rows, n = self.rows, batch.num_decode

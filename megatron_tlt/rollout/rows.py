@@ -111,10 +111,48 @@ class RunningRows:
         ended |= self.is_stop[tokens]
         return ended
 
+    def advance_many(
+        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, block_size: int
+    ) -> np.ndarray:
+        """Appends `counts` int32 [D] tokens (at least one each, flat in `tokens`) to the rows; returns as `advance`.
+
+        The caller has seen to it that no stop token stands before a row's last one and that `limit` is kept.
+        """
+        count, total = len(self.requests), len(tokens)
+        ends = np.cumsum(counts)
+        at = self.write_at[:count]
+        if count == 1:
+            first = int(at[0])
+            self._flat_outputs[first : first + total] = tokens
+            self._flat_logprobs[first : first + total] = logprobs
+        else:
+            where = np.repeat(at - (ends - counts), counts) + np.arange(total)
+            self._flat_outputs[where] = tokens
+            self._flat_logprobs[where] = logprobs
+        at += counts
+        last = tokens[ends - 1]
+        self.token_ids[:count] = last
+        self.counters[:, :count] += counts
+        positions = self.positions[:count]
+        block, offset = np.divmod(positions, block_size)
+        # Where a block opens (offset 0) its number is not known yet: the scheduler gives one before the next step.
+        np.minimum(block, self.num_blocks[:count] - 1, out=block)
+        tables = self.block_tables[np.arange(count), block]
+        self.slot_mapping[:count] = tables * block_size + offset
+        ended: np.ndarray = self.output_len[:count] >= self.limit[:count]
+        ended |= self.is_stop[last]
+        return ended
+
     def add_block(self, row: int, block: int) -> None:
         """Appends a block to a row's table."""
         self.block_tables[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
+
+    def drop_blocks(self, row: int, keep: int) -> list[int]:
+        """Takes the blocks from index `keep` on out of a row's table; returns them."""
+        dropped: list[int] = self.block_tables[row, keep : self.num_blocks[row]].tolist()
+        self.num_blocks[row] = keep
+        return dropped
 
     def _move(self, source: int, target: int) -> None:
         blocks = self.num_blocks[source]

@@ -12,7 +12,7 @@ latest arrival gives its blocks back and is computed again later. So the oldest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,9 @@ class Scheduler:
         self._waiting: list[Prefill] = []  # heap by order
         self._prefilling: list[Prefill] = []  # in order, blocks allocated
         self._ready: list[Prefill] = []  # in order, all in the cache, children to start
+        self._reserved = False  # whether rows hold blocks for drafts
+        self.on_start: Callable[[Request], None] | None = None  # a request got its row
+        self.on_stop: Callable[[Request], None] | None = None  # it is about to leave it
 
     @property
     def num_running(self) -> int:
@@ -88,6 +91,26 @@ class Scheduler:
             budget = self._take_chunk(batch, prefill, budget)
         return batch
 
+    def reserve(self, nodes: np.ndarray) -> np.ndarray:
+        """Blocks for `nodes` int32 [D] drafted tokens behind each row's next one; returns how many fit.
+
+        Takes free blocks only: a guess never costs another request its place. `commit` returns what is not used.
+        """
+        rows, size = self.rows, self.blocks.block_size
+        count = rows.num_rows
+        positions, have = rows.positions[:count], rows.num_blocks[:count]
+        room = rows.block_tables.shape[1] * size - 1 - positions
+        nodes = np.minimum(nodes, room)
+        missing = (positions + nodes) // size + 1 - have
+        if not (missing > 0).any():
+            return nodes
+        self._reserved = True
+        for row in np.flatnonzero(missing > 0).tolist():
+            wanted = min(int(missing[row]), self.blocks.num_free)
+            for block in self.blocks.allocate(wanted):
+                rows.add_block(row, block)
+        return np.minimum(nodes, rows.num_blocks[:count] * size - 1 - positions)
+
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Takes the step's tokens; returns the requests that ended, by order, their blocks free again."""
         finished = self._commit_rows(result) if batch.num_decode else []
@@ -101,7 +124,7 @@ class Scheduler:
         """Drops every request, all blocks free again (an error elsewhere ends the run)."""
         dropped = list(self.rows.requests)
         for request in dropped:
-            self.blocks.free(self.rows.stop(request))
+            self._leave(request)
         for queue in (self._waiting, self._prefilling, self._ready):
             for prefill in queue:
                 self.blocks.free(prefill.blocks)
@@ -141,10 +164,10 @@ class Scheduler:
         if queue and (latest is None or queue[-1].order > latest.order):
             prefill = queue.pop()
             self.blocks.free(prefill.blocks)
-            prefill.blocks, prefill.done = [], 0
+            prefill.blocks, prefill.done, prefill.carry = [], 0, None
         else:
             assert latest is not None
-            self.blocks.free(self.rows.stop(latest))
+            self._leave(latest)
             prefill = _resumption(latest)
         heapq.heappush(self._waiting, prefill)
 
@@ -195,29 +218,78 @@ class Scheduler:
         if not offset:
             blocks = blocks + self.blocks.allocate(1)
         self.rows.start(request, blocks, length, blocks[full] * size + offset)
+        if self.on_start is not None:
+            request.carry = prefill.carry
+            self.on_start(request)
 
     # Results
 
     def _commit_rows(self, result: StepResult) -> list[Request]:
         rows, count = self.rows, self.rows.num_rows
-        tokens = result.tokens[:count]
-        ended = rows.advance(tokens, result.logprobs[:count])
-        if rows.num_watched:
-            for request in rows.requests:
-                if request.stop_strings is not None and request.stop_strings.push(int(tokens[request.row])):
-                    request.finish_reason = "stop"
-                    ended[request.row] = True
+        if result.counts is None:
+            tokens = result.tokens[:count]
+            ended = rows.advance(tokens, result.logprobs[:count])
+            if rows.num_watched:
+                for request in rows.requests:
+                    if request.stop_strings is not None and request.stop_strings.push(
+                        int(tokens[request.row])
+                    ):
+                        request.finish_reason = "stop"
+                        ended[request.row] = True
+        else:
+            ended = rows.advance_many(result.tokens, result.logprobs, result.counts, self.blocks.block_size)
+            for request in rows.requests if rows.num_watched else ():
+                ended[request.row] |= request.finish_reason is not None
+        if self._reserved:
+            self._return_unused()
         if not ended.any():
             return []
         finished = []
         for row in np.flatnonzero(ended).tolist():
             request = rows.requests[row]
-            request.finish_reason = _finish_reason(request, int(tokens[row]), int(rows.output_len[row]))
+            last = int(rows.token_ids[row])
+            request.finish_reason = _finish_reason(request, last, int(rows.output_len[row]))
             if request.finish_reason is not None:
                 finished.append(request)
         for request in finished:
-            self.blocks.free(rows.stop(request))
+            self._leave(request)
         return finished
+
+    def truncate(self, result: StepResult) -> None:
+        """Cuts each row's run of tokens behind the first that ends the answer. Mutates `result`.
+
+        After a speculative step, before `commit`: tokens that plain decoding would never have drawn must not show.
+        """
+        assert result.counts is not None
+        rows = self.rows
+        hits = rows.is_stop[result.tokens]
+        if not (rows.num_watched or hits.any()):
+            return
+        ends = np.cumsum(result.counts)
+        counts = result.counts.copy()
+        affected = set(np.searchsorted(ends, np.flatnonzero(hits), side="right").tolist())
+        affected.update(r.row for r in rows.requests if r.stop_strings is not None)
+        for row in affected:
+            run = result.tokens[ends[row] - counts[row] : ends[row]].tolist()
+            counts[row] = _run_length(rows.requests[row], run)
+        if (counts != result.counts).any():
+            within = np.arange(len(result.tokens)) - np.repeat(ends - result.counts, result.counts)
+            result.keep(within < np.repeat(counts, result.counts), counts)
+
+    def _return_unused(self) -> None:
+        """Gives back the blocks that were reserved for tokens which were not accepted."""
+        rows, size = self.rows, self.blocks.block_size
+        self._reserved = False
+        count = rows.num_rows
+        need = -(-rows.positions[:count] // size)  # `_grow` opens the next block when it is due
+        for row in np.flatnonzero(rows.num_blocks[:count] > need).tolist():
+            self.blocks.free(rows.drop_blocks(row, int(need[row])))
+
+    def _leave(self, request: Request) -> None:
+        """Takes a running request out of its row and frees its blocks."""
+        if self.on_stop is not None:
+            self.on_stop(request)
+        self.blocks.free(self.rows.stop(request))
 
     def _commit_chunks(self, batch: Batch, result: StepResult) -> list[Request]:
         finished: list[Request] = []
@@ -278,6 +350,17 @@ def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[floa
     finished = [r for r in prefill.children if r.finish_reason is not None]
     prefill.children = [r for r in prefill.children if r.finish_reason is None]
     return finished
+
+
+def _run_length(request: Request, run: Sequence[int]) -> int:
+    """How many tokens of `run` plain decoding would have drawn: up to the first that ends the answer."""
+    for length, token in enumerate(run, 1):
+        if request.stop_strings is not None and request.stop_strings.push(token):
+            request.finish_reason = "stop"
+            return length
+        if token in request.stop_token_ids:
+            return length
+    return len(run)
 
 
 def _finish_reason(request: Request, token: int, length: int) -> FinishReason | None:

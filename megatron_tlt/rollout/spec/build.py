@@ -1,0 +1,122 @@
+"""Putting the speculator together from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from megatron_tlt.rollout.scheduler import Scheduler
+from megatron_tlt.rollout.spec.base import Drafter
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.eagle import EagleDrafter
+from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.rollout.spec.strategy import build_selector
+from megatron_tlt.rollout.spec.verify import Accepted, follow
+
+if TYPE_CHECKING:
+    from megatron_tlt.models.eagle_base import EagleDecoder
+    from megatron_tlt.rollout.model_runner import ModelRunner, Verifier
+    from megatron_tlt.rollout.spec.history import AnswerHistory
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine needs to speculate: the configuration, and the parts made outside of it."""
+
+    section: SpeculationSection
+    eagle: EagleDecoder | None = None  # the trained drafter, where the configuration names one
+    hidden_size: int = 0  # of the policy, where there is an eagle decoder
+    history: AnswerHistory | None = None  # earlier answers, for the suffix drafter
+
+
+def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator:
+    """The speculator of an engine, hooked into its scheduler and runner.
+
+    Raises ConfigError where the drafter needs what is not there.
+    """
+    section = drafting.section
+    trained = _eagle(drafting, scheduler, runner)
+    drafter = _drafter(drafting, scheduler, trained)
+    speculator = Speculator(
+        drafter,
+        build_selector(section, drafter.kind),
+        _verifier(section),
+        scheduler.rows,
+        scheduler.reserve,
+        runner.tp,
+        trained,
+        by_position=section.verify == "block",
+    )
+    scheduler.on_start, scheduler.on_stop = speculator.start, speculator.stop
+    if trained is not None:
+        runner.keep_hidden = True
+        runner.on_chunks, runner.on_copies = trained.feed_chunks, trained.copy_blocks
+    return speculator
+
+
+def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter | None:
+    section, eagle = drafting.section, drafting.eagle
+    if section.drafter not in ("eagle", "hybrid"):
+        return None
+    if eagle is None:
+        raise ConfigError.of(
+            "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
+        )
+    blocks = scheduler.blocks
+    return EagleDrafter(
+        eagle,
+        scheduler.rows,
+        blocks.num_blocks,
+        blocks.block_size,
+        drafting.hidden_size,
+        section.window,
+        runner.device,
+        want_probs=section.verify == "block",
+    )
+
+
+def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None) -> Drafter:
+    section = drafting.section
+    if section.drafter == "eagle":
+        assert trained is not None
+        return trained
+    from megatron_tlt.rollout.spec.suffix import SuffixDrafter  # needs the C library
+
+    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
+    if trained is None:
+        return suffix
+    from megatron_tlt.rollout.spec.hybrid import HybridDrafter
+
+    return HybridDrafter(suffix, trained, len(scheduler.rows.limit))
+
+
+def _verifier(section: SpeculationSection) -> Verifier:
+    if section.verify == "coupled":
+        return coupled
+    from megatron_tlt.rollout.spec.block import block
+
+    return block
+
+
+def coupled(
+    logits: Tensor, rows: SamplingRows, draft: Draft, sampler: Sampler, tp: TensorParallel
+) -> tuple[Accepted, np.ndarray, np.ndarray]:
+    """Draws the policy's keyed token at every node and follows the children that match (DESIGN decision 2).
+
+    `logits` [T, V] of T = B + N rows. Returns the verdict, the emitted tokens int32 and their log-probabilities.
+    """
+    tokens, logprobs = sampler.sample(logits, rows)
+    if tp.size > 1:  # ranks may round differently: rank 0 decides
+        both = tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
+        tokens, logprobs = both[0], both[1].view(torch.float32)
+    drawn, scores = tokens.cpu().numpy(), logprobs.cpu().numpy()
+    accepted = follow(drawn, draft)
+    return accepted, drawn[accepted.index], scores[accepted.index]

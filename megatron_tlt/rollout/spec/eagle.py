@@ -1,0 +1,251 @@
+"""The trained drafter in the engine: keeps its cache in step with the policy's, drafts, learns how far to trust itself.
+
+The drafter's pair at position s is (token at s, policy's hidden state of s - 1). Prompts are fed to it while they
+are prefilled. Hidden states of decoded positions only go into a ring of `window` positions a request; the pairs
+behind the last drafted position are fed when the next draft is wanted. So plain decoding pays for one copy a step,
+and drafting may begin at any time: if more than `window` positions have passed, the drafter starts with the window
+and sees nothing before it.
+
+Legend: B rows, A rows that draft, T pairs, H hidden size, W window, L drafted tokens, K candidates, N nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.eagle_base import (
+    BUCKET_WIDTH,
+    BUCKETS,
+    DEPTHS,
+    DraftParams,
+    DraftRows,
+    EagleDecoder,
+    EagleInput,
+)
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.rollout.batch import Batch
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.survival import Calibrator
+from megatron_tlt.types import DraftStrategy
+
+
+class EagleDrafter:
+    """A `rollout.spec.base.Drafter` around an `EagleDecoder`."""
+
+    kind = "eagle"
+
+    def __init__(
+        self,
+        decoder: EagleDecoder,
+        rows: RunningRows,
+        num_blocks: int,
+        block_size: int,
+        hidden_size: int,
+        window: int,
+        device: torch.device | str = "cpu",
+        want_probs: bool = False,
+    ):
+        """`want_probs`: drafts carry the distributions they were drawn from (block verification)."""
+        self.decoder, self._rows, self._size, self._window = decoder, rows, block_size, window
+        self.kv: KVCache = decoder.new_kv_cache(num_blocks, block_size)
+        self._device = torch.device(device)
+        slots = len(rows.limit)
+        self._ring = torch.zeros(slots * window, hidden_size, dtype=decoder.dtype, device=self._device)
+        self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
+        self._first = np.ones(slots, np.int32)  # first position that the drafter sees
+        self._want_probs = want_probs
+        self.calibrator = Calibrator(DEPTHS, BUCKETS)
+
+    # Following the policy
+
+    def feed_chunks(self, batch: Batch, inputs: DecoderInput, hidden: Tensor) -> None:
+        """Prefill chunks of `batch` were computed; `hidden` [T, H] is that of all rows. Mutates the cache."""
+        at, pairs, states, tables, starts = batch.num_decode, [], [], [], [0]
+        for seq, chunk in enumerate(batch.chunks, batch.num_decode):
+            size = chunk.end - chunk.start
+            mine = hidden[at : at + size]
+            first = 0 if chunk.prefill.carry is not None else 1  # position 0 has no hidden state before it
+            if size > first:
+                pairs.append(torch.arange(at + first, at + size, device=hidden.device))
+                if first == 0:
+                    states.append(chunk.prefill.carry.unsqueeze(0))
+                states.append(mine[:-1])
+                tables.append(seq)
+                starts.append(starts[-1] + size - first)
+            chunk.prefill.carry = mine[-1].clone()
+            at += size
+        if not pairs:
+            return
+        index, seqs = torch.cat(pairs), torch.tensor(tables, device=hidden.device)
+        begins = torch.tensor(starts, dtype=torch.int32, device=hidden.device)
+        fed = DecoderInput(
+            inputs.token_ids[index],
+            inputs.positions[index],
+            inputs.slot_mapping[index],
+            begins,
+            inputs.context_lens[seqs],
+            inputs.block_tables[seqs].contiguous(),
+            begins[1:] - 1,
+        )
+        first_visible = torch.ones(len(tables), dtype=torch.int32, device=hidden.device)
+        self.decoder.forward(EagleInput(fed, torch.cat(states), first_visible), self.kv)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """The scheduler copied blocks (from, to): the pairs in them go along."""
+        self.decoder.copy_blocks(self.kv, [c[0] for c in copies], [c[1] for c in copies])
+
+    def start(self, request: Request) -> None:
+        """The prompt's pairs are cached; the one of the last output token waits in the ring."""
+        cached = int(self._rows.positions[request.row])
+        self._synced[request.slot], self._first[request.slot] = cached - 1, 1
+        if request.carry is None:  # nobody fed the prompt: start from here
+            self._synced[request.slot], self._first[request.slot] = cached, cached + 1
+            return
+        self._ring[request.slot * self._window + cached % self._window] = request.carry
+        request.carry = None
+
+    def take_hidden(self, rows: RunningRows, counts: np.ndarray, hidden: Tensor) -> None:
+        """Before a commit: rows emit `counts` int32 [B] tokens, drawn from `hidden` [sum(counts), H]."""
+        count = rows.num_rows
+        slots, positions = rows.slots[:count], rows.positions[:count]
+        if len(hidden) == count:  # one token each
+            at = slots * self._window + (positions + 1) % self._window
+        else:
+            ends = np.cumsum(counts)
+            step = np.arange(1, len(hidden) + 1) - np.repeat(ends - counts, counts)
+            at = np.repeat(slots, counts) * self._window
+            at += (np.repeat(positions, counts) + step) % self._window
+        self._ring.index_copy_(0, torch.from_numpy(at.astype(np.int64)).to(self._device), hidden)
+
+    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Nothing: `take_hidden` has what matters."""
+
+    def stop(self, request: Request) -> None:
+        """Nothing to free: the slot is set up afresh by its next request."""
+
+    # Drafting
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        """See `Drafter.propose`."""
+        count = rows.num_rows
+        active = np.flatnonzero(lengths > 0) if not lengths.all() else np.arange(count)
+        if not len(active):
+            return Draft.empty(count)
+        params = DraftParams(
+            keys=rows.keys[active],
+            output_positions=rows.output_len[active],
+            temperature=rows.temperature[active],
+            max_len=np.ascontiguousarray(lengths[active], np.int32),
+            topk=strategy.topk,
+            rates=self.calibrator.rates,
+            min_survival=strategy.min_survival,
+            want_logits=self._want_probs,
+        )
+        drafted = self.decoder.draft(self._missing_pairs(rows, active), params, self.kv)
+        self._synced[rows.slots[active]] = rows.positions[active]
+        return self._to_draft(drafted, active, rows, strategy.topk)
+
+    def _missing_pairs(self, rows: RunningRows, active: np.ndarray) -> EagleInput:
+        """The pairs between the drafter's last one and each row's root, as one ragged batch."""
+        slots, last = rows.slots[active], rows.positions[active]
+        first = np.maximum(self._synced[slots] + 1, last - self._window + 1)
+        late = first > self._synced[slots] + 1
+        if late.any():
+            self._first[slots[late]] = first[late]
+        counts = last - first + 1
+        ends = np.cumsum(counts)
+        row = np.repeat(np.arange(len(active)), counts)
+        positions = np.arange(int(ends[-1])) - np.repeat(ends - counts - first, counts)
+        behind = last[row] - positions  # tokens after this one
+        tokens = rows.outputs[slots[row], rows.output_len[active][row] - 1 - behind]
+        block, inside = np.divmod(positions, self._size)
+        slot_mapping = rows.block_tables[active[row], block] * self._size + inside
+        starts = np.zeros(len(active) + 1, np.int32)
+        starts[1:] = ends
+        tables = rows.block_tables if len(active) == rows.num_rows else rows.block_tables[active]
+        arrays = (tokens, positions, slot_mapping, starts, last + 1, tables[: len(active)], starts[1:] - 1)
+        batch = DecoderInput(*(self._put(a) for a in arrays))
+        ring = self._ring[self._put(slots[row] * self._window + positions % self._window, np.int64)]
+        return EagleInput(batch, ring, self._put(self._first[slots]))
+
+    def _put(self, array: np.ndarray, dtype: type = np.int32) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device)
+
+    def _to_draft(self, drafted: DraftRows, active: np.ndarray, rows: RunningRows, topk: int) -> Draft:
+        count, depth = rows.num_rows, drafted.tokens.shape[1]
+        lengths = np.zeros(count, np.int32)
+        lengths[active] = drafted.lengths
+        is_node = np.arange(depth) < drafted.lengths[:, None]  # [A, L]
+        bucket = np.minimum(drafted.gaps[:, :, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
+        place = np.minimum(np.arange(depth), DEPTHS - 1).astype(np.int32)
+        feature = place * BUCKETS + bucket
+        probs = None
+        if drafted.logits is not None:
+            probs = _probabilities(
+                drafted.logits[is_node], np.repeat(rows.temperature[active], drafted.lengths)
+            )
+        at = np.broadcast_to(np.arange(1, depth + 1, dtype=np.int32), is_node.shape)
+        trunk = Draft(
+            lengths,
+            drafted.tokens[:, :, 0][is_node],
+            drafted.survival[is_node],
+            at[is_node],
+            None,
+            feature[is_node],
+            probs,
+        )
+        return trunk if topk == 1 else self._with_siblings(trunk, drafted, active)
+
+    def _with_siblings(self, trunk: Draft, drafted: DraftRows, active: np.ndarray) -> Draft:
+        """Adds the second to K-th candidates beside every token of the trunk, as leaves behind it."""
+        rates = self.calibrator.sibling_rates  # [K - 1, BUCKETS]
+        parts: list[list[np.ndarray]] = [[], [], [], [], []]
+        counts = np.zeros_like(trunk.counts)
+        starts = np.cumsum(trunk.counts) - trunk.counts
+        for i, row in enumerate(active.tolist()):
+            n = int(drafted.lengths[i])
+            mine = slice(int(starts[row]), int(starts[row]) + n)
+            survival = trunk.survival[mine]
+            above = np.concatenate((np.ones(1, np.float32), survival))[:n]
+            columns = (trunk.tokens[mine], survival, trunk.depths[mine], np.arange(-1, n - 1, dtype=np.int32))
+            assert trunk.feature is not None
+            for part, column in zip(parts, (*columns, trunk.feature[mine]), strict=True):
+                part.append(column)
+            for k in range(1, drafted.tokens.shape[2]):
+                gap = np.minimum(drafted.gaps[i, :n, k] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
+                mark = (DEPTHS + k - 1) * BUCKETS + gap
+                share = above * rates[k - 1, gap]
+                sibling = (drafted.tokens[i, :n, k], share, trunk.depths[mine], columns[3], mark)
+                for part, column in zip(parts, sibling, strict=True):
+                    part.append(column)
+            counts[row] = n * drafted.tokens.shape[2]
+        tokens, survival, depths, parents, feature = (np.concatenate(p) for p in parts)
+        return Draft(counts, tokens, survival.astype(np.float32), depths, parents, feature)
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """See `Drafter.observe`."""
+        if draft.feature is None or not reached.any():
+            return
+        place, bucket = np.divmod(draft.feature[reached], BUCKETS)
+        matched = accepted[reached]
+        trunk = place < DEPTHS
+        self.calibrator.observe(place[trunk], bucket[trunk], matched[trunk])
+        if not trunk.all():
+            self.calibrator.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])
+
+
+def _probabilities(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """softmax(logits / T) float32 [N, V]; T = 0 is one-hot at the arg max."""
+    greedy = temperature <= 0
+    scaled = logits / np.where(greedy, 1.0, temperature)[:, None]
+    scaled -= scaled.max(-1, keepdims=True)
+    probs = np.exp(scaled)
+    if greedy.any():
+        probs[greedy] = scaled[greedy] == 0
+    probs /= probs.sum(-1, keepdims=True)
+    return probs.astype(np.float32)

@@ -1,0 +1,125 @@
+"""Suffix and eagle together: each request takes the proposal from which it may expect more.
+
+The suffix draft costs next to nothing, so it is made first, for every row. The eagle drafter is then asked only for
+the rows where it is likely to do better, judged by what its own drafts of that request promised lately.
+Legend: B rows, N nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.eagle import EagleDrafter
+from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.types import DraftStrategy
+
+SUFFIX, EAGLE = 0, 1
+_MEMORY = 0.8  # of a request's running mean
+_DRAFT_SHARE = 0.25  # what drafting adds to a step: the eagle draft must promise that much more
+
+
+class HybridDrafter:
+    """See `rollout.spec.base.Drafter`. `EAGLE` and `SUFFIX` rows are marked in `Draft.source`."""
+
+    kind = "hybrid"
+
+    def __init__(self, suffix: SuffixDrafter, eagle: EagleDrafter, slots: int):
+        self.suffix, self.eagle = suffix, eagle
+        self._promise = np.full(slots, 2.0, np.float32)  # expected accepted tokens of an eagle draft, by slot
+        self._usual = 2.0
+
+    def start(self, request: Request) -> None:
+        """See `Drafter.start`."""
+        self._promise[request.slot] = self._usual
+        self.suffix.start(request)
+        self.eagle.start(request)
+
+    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """See `Drafter.extend`."""
+        self.suffix.extend(rows, tokens, counts)
+
+    def stop(self, request: Request) -> None:
+        """See `Drafter.stop`."""
+        self.suffix.stop(request)
+        self.eagle.stop(request)
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        """See `Drafter.propose`."""
+        first = self.suffix.propose(rows, lengths, strategy)
+        count = rows.num_rows
+        slots = rows.slots[:count]
+        row_of = np.repeat(np.arange(count), first.counts)
+        expected = np.bincount(row_of, first.survival, minlength=count)
+        ask = (1 + expected) * (1 + _DRAFT_SHARE) < 1 + self._promise[slots]
+        ask &= lengths > 0
+        if not ask.any():
+            first.source = np.zeros(count, np.int8)
+            return first
+        second = self.eagle.propose(rows, np.where(ask, lengths, 0).astype(np.int32), strategy)
+        row_of_second = np.repeat(np.arange(count), second.counts)
+        promised = np.bincount(row_of_second, second.survival, minlength=count)
+        asked = slots[ask]
+        self._promise[asked] = _MEMORY * self._promise[asked] + (1 - _MEMORY) * promised[ask]
+        self._usual = 0.99 * self._usual + 0.01 * float(promised[ask].mean())
+        # It may have promised less than was hoped: then the suffix draft is still there.
+        use = ask & (promised > expected)
+        return _merge(first, second, row_of, row_of_second, use)
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """See `Drafter.observe`: each part learns from its own rows."""
+        assert draft.source is not None
+        from_eagle = np.repeat(draft.source == EAGLE, draft.counts)
+        if not from_eagle.any():
+            self.suffix.observe(draft, reached, accepted)
+        elif from_eagle.all():
+            self.eagle.observe(draft, reached, accepted)
+        else:
+            self.eagle.observe(draft, reached & from_eagle, accepted & from_eagle)
+            self.suffix.observe(draft, reached & ~from_eagle, accepted & ~from_eagle)
+
+
+def _merge(
+    suffix: Draft, eagle: Draft, suffix_rows: np.ndarray, eagle_rows: np.ndarray, use_eagle: np.ndarray
+) -> Draft:
+    """Row by row one or the other."""
+    source = np.where(use_eagle, EAGLE, SUFFIX).astype(np.int8)
+    if use_eagle.all():
+        eagle.source = source
+        return eagle
+    a, b = suffix.select(~use_eagle[suffix_rows]), eagle.select(use_eagle[eagle_rows])
+    if not b.num_nodes:
+        a.source = source
+        return a
+    order = np.argsort(
+        np.concatenate((suffix_rows[~use_eagle[suffix_rows]], eagle_rows[use_eagle[eagle_rows]])),
+        kind="stable",
+    )
+    assert a.feature is not None and b.feature is not None
+
+    def join(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        joined: np.ndarray = np.concatenate((x, y))[order]
+        return joined
+
+    parents = None
+    if a.parents is not None or b.parents is not None:
+        parents = join(_parents(a), _parents(b))
+    return Draft(
+        a.counts + b.counts,
+        join(a.tokens, b.tokens),
+        join(a.survival, b.survival),
+        join(a.depths, b.depths),
+        parents,
+        join(a.feature, b.feature),
+        None,
+        source,
+    )
+
+
+def _parents(draft: Draft) -> np.ndarray:
+    """Parents of a draft that may be all chains: each node follows the one before it."""
+    if draft.parents is not None:
+        return draft.parents
+    return draft.depths - 2

@@ -1,0 +1,260 @@
+"""One place that knows drafters, selector and verifier: the engine asks it what to draft and tells it what came of it.
+
+    schedule -> plan (selector, blocks, drafter, admission) -> verify -> truncate -> told -> commit
+
+Answers cannot depend on anything decided here (docs/numerics.md): it only chooses what the policy looks at.
+Legend: B running rows, N drafted nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.base import Drafter
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.verify import Accepted
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats
+
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.model_runner import Verifier
+    from megatron_tlt.rollout.spec.eagle import EagleDrafter
+    from megatron_tlt.rollout.spec.strategy import StrategySelector
+
+Reserve = Callable[[np.ndarray], np.ndarray]
+
+
+class Speculator:
+    """Plans speculative steps. All ranks of a tensor-parallel group plan alike: rank 0's clock and draft decide."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        selector: StrategySelector,
+        verifier: Verifier,
+        rows: RunningRows,
+        reserve: Reserve,
+        tp: TensorParallel,
+        eagle: EagleDrafter | None = None,
+        by_position: bool = False,
+    ):
+        """`eagle` is the drafter, or the part of it, that wants hidden states. `by_position`: decisions must not know
+        the drafted tokens (block verification), so survival is the mean acceptance at each position.
+        """
+        self.drafter, self.selector, self.verifier, self.eagle = drafter, selector, verifier, eagle
+        self.stats = SpeculationStats()
+        self._rows, self._reserve, self._tp = rows, reserve, tp
+        self._max_tokens = len(rows.token_ids)
+        self._by_position = PositionRates() if by_position else None
+        self._strategy, self._draft_seconds = NO_DRAFT, 0.0
+
+    def plan(self) -> Draft | None:
+        """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
+        rows = self._rows
+        running = rows.num_rows
+        strategy = self._agree_strategy(self.selector.select(running))
+        self._strategy, self._draft_seconds = strategy, 0.0
+        if strategy.kind == "none":
+            return None
+        started = time.perf_counter()
+        lengths = self._reserve(self._wanted(strategy)) // strategy.topk
+        draft = self._propose(rows, lengths, strategy)
+        self._draft_seconds = time.perf_counter() - started
+        return draft if draft.num_nodes else None
+
+    def _wanted(self, strategy: DraftStrategy) -> np.ndarray:
+        """Nodes int32 [B] that each row may draft: an answer's last token is never drafted but drawn."""
+        rows, running = self._rows, self._rows.num_rows
+        left = rows.limit[:running] - rows.output_len[:running] - 1
+        share = max(0, self._max_tokens // running - 1) // strategy.topk
+        return np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
+
+    def _propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        running = rows.num_rows
+        if self._by_position is not None:
+            strategy = replace(strategy, min_survival=0.0)  # it would stop drafts by what their tokens reveal
+        draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy))
+        if self._by_position is not None:
+            draft.survival = self._by_position.survival(draft.depths)
+        if draft.num_nodes:
+            keep = self.selector.admit(
+                strategy, running, draft.survival, draft.depths, draft.counts, draft.parents
+            )
+            draft = draft.select(self._agree(keep) if self._tp.size > 1 else keep)
+        return draft
+
+    def told(
+        self, draft: Draft | None, accepted: Accepted | None, result: StepResult, seconds: float
+    ) -> None:
+        """A decoding step took `seconds` and gave `result` (truncated, not yet committed).
+
+        Mutates drafter, selector and counters.
+        """
+        rows, strategy = self._rows, self._strategy
+        running = rows.num_rows
+        counts = result.counts
+        if counts is None:
+            counts = np.ones(running, np.int32)
+        emitted = len(result.tokens) if result.counts is not None else running
+        self.selector.observe(
+            strategy,
+            running,
+            running + (draft.num_nodes if draft is not None else 0),
+            counts,
+            self._draft_seconds,
+            seconds,
+        )
+        self.stats.draft_seconds += self._draft_seconds
+        name = strategy.name if draft is not None else NO_DRAFT.name
+        self.stats.steps_by_strategy[name] = self.stats.steps_by_strategy.get(name, 0) + 1
+        if draft is not None and accepted is not None:
+            self.drafter.observe(draft, accepted.reached, accepted.accepted)
+            if self._by_position is not None:
+                self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
+            self._count(draft, accepted, running, emitted, seconds)
+        self._follow(result.tokens[:emitted], counts, result.hidden)
+
+    def told_mixed(self, result: StepResult, running: int) -> None:
+        """A step with prefill chunks gave one token to each of the `running` rows."""
+        if running:
+            hidden = result.hidden
+            self._follow(result.tokens[:running], np.ones(running, np.int32), hidden)
+
+    def _follow(self, tokens: np.ndarray, counts: np.ndarray, hidden: Tensor | None) -> None:
+        self.drafter.extend(self._rows, tokens, counts)
+        if self.eagle is not None:
+            assert hidden is not None
+            self.eagle.take_hidden(self._rows, counts, hidden[: len(tokens)])
+
+    def _count(self, draft: Draft, accepted: Accepted, running: int, emitted: int, seconds: float) -> None:
+        stats = self.stats
+        stats.row_steps += running
+        stats.drafted_tokens += draft.num_nodes
+        stats.emitted_tokens += emitted
+        stats.verify_seconds += seconds
+        batch = stats.by_batch.setdefault(running, [0, 0])
+        batch[0] += running
+        batch[1] += emitted
+        deepest = int(draft.depths.max())
+        for record in (stats.drafted_at, stats.accepted_at):
+            record.extend([0] * (deepest - len(record)))
+        trunk = np.ones(draft.num_nodes, bool) if draft.parents is None else _first_children(draft)
+        for depth, count in enumerate(np.bincount(draft.depths[trunk], minlength=deepest + 1)[1:].tolist()):
+            stats.drafted_at[depth] += count
+        hits = np.bincount(draft.depths[accepted.accepted], minlength=deepest + 1)[1:].tolist()
+        for depth, count in enumerate(hits):
+            stats.accepted_at[depth] += count
+
+    def start(self, request: Request) -> None:
+        """A request got its row."""
+        self.drafter.start(request)
+
+    def stop(self, request: Request) -> None:
+        """A request leaves its row."""
+        self.drafter.stop(request)
+
+    def take_stats(self) -> SpeculationStats:
+        """Counters since the last call. Resets them."""
+        stats, self.stats = self.stats, SpeculationStats()
+        return stats
+
+    # Agreement of tensor-parallel ranks
+
+    def _agree(self, array: np.ndarray) -> np.ndarray:
+        """Rank 0's values of an array whose shape all ranks share."""
+        tensor = self._tp.broadcast(torch.from_numpy(np.ascontiguousarray(array)))
+        agreed: np.ndarray = tensor.numpy()
+        return agreed
+
+    def _agree_strategy(self, strategy: DraftStrategy) -> DraftStrategy:
+        if self._tp.size == 1:
+            return strategy
+        kinds = ("none", self.drafter.kind)
+        numbers = np.array(
+            [
+                kinds.index(strategy.kind),
+                strategy.draft_len,
+                strategy.topk,
+                strategy.num_verify_tokens,
+                strategy.min_survival,
+            ],
+            np.float64,
+        )
+        kind, draft_len, topk, verify, survival = self._agree(numbers).tolist()
+        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), survival)
+
+    def _agree_draft(self, draft: Draft) -> Draft:
+        """Rank 0's draft. Drafts may differ in rounding, and then in size."""
+        if self._tp.size == 1:
+            return draft
+        counts = self._agree(draft.counts)
+        total = int(counts.sum())
+
+        def column(values: np.ndarray | None, kind: type) -> np.ndarray:
+            mine = np.zeros(total, kind)
+            if values is not None and self._tp.rank == 0:
+                mine[:] = values
+            return self._agree(mine)
+
+        parents = None if draft.parents is None else column(draft.parents, np.int32)
+        feature = None if draft.feature is None else column(draft.feature, np.int32)
+        probs = draft.probs
+        if probs is not None:
+            probs = np.zeros((total, probs.shape[1]), np.float32)
+            if self._tp.rank == 0:
+                assert draft.probs is not None
+                probs[:] = draft.probs
+            probs = self._agree(probs)
+        return Draft(
+            counts,
+            column(draft.tokens, np.int32),
+            column(draft.survival, np.float32),
+            column(draft.depths, np.int32),
+            parents,
+            feature,
+            probs,
+            None if draft.source is None else self._agree(draft.source),
+        )
+
+
+class PositionRates:
+    """Mean acceptance at each draft position, whatever the tokens: what block verification may decide by.
+
+    Pruning by anything that a drafted token reveals would bias what is emitted (facts of speculation, section 2;
+    DSpark, appendix A).
+    """
+
+    def __init__(self, depths: int = 64, prior: float = 0.6, weight: float = 20.0, memory: float = 0.999):
+        self._tried = np.full(depths, weight)
+        self._matched = np.full(depths, weight * prior)
+        self._memory = memory
+
+    def survival(self, depths: np.ndarray) -> np.ndarray:
+        """Estimated probability float32 [N] that a node at these depths (from 1) is emitted."""
+        reach = np.cumprod(self._matched / self._tried).astype(np.float32)
+        chosen: np.ndarray = reach[depths - 1]
+        return chosen
+
+    def observe(self, depths: np.ndarray, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """Counts verdicts; old ones fade."""
+        size = len(self._tried)
+        self._tried = self._tried * self._memory + np.bincount(depths[reached] - 1, minlength=size)
+        self._matched = self._matched * self._memory + np.bincount(depths[accepted] - 1, minlength=size)
+
+
+def _first_children(draft: Draft) -> np.ndarray:
+    """Bool [N]: the nodes of the trunk, which stand first in their row at index depth - 1."""
+    starts = np.cumsum(draft.counts) - draft.counts
+    within = np.arange(draft.num_nodes) - np.repeat(starts, draft.counts)
+    trunk: np.ndarray = within == draft.depths - 1
+    return trunk
