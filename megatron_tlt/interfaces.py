@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from megatron_tlt.types import (
         EngineStats,
+        PastAnswer,
         Prompt,
         RewardResult,
         Sample,
@@ -88,6 +89,22 @@ class RolloutBackend(Protocol):
         Returns when this replica has no live request. `on_progress(running, waiting, generated_tokens)` is
         called now and then. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
         """
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether `remember` has a use."""
+
+    def remember(self, answers: Sequence[PastAnswer]) -> None:
+        """Keeps scored answers for later visits of their questions; never changes what is answered.
+
+        Ranks of one engine must be told the same. Mutates the history.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine learned about its own speed. Mutates nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave. Mutates selector and calibration."""
 
     def begin_update(self, version: int) -> None:
         """Opens a push; until `finish_update` the engine refuses to generate. Mutates the version state."""

@@ -65,6 +65,16 @@ class Sample:
 
 
 @dataclass(slots=True)
+class PastAnswer:
+    """A scored answer as the next visit of its question may use it: for drafts, and to expect a length."""
+
+    dataset_id: str
+    token_ids: np.ndarray  # int32 [R]
+    score: float
+    visit: int  # prompt id of the visit: later visits have greater ones
+
+
+@dataclass(slots=True)
 class RewardResult:
     """The verdict on one sample. `failure` tells why a reward function gave none (the value is then its default)."""
 
@@ -186,7 +196,9 @@ class SpeculationStats:
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
-    by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]
+    by_batch: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # running requests: [row steps, emitted tokens]
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 

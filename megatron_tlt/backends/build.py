@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 
@@ -15,19 +15,24 @@ from megatron_tlt.backends.answers import answer_lines, read_prompts, stats_repo
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.config.speculation import check_speculation
+from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.spec.build import Drafting
+from megatron_tlt.rollout.spec.history import AnswerHistory
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
+    from megatron_tlt.models.eagle_base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
     from megatron_tlt.types import EngineStats, SamplingParams
 
@@ -38,9 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int  # answers to each prompt, default 1
     chat: bool  # wrap prompts in the tokenizer's chat template
     logprobs: bool  # write log-probabilities
-    dtype: Literal["fp32", "bf16"]
-    kernels: Literal["auto", "native", "torch"]
-    threads: int
+    rollout: RolloutSection  # the engine; its sampling fields are not read
 
 
 def build_backend(
@@ -64,11 +67,16 @@ def build_backend(
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
     _check(rollout, model, config, tp)
-    decoder = build_decoder(config, device, DTYPES[rollout.dtype], rollout.kernels, rollout.threads, tp)
+    decoder = build_decoder(
+        config, device, DTYPES[rollout.dtype], rollout.kernels, rollout.threads, tp, rollout.numerics
+    )
     if load_weights:
         decoder.load_weights(iter_weights(model.path, config))
+    history = _history(rollout)
+    eagle = _eagle(rollout, decoder, config, tp)
     num_blocks = choose_num_blocks(
-        decoder.kv_bytes_per_block(rollout.block_size),
+        decoder.kv_bytes_per_block(rollout.block_size)
+        + (eagle.kv_bytes_per_block(rollout.block_size) if eagle is not None else 0),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
@@ -92,6 +100,7 @@ def build_backend(
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
         count_near_ties=count_near_ties,
+        drafting=Drafting(rollout.speculation, eagle, config.hidden_size, history),
     )
     return EmbeddedBackend(
         engine,
@@ -99,6 +108,8 @@ def build_backend(
         ignorable=("lm_head.weight",) if config.tie_word_embeddings else (),
         keep_checksums=sync is not None and sync.verify,
         has_weights=load_weights,
+        history=history,
+        longest_first=rollout.order == "longest_first",
     )
 
 
@@ -123,11 +134,8 @@ def generate_file(
     file and line, ConfigError, CheckpointError, BackendError.
     """
     prompts = read_prompts(Path(in_jsonl), tokenizer, options.get("chat", False))
-    rollout = RolloutSection(
-        tp=tp.size if tp is not None else 1,
-        dtype=options.get("dtype", "fp32"),
-        kernels=options.get("kernels", "auto"),
-        threads=options.get("threads", 1),
+    rollout = options.get("rollout", RolloutSection()).model_copy(
+        update={"tp": tp.size if tp is not None else 1}
     )
     context = max((len(p.token_ids) for p in prompts), default=0) + params.max_tokens
     model = ModelSection(path=str(model_dir), max_context=context)
@@ -145,6 +153,28 @@ def generate_file(
     return stats
 
 
+def _history(rollout: RolloutSection) -> AnswerHistory | None:
+    """Earlier answers, where somebody reads them: the suffix drafter, or the order of prompts."""
+    section = rollout.speculation.suffix
+    is_drafting = rollout.speculation.drafter in ("suffix", "hybrid")
+    if not section.history_epochs or not (is_drafting or rollout.order == "longest_first"):
+        return None
+    return AnswerHistory(section.history_epochs, section.history_answers, section.history_mib)
+
+
+def _eagle(
+    rollout: RolloutSection, decoder: Decoder, config: ModelConfig, tp: TensorParallel | None
+) -> EagleDecoder | None:
+    """The trained drafter around the policy's decoder, its weights loaded."""
+    section = rollout.speculation
+    if section.drafter not in ("eagle", "hybrid"):
+        return None
+    assert section.drafter_path is not None  # `_check`
+    eagle = build_eagle(decoder, config, rollout.threads, tp)
+    eagle.load_weights(load_drafter(section.drafter_path, config).items())
+    return eagle
+
+
 def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
     """The C sampler, where the decoder is the native one (its library is built already)."""
     if decoder.kind != "native":
@@ -158,7 +188,7 @@ def _check(
     rollout: RolloutSection, model: ModelSection, config: ModelConfig, tp: TensorParallel | None
 ) -> None:
     """Everything that sizes an engine wrongly, at once."""
-    problems = []
+    problems = list(check_speculation(rollout.speculation))
     if model.max_context > config.max_position_embeddings:
         allowed = f"at most {config.max_position_embeddings}, the positions of the model in {model.path}"
         problems.append(ConfigProblem("model.max_context", model.max_context, allowed))

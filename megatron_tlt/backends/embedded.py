@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import EngineStats, PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
+    from megatron_tlt.rollout.spec.history import AnswerHistory
 
 _SHOWN = 5
 NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
@@ -31,11 +32,15 @@ class EmbeddedBackend:
         ignorable: Sequence[str] = (),
         keep_checksums: bool = False,
         has_weights: bool = True,
+        history: AnswerHistory | None = None,
+        longest_first: bool = False,
     ):
         """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped.
 
-        Without weights the engine refuses to answer until a push has arrived.
+        Without weights the engine refuses to answer until a push has arrived. `history` keeps earlier answers;
+        `longest_first` starts prompts whose earlier answers were long before the others.
         """
+        self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
         self._shapes = dict(parameter_shapes)
         self._ignorable = frozenset(ignorable)
@@ -76,16 +81,60 @@ class EmbeddedBackend:
         assert engine.is_idle, "generate is not re-entrant"
         done = False
         try:
-            for prompt in prompts:
-                engine.add(prompt.token_ids, params, prompt.prompt_id, num_samples=num_samples)
+            for prompt in self._ordered(prompts):
+                engine.add(
+                    prompt.token_ids,
+                    params,
+                    prompt.prompt_id,
+                    num_samples=num_samples,
+                    dataset_id=prompt.dataset_id,
+                )
             finished = engine.run(on_progress)
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
                 engine.abort_all()
+            if engine.speculator is not None:
+                engine.speculator.end_generate()
         samples = [self._sample(r) for r in finished]
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Longest expected answers first: started late, one long answer alone would hold everybody up.
+
+        The order cannot change an answer (docs/numerics.md). Prompts never seen before are taken for average.
+        """
+        if self._history is None or not self._longest_first:
+            return list(prompts)
+        lengths = [self._history.expected_length(p.dataset_id) for p in prompts]
+        known = [n for n in lengths if n is not None]
+        usual = sum(known) / len(known) if known else 0.0
+        order = sorted(
+            range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n)
+        )  # stable: equals keep their order
+        return [prompts[i] for i in order]
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether `remember` has a use."""
+        return self._history is not None
+
+    def remember(self, answers: Sequence[PastAnswer]) -> None:
+        """Keeps scored answers for later visits of their questions. Ranks of one engine must be told the same."""
+        if self._history is not None:
+            self._history.remember(answers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What speculation has learned, for checkpoints: it only makes the engine faster."""
+        speculator = self.engine.speculator
+        return {} if speculator is None else speculator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave; nothing of another drafter or selector."""
+        speculator = self.engine.speculator
+        if speculator is not None and state:
+            speculator.load_state_dict(state)
 
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_tlt.config.checks_learning import check_algorithm, check_data, check_optimizer, check_rewards
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 
@@ -160,6 +161,7 @@ def check_rollout(
         most = rollout.max_batched_tokens
         allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
+    yield from check_speculation(rollout.speculation)
     if shape is not None:
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.errors import ConfigProblem
 
 
 class SuffixSection(Section):
@@ -64,14 +67,19 @@ class SpeculationSection(Section):
     bandit: BanditSection = BanditSection()
     """The bandit."""
 
-    @model_validator(mode="after")
-    def _check(self) -> SpeculationSection:
-        if self.drafter in ("eagle", "hybrid") and self.drafter_path is None:
-            raise ValueError(
-                f"drafter {self.drafter!r} needs drafter_path, a directory made by megatron-tlt drafter"
-            )
-        if self.verify == "block" and self.topk > 1:
-            raise ValueError("verify 'block' is for chains: topk must be 1")
-        if self.verify == "block" and self.drafter == "hybrid":
-            raise ValueError("verify 'block' takes drafter suffix or eagle, not hybrid")
-        return self
+
+def check_speculation(section: SpeculationSection) -> Iterator[ConfigProblem]:
+    """What does not go together; arms are checked where they are parsed (`rollout.spec.strategy`)."""
+    at = "rollout.speculation"
+    if section.drafter in ("eagle", "hybrid") and section.drafter_path is None:
+        allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
+        yield ConfigProblem(f"{at}.drafter_path", None, allowed)
+    if section.verify == "block" and section.topk > 1:
+        yield ConfigProblem(f"{at}.topk", section.topk, "must be 1 with verify 'block', which verifies chains")
+    if section.verify == "block" and section.drafter == "hybrid":
+        yield ConfigProblem(f"{at}.drafter", "hybrid", "must be 'suffix' or 'eagle' with verify 'block'")
+    if section.verify == "block" and section.selector == "beg_mab" and section.drafter != "none":
+        wide = [arm for arm in section.bandit.arms if not re.fullmatch(r"\d+_1_\d+", arm)]
+        if wide:
+            allowed = "only chains (LENGTH_1_TOKENS) with verify 'block'"
+            yield ConfigProblem(f"{at}.bandit.arms", wide, allowed)

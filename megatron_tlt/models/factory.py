@@ -14,6 +14,7 @@ from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.native_build import find_compiler
 
 Kernels = Literal["auto", "native", "torch"]
+Numerics = Literal["default", "invariant"]
 
 
 def build_decoder(
@@ -23,11 +24,13 @@ def build_decoder(
     kernels: Kernels = "auto",
     threads: int = 1,
     tp: TensorParallel | None = None,
+    numerics: Numerics = "default",
 ) -> Decoder:
     """An empty decoder; load weights next. Its `.kind` tells which one was chosen.
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch. `threads` is used by the native
-    decoder only. Raises ConfigError for a choice that does not exist or cannot run on `device`,
+    decoder only. "invariant" numerics: a row's bits do not depend on its batch (the native decoder always computes
+    so). Raises ConfigError for a choice that does not exist or cannot run on `device`,
     BackendError when "native" is asked for and cannot be built.
     """
     device = torch.device(device)
@@ -42,4 +45,4 @@ def build_decoder(
         from megatron_tlt.models.native import NativeDecoder
 
         return NativeDecoder(config, dtype, threads, tp)
-    return TorchDecoder(config, device, dtype, tp)
+    return TorchDecoder(config, device, dtype, tp, invariant=numerics == "invariant")

@@ -6,6 +6,7 @@ V vocabulary; H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,11 @@ class DecoderInput:
     # None: rows of a sequence follow each other.
     parents: Tensor | None = None
     all_hidden: bool = False  # also return the final hidden state of all T rows
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
+        """From the first seven fields in order, or eight: `parents`, too."""
+        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the flag
 
 
 @dataclass(slots=True)

@@ -155,8 +155,14 @@ class ModelRunner:
         keys = row_keys(
             np.repeat(rows.keys[:count], sizes), np.repeat(rows.output_len[:count], sizes) + depth
         )
-        spread = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-        return SamplingRows(keys, *(np.repeat(a[:count], sizes) for a in spread), rows.num_masked > 0)
+        return SamplingRows(
+            keys,
+            np.repeat(rows.temperature[:count], sizes),
+            np.repeat(rows.top_k[:count], sizes),
+            np.repeat(rows.top_p[:count], sizes),
+            np.repeat(rows.min_p[:count], sizes),
+            rows.num_masked > 0,
+        )
 
     def _compact(self, draft: Draft, accepted: Accepted) -> None:
         """Moves the accepted path of each tree to where plain decoding would have written it."""
@@ -246,8 +252,8 @@ class ModelRunner:
         if parents is not None:
             arrays.append(parents)
         if self._upload is not None:
-            return DecoderInput(*self._upload(tuple(arrays)))
-        return DecoderInput(*(torch.from_numpy(a) for a in arrays))
+            return DecoderInput.of(self._upload(tuple(arrays)))
+        return DecoderInput.of([torch.from_numpy(a) for a in arrays])
 
     def _sample(self, batch: Batch, output: DecoderOutput) -> StepResult:
         logits = output.logits

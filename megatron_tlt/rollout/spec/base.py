@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,3 +36,12 @@ class Drafter(Protocol):
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """Verdict on `draft` (as verified): bool [N] node's parent was emitted; bool [N] node was emitted."""
+
+    def end_generate(self) -> None:
+        """The engine is idle: per-call state may go. Mutates the drafter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Calibration, for checkpoints."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave."""

@@ -11,6 +11,9 @@ Legend: B rows, A rows that draft, T pairs, H hidden size, W window, L drafted t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -128,6 +131,17 @@ class EagleDrafter:
     def stop(self, request: Request) -> None:
         """Nothing to free: the slot is set up afresh by its next request."""
 
+    def end_generate(self) -> None:
+        """Nothing: see `stop`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Match rates by gap."""
+        return self.calibrator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s."""
+        self.calibrator.load_state_dict(state)
+
     # Drafting
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
@@ -169,7 +183,7 @@ class EagleDrafter:
         starts[1:] = ends
         tables = rows.block_tables if len(active) == rows.num_rows else rows.block_tables[active]
         arrays = (tokens, positions, slot_mapping, starts, last + 1, tables[: len(active)], starts[1:] - 1)
-        batch = DecoderInput(*(self._put(a) for a in arrays))
+        batch = DecoderInput.of([self._put(a) for a in arrays])
         ring = self._ring[self._put(slots[row] * self._window + positions % self._window, np.int64)]
         return EagleInput(batch, ring, self._put(self._first[slots]))
 

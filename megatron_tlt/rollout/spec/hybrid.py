@@ -7,6 +7,9 @@ Legend: B rows, N nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from megatron_tlt.rollout.request import Request
@@ -45,6 +48,20 @@ class HybridDrafter:
         """See `Drafter.stop`."""
         self.suffix.stop(request)
         self.eagle.stop(request)
+
+    def end_generate(self) -> None:
+        """See `Drafter.end_generate`."""
+        self.suffix.end_generate()
+        self.eagle.end_generate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both parts' calibration."""
+        return {"suffix": self.suffix.state_dict(), "eagle": self.eagle.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s."""
+        self.suffix.load_state_dict(state["suffix"])
+        self.eagle.load_state_dict(state["eagle"])
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`."""

@@ -9,9 +9,9 @@ Legend: B running rows, N drafted nodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -163,6 +163,24 @@ class Speculator:
         """A request leaves its row."""
         self.drafter.stop(request)
 
+    def end_generate(self) -> None:
+        """No request is left: what was kept for siblings can go."""
+        self.drafter.end_generate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What selector and calibrators have learned."""
+        return {
+            "drafter": self.drafter.kind,
+            "selector": self.selector.state_dict(),
+            "calibration": self.drafter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s, if it is of this kind of drafter."""
+        if state["drafter"] == self.drafter.kind:
+            self.selector.load_state_dict(state["selector"])
+            self.drafter.load_state_dict(state["calibration"])
+
     def take_stats(self) -> SpeculationStats:
         """Counters since the last call. Resets them."""
         stats, self.stats = self.stats, SpeculationStats()
@@ -201,7 +219,7 @@ class Speculator:
         total = int(counts.sum())
 
         def column(values: np.ndarray | None, kind: type) -> np.ndarray:
-            mine = np.zeros(total, kind)
+            mine: np.ndarray = np.zeros(total, kind)
             if values is not None and self._tp.rank == 0:
                 mine[:] = values
             return self._agree(mine)

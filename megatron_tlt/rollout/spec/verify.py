@@ -100,20 +100,18 @@ def _follow_one(sampled: np.ndarray, draft: Draft) -> Accepted:
     """`follow` of one row: plain Python is faster than arrays of a few elements."""
     tokens, drawn = draft.tokens.tolist(), sampled.tolist()
     count = len(tokens)
-    accepted, reached = [False] * count, [False] * count
-    index = [0]
     parents = range(-1, count - 1) if draft.parents is None else draft.parents.tolist()
-    last = -1
+    emitted = [True] + [False] * count
+    index, last = [0], -1  # the emitted path and its last node
     for node, parent in enumerate(parents):
-        if parent == last and not accepted[node]:
-            reached[node] = True
-            if tokens[node] == drawn[parent + 1]:
-                accepted[node] = True
-                index.append(node + 1)
-                last = node
+        if parent == last and tokens[node] == drawn[parent + 1]:
+            emitted[node + 1] = True
+            index.append(node + 1)
+            last = node
+    is_emitted = np.array(emitted)
     return Accepted(
         np.array([len(index)], np.int32),
         np.array(index, np.int32),
-        np.array(accepted, bool),
-        np.array(reached, bool),
+        is_emitted[1:],
+        is_emitted[:-1] if draft.parents is None else is_emitted[draft.parents + 1],
     )
