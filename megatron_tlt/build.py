@@ -30,6 +30,7 @@ from megatron_tlt.types import SamplingParams
 if TYPE_CHECKING:
     import argparse
 
+    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.loop import RLTrainer
@@ -136,7 +137,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
             out.write_text(text + "\n", encoding="utf-8")
 
 
-def run_generate(args: argparse.Namespace, world: World) -> None:
+def run_generate(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
     """`megatron-tlt generate`. Several ranks are one tensor-parallel engine. Collective."""
     world.enter("generate")
     params = SamplingParams(
@@ -159,11 +160,9 @@ def run_generate(args: argparse.Namespace, world: World) -> None:
         device=world.device,
         tp=tensor_parallel(world, world.size),
         n=args.n,
-        dtype=args.dtype,
         chat=args.chat,
         logprobs=args.logprobs,
-        threads=args.threads,
-        kernels=args.kernels,
+        rollout=engine,
     )
 
 

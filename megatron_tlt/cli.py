@@ -108,6 +108,12 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     command.add_argument("--logprobs", action="store_true", help="write the log-probability of every token")
     command.add_argument("--stats", type=Path, help="JSON of counters and speeds to write")
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="rollout.a.b=v",
+        help="engine settings, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant",
+    )
     command.set_defaults(run=_generate)
 
 
@@ -168,9 +174,14 @@ def _check(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from megatron_tlt.build import run_generate
+    from megatron_tlt.config.load import load_engine
     from megatron_tlt.config.run import DistributedSection
 
-    return _on_every_rank(DistributedSection(), args.threads, lambda world: run_generate(args, world))
+    options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
+    engine = load_engine([*options, *args.overrides])
+    return _on_every_rank(
+        DistributedSection(), engine.threads, lambda world: run_generate(args, engine, world)
+    )
 
 
 def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:

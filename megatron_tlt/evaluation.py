@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.distributed.exchange import gather_columns
-from megatron_tlt.experience import group_samples
+from megatron_tlt.experience import group_samples, share_answers
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
@@ -92,6 +92,7 @@ class Evaluator:
         samples = self._backend.generate(self._mine, self._params, self._section.samples_per_prompt)
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
+        share_answers(self._world, self._backend, groups)  # the same questions come again
         rows = [
             (g.prompt.prompt_id, r.correct, r.value, len(s.token_ids), s.finish_reason == "length")
             for g in groups

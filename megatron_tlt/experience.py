@@ -14,7 +14,7 @@ import numpy as np
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
-from megatron_tlt.types import SampleGroup, TrainBatch, TrainSequence
+from megatron_tlt.types import PastAnswer, SampleGroup, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.dims import Dims
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import Prompt, Sample
 
 _COLUMNS = (
@@ -42,6 +43,28 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
     for sample in samples:
         by_prompt[sample.prompt_id].append(sample)
     return [SampleGroup(p, sorted(by_prompt[p.prompt_id], key=lambda s: s.sample_index)) for p in prompts]
+
+
+def share_answers(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
+    """Tells every engine of all ranks' scored answers: the next visit of a question may come to any of them.
+
+    Collective where the engines keep a history; which is the same on all ranks.
+    """
+    if not backend.wants_history:
+        return
+    mine = [
+        PastAnswer(
+            group.prompt.dataset_id,
+            np.asarray(sample.token_ids, np.int32),
+            reward.value,
+            group.prompt.prompt_id,
+        )
+        for group in groups
+        for sample, reward in zip(group.samples, group.rewards, strict=True)
+    ]
+    everybody = [answer for part in world.all_gather_object(mine) for answer in part]
+    everybody.sort(key=lambda a: a.visit)  # the order must not depend on the number of ranks
+    backend.remember(everybody)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.evaluation import EvalResult
-from megatron_tlt.experience import BatchAssembler, group_samples
+from megatron_tlt.experience import BatchAssembler, group_samples, share_answers
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class RLTrainer:
             with self._phase("idle"):
                 self.world.barrier()
             with self._phase("score"):
-                kept += self._score(prompts, samples)
+                scored = self._score(prompts, samples)
+                kept += scored
+                share_answers(self.world, self.backend, scored)
                 ids = sorted(
                     i
                     for part in self.world.all_gather_object([g.prompt.prompt_id for g in kept])
@@ -182,6 +184,7 @@ class RLTrainer:
             "step": self.progress.step,
             "prompts": self.prompts.state_dict(),
             "evaluations": [e.to_json() for e in self.progress.evaluations],
+            "engine": self.backend.state_dict(),
         }
 
     def _resume(self) -> None:
@@ -190,6 +193,7 @@ class RLTrainer:
             self.observer.start(0)
             return
         self.prompts.load_state_dict(state["prompts"])
+        self.backend.load_state_dict(state.get("engine", {}))
         self.progress = Progress(state["step"], [EvalResult.from_json(e) for e in state["evaluations"]])
         self.observer.start(self.progress.step)
 

@@ -75,7 +75,14 @@ class Observer:
         tokens = int(counters["engine/generated_tokens"])
         self._tokens += tokens
         row = {_qualified(name): value for name, value in metrics.items()}
-        row |= {**times, **idle, **counters, "time/step": seconds, "engine/tokens_per_s": _rate(ranks)}
+        row |= {
+            **times,
+            **idle,
+            **counters,
+            **_acceptance(counters),
+            "time/step": seconds,
+            "engine/tokens_per_s": _rate(ranks),
+        }
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._samples is not None:
@@ -143,7 +150,23 @@ def _qualified(name: str) -> str:
 
 def _counters(stats: EngineStats) -> dict[str, int]:
     names = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
-    return {name: getattr(stats, name) for name in names}
+    spec = ("row_steps", "drafted_tokens", "emitted_tokens")
+    return {name: getattr(stats, name) for name in names} | {
+        f"spec_{name}": getattr(stats.speculation, name) for name in spec
+    }
+
+
+def _acceptance(counters: Mapping[str, float]) -> dict[str, float]:
+    """What speculation did in this step, over all ranks; nothing where there was none."""
+    rows, drafted = counters["engine/spec_row_steps"], counters["engine/spec_drafted_tokens"]
+    if not rows:
+        return {}
+    emitted = counters["engine/spec_emitted_tokens"]
+    return {
+        "spec/accept_length": emitted / rows,
+        "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
+        "spec/share": emitted / max(1.0, counters["engine/generated_tokens"]),
+    }
 
 
 def _rate(ranks: Sequence[tuple[Mapping[str, float], Mapping[str, int]]]) -> float:

@@ -56,8 +56,17 @@ def answer_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str
 
 def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
     """`EngineStats` with rates, phase timings and what computed. Resets the backend's phase timings."""
+    spec = stats.speculation
     report = {
         **asdict(stats),
+        "speculation": {
+            **asdict(spec),
+            "accept_length": spec.accept_length,
+            "accept_rate_at": [a / d for a, d in zip(spec.accepted_at, spec.drafted_at, strict=True) if d],
+            "accept_length_by_batch": {
+                str(running): emitted / rows for running, (rows, emitted) in sorted(spec.by_batch.items())
+            },
+        },
         "tokens_per_s": stats.generated_tokens / stats.seconds if stats.seconds else 0.0,
         "phase_seconds": backend.take_phase_seconds(),
         "decoder": backend.engine.runner.decoder.kind,

@@ -12,8 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
@@ -49,6 +51,17 @@ def build_config(
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def load_engine(overrides: Sequence[str]) -> RolloutSection:
+    """The rollout section from overrides alone (`"rollout.a.b=value"`). Raises ConfigError with all problems."""
+    outside = [o for o in overrides if not o.startswith("rollout.")]
+    if outside:
+        raise ConfigError([ConfigProblem("override", o, "must look like rollout.key=value") for o in outside])
+    section = build_config({"model": {"path": ""}}, overrides, Config).rollout
+    if problems := list(check_speculation(section.speculation)):
+        raise ConfigError(problems)
+    return section
 
 
 def dump_config(config: Section) -> str:

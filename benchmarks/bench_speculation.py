@@ -1,0 +1,217 @@
+"""Speculative against plain decoding: the same engine, prompts and noise, so the same answers, token for token.
+
+Strategies take turns within a round (A B C ... A B C ...); every figure is the median over rounds of the ratio to plain
+decoding in the same round. A batch size b means: at most b requests run, and enough wait to keep it so. The
+long-tailed rollout starts 64 requests together and runs until the last has ended. Prompts, sampling and lengths are
+the quickstart's. Answers of all strategies are compared; a difference ends the benchmark with an error.
+
+    python benchmarks/bench_speculation.py [--quick] [--model DIR] [--drafter DIR] [--config FILE] --out r.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench_rollout import ROOT, commit, machine
+
+sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.types import Prompt, SamplingParams
+
+SAMPLES, TAIL = 8, 64
+# Name -> rollout.speculation. "ours" is what a user gets; the others are fixed strategies and the bandit.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": "none"},
+    "ours": {"drafter": "hybrid", "selector": "cost_aware"},
+    "eagle cost_aware": {"drafter": "eagle", "selector": "cost_aware"},
+    "suffix cost_aware": {"drafter": "suffix", "selector": "cost_aware"},
+    "hybrid beg_mab": {"drafter": "hybrid", "selector": "beg_mab"},
+    "suffix 4": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
+    "suffix 8": {"drafter": "suffix", "selector": "fixed", "draft_len": 8},
+    "eagle 1": {"drafter": "eagle", "selector": "fixed", "draft_len": 1},
+    "eagle 2": {"drafter": "eagle", "selector": "fixed", "draft_len": 2},
+    "eagle 4": {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
+    "eagle 6": {"drafter": "eagle", "selector": "fixed", "draft_len": 6},
+    "eagle 4 top2": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "topk": 2},
+    "hybrid 4": {"drafter": "hybrid", "selector": "fixed", "draft_len": 4},
+}
+FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fixed")
+
+
+@dataclass
+class Side:
+    """One strategy's engine."""
+
+    name: str
+    backend: EmbeddedBackend
+    accept_length: float = 0.0
+
+    def run(
+        self, prompts: list[Prompt], params: SamplingParams, running: int
+    ) -> tuple[float, int, list[Any]]:
+        """Seconds, tokens and answers with at most `running` requests at a time."""
+        scheduler = self.backend.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, max_running=running)
+        started = time.perf_counter()
+        samples = self.backend.generate(prompts, params, SAMPLES)
+        seconds = time.perf_counter() - started
+        stats = self.backend.take_stats()
+        if stats.speculation.row_steps:
+            self.accept_length = stats.speculation.accept_length
+        return seconds, stats.generated_tokens, [(s.token_ids, s.logprobs) for s in samples]
+
+
+def open_side(name: str, args: argparse.Namespace) -> Side:
+    """An engine with the policy's weights and one strategy."""
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.config.load import load_config
+
+    overrides = [f"model.path={args.model}", "rollout.max_running_requests=64", f"rollout.dtype={args.dtype}"]
+    spec = dict(STRATEGIES[name])
+    if spec["drafter"] in ("eagle", "hybrid"):
+        spec["drafter_path"] = str(args.drafter)
+    overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
+    config = load_config(args.config, overrides)
+    return Side(name, build_backend(config.rollout, config.model, tokenizer=None, load_weights=True))
+
+
+def open_prompts(args: argparse.Namespace) -> tuple[list[Prompt], SamplingParams]:
+    """The quickstart's prompts and sampling."""
+    from megatron_tlt.build import sampling_params
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.data.prompts import build_prompts
+    from megatron_tlt.data.tokenizer import HFTokenizer
+
+    config = load_config(args.config, [f"model.path={args.model}"])
+    tokenizer = HFTokenizer(args.model)
+    stream = build_prompts(config.data, "train", tokenizer, config.train.seed)
+    params = replace(sampling_params(config), stop_token_ids=tokenizer.eos_token_ids)
+    return stream.next_batch(256), params
+
+
+def measure(
+    sides: list[Side], work: list[list[Prompt]], params: SamplingParams, running: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of one batch size. The first prompts only warm the engines up; each round takes the next ones."""
+    for side in sides:
+        side.run(work[0], params, running)
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    lengths: dict[str, list[float]] = {side.name: [] for side in sides}
+    for turn in range(repeats):
+        expected = None
+        for side in sides if turn % 2 == 0 else sides[::-1]:
+            seconds, tokens, answers = side.run(work[1 + turn % (len(work) - 1)], params, running)
+            if expected is None:
+                expected = answers
+            elif answers != expected:
+                raise SystemExit(f"{side.name} gave other answers than the others at batch {running}")
+            rates[side.name].append(tokens / seconds)
+            lengths[side.name].append(side.accept_length)
+    rows = []
+    for side in sides:
+        ratios = [a / b for a, b in zip(rates[side.name], rates["plain"])]
+        rows.append(
+            {
+                "batch": running,
+                "strategy": side.name,
+                "speedup": statistics.median(ratios),
+                "min": min(ratios),
+                "max": max(ratios),
+                "tokens_per_s": statistics.median(rates[side.name]),
+                "accept_length": statistics.median(lengths[side.name]),
+                "repeats": repeats,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]], batches: list[Any]) -> str:
+    """Strategies down, batch sizes across."""
+    lines = ["| strategy | " + " | ".join(str(b) for b in batches) + " |", "|---|" + "---|" * len(batches)]
+    for name in dict.fromkeys(r["strategy"] for r in rows):
+        cells = [
+            f"{r['speedup']:.2f} ({r['accept_length']:.1f})" if r["accept_length"] else f"{r['speedup']:.2f}"
+            for b in batches
+            for r in rows
+            if (r["strategy"], r["batch"]) == (name, b)
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summarize(rows: list[dict[str, Any]], batches: list[int]) -> dict[str, float]:
+    """The keys of docs: our adaptive engine, and its distance to the best fixed strategy of each batch size."""
+    of = {(r["strategy"], r["batch"]): r for r in rows}
+    ours = [of["ours", b]["speedup"] for b in batches]
+    fixed = [max([of[name, b]["speedup"] for name in FIXED if (name, b) in of] + [1.0]) for b in batches]
+    summary = {"speedup_b1": ours[0], "worst_batch": min(ours)}
+    summary["adaptive_vs_best_fixed"] = min(a / b for a, b in zip(ours, fixed))
+    summary["speedup_tail"] = of["ours", "tail"]["speedup"]
+    summary["accept_length"] = of["ours", batches[0]]["accept_length"]
+    return summary
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="batch 1 and 8, the tail, few strategies, 3 rounds"
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
+    parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--strategies", nargs="+", choices=[*STRATEGIES], default=[*STRATEGIES])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    import torch
+
+    torch.set_num_threads(1)
+    if args.quick:
+        args.batches, args.repeats = [1, 8], 3
+        args.strategies = ["plain", "ours", "suffix 4", "eagle 2", "eagle 4"]
+    sides = [open_side(name, args) for name in args.strategies]
+    prompts, params = open_prompts(args)
+    rows: list[dict[str, Any]] = []
+    for batch in args.batches:
+        each = max(2, batch // 2)  # prompts of a round: 8 samples each, so at least four times the batch
+        work = [prompts[i : i + each] for i in range(0, len(prompts) - each + 1, each)]
+        rows += measure(sides, work[: args.repeats + 1], params, batch, args.repeats)
+        print(table([r for r in rows if r["batch"] == batch], [batch]), flush=True)
+    each = TAIL // SAMPLES
+    work = [prompts[i : i + each] for i in range(0, len(prompts), each)]
+    tail = measure(sides, work[: args.repeats + 1], params, TAIL, args.repeats)
+    rows += [row | {"batch": "tail"} for row in tail]
+    print(table(rows, [*args.batches, "tail"]))
+    summary = summarize(rows, args.batches)
+    for name, value in summary.items():
+        print(f"{name:28s} {value:10.3f}")
+    if args.out:
+        record = {
+            "command": sys.argv,
+            "commit": commit(),
+            "machine": machine(),
+            "rows": rows,
+            "summary": summary,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

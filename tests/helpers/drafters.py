@@ -1,0 +1,148 @@
+"""Drafters and selectors that test the engine: they know the answers, or lie, and change their minds at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.build import coupled
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from tests.helpers.engines import Answers
+
+
+class OracleDrafter:
+    """Proposes the known answer of each request, each token spoiled with probability `spoil`.
+
+    With `tree`, siblings (wrong, or right where the trunk is spoiled) stand beside the trunk, some of them with
+    children of their own, in a random shape.
+    """
+
+    kind = "oracle"
+
+    def __init__(self, answers: Answers, vocab: int, spoil: float, tree: bool, seed: int = 0):
+        self.answers, self.vocab, self.spoil, self.tree = answers, vocab, spoil, tree
+        self.random = random.Random(seed)
+        self.live: dict[int, list[int]] = {}  # slot -> tokens so far, to check what the engine tells
+
+    def start(self, request: Request) -> None:
+        assert request.slot not in self.live
+        self.live[request.slot] = list(request.output)
+
+    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
+        assert len(counts) == rows.num_rows
+        assert counts.sum() == len(tokens)
+        at = 0
+        for row, count in enumerate(counts.tolist()):
+            self.live[int(rows.slots[row])] += tokens[at : at + count].tolist()
+            at += count
+
+    def stop(self, request: Request) -> None:
+        told = self.live.pop(request.slot)
+        known = self.answers.get((request.prompt_id, request.sample_index))
+        assert known is None or told == known[0][: len(told)]
+
+    def end_generate(self) -> None:
+        assert not self.live
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        counts, tokens, depths, parents = [], [], [], []
+        for row, length in enumerate(lengths.tolist()):
+            request = rows.requests[row]
+            done = int(rows.output_len[row])
+            assert self.live[request.slot] == rows.outputs[request.slot, :done].tolist()
+            known = self.answers.get((request.prompt_id, request.sample_index), ([], []))[0]
+            nodes = self._nodes(known[done:], length, strategy.topk if self.tree else 1)
+            counts.append(len(nodes))
+            for token, depth, parent in nodes:
+                tokens.append(token)
+                depths.append(depth)
+                parents.append(parent)
+        survival = 0.7 ** np.asarray(depths, np.float32)
+        made = [np.asarray(x, np.int32) for x in (counts, tokens, depths, parents)]
+        return Draft(made[0], made[1], survival.astype(np.float32), made[2], made[3] if self.tree else None)
+
+    def _nodes(self, truth: list[int], length: int, topk: int) -> list[tuple[int, int, int]]:
+        rng = self.random
+        trunk = []
+        for depth in range(1, length + 1):
+            right = truth[depth - 1] if depth <= len(truth) else rng.randrange(self.vocab)
+            token = rng.randrange(self.vocab) if rng.random() < self.spoil else right
+            trunk.append((token, depth, depth - 2))
+        nodes = list(trunk)
+        for _ in range(length * (topk - 1)):
+            parent = rng.randrange(-1, len(nodes)) if nodes else -1
+            depth = 1 if parent < 0 else nodes[parent][1] + 1
+            taken = {n[0] for n in nodes if n[2] == parent}
+            right = truth[depth - 1] if depth <= len(truth) else 0
+            token = right if rng.random() < 0.5 else rng.randrange(self.vocab)
+            if token not in taken and depth <= length:
+                nodes.append((token, depth, parent))
+        return nodes
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        assert len(reached) == len(accepted) == draft.num_nodes
+        assert not (accepted & ~reached).any()
+
+
+class RandomSelector:
+    """Any length, any width, any pruning, at random; sometimes plain decoding."""
+
+    def __init__(self, kind: str, longest: int, topk: int, seed: int = 0):
+        self.kind, self.longest, self.topk = kind, longest, topk
+        self.random = random.Random(seed)
+        self.emitted = self.rows = 0
+
+    def select(self, running: int) -> DraftStrategy:
+        if self.random.random() < 0.2:
+            return NO_DRAFT
+        return DraftStrategy(
+            self.kind, self.random.randint(1, self.longest), self.random.randint(1, self.topk)
+        )
+
+    def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
+        keep = np.ones(len(survival), bool)
+        if self.random.random() < 0.5:
+            return keep
+        starts = np.cumsum(counts) - counts
+        for row, start in enumerate(starts.tolist()):
+            for i in range(int(counts[row])):
+                parent = i - 1 if parents is None else int(parents[start + i])
+                above = parent < 0 or keep[start + parent]
+                keep[start + i] = above and self.random.random() < 0.8
+        return keep
+
+    def observe(self, strategy, running, rows_fed, emitted, draft_seconds, step_seconds) -> None:
+        assert len(emitted) == running
+        assert (emitted >= 1).all()
+        self.emitted += int(emitted.sum())
+        self.rows += running
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
+    """Makes a plain engine speculate with these parts."""
+    speculator = Speculator(
+        drafter, selector, coupled, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
+    )
+    engine.scheduler.on_start, engine.scheduler.on_stop = speculator.start, speculator.stop
+    engine.speculator = speculator
+    return speculator
