@@ -35,14 +35,17 @@ def plain(family: str, jobs, **options) -> tuple[Answers, list]:
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
 def test_equal_whatever_is_drafted(family, tree, spoil):
-    jobs = random_jobs(131, 14, seed=3)
+    jobs = random_jobs(131, 8, seed=3)
     expected, weights = plain(family, jobs)
     engine = make_engine(small_config(family), weights)
     selector = RandomSelector("oracle", 6, 3)
     attach(engine, OracleDrafter(expected, 131, spoil, tree), selector)
     assert answer_all(engine, jobs) == expected
     assert engine.blocks.num_used == 0
-    assert (selector.emitted > 1.2 * selector.rows) == (spoil < 1)
+    if spoil < 1 or tree:  # a spoiled trunk still has right siblings
+        assert selector.emitted > 1.1 * selector.rows
+    else:
+        assert selector.emitted < 1.1 * selector.rows
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
