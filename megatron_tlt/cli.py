@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, export, check, generate.
+"""The command line: train, sft, eval, export, check, generate, drafter.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli_drafter import add_drafter
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, TltError
 
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--out", type=Path, required=True, help="directory to write")
             command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     _add_generate(commands)
+    add_drafter(commands, _on_every_rank)
     return parser
 
 

@@ -170,8 +170,8 @@ def _eagle(
     if section.drafter not in ("eagle", "hybrid"):
         return None
     assert section.drafter_path is not None  # `_check`
-    eagle = build_eagle(decoder, config, rollout.threads, tp)
-    eagle.load_weights(load_drafter(section.drafter_path, config).items())
+    eagle = build_eagle(decoder, rollout.threads, tp)
+    eagle.load_weights(load_drafter(section.drafter_path, config).weights.items())
     return eagle
 
 

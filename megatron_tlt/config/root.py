@@ -8,6 +8,7 @@ from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.data import DataSection, RewardSection
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
@@ -39,6 +40,8 @@ class Config(Section):
     """Prompts."""
     rewards: RewardSection = RewardSection()
     """Rewards."""
+    drafter: DrafterSection = DrafterSection()
+    """Training of the drafter."""
     train: TrainSection = TrainSection()
     """The run."""
     eval: EvalSection = EvalSection()

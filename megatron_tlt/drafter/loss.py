@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from megatron_tlt.models.eagle import PairBatch, PairLayout
+from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
 
 _ELEMENTS_AT_ONCE = 1 << 25  # of [rows, V]: bounds the temporaries of the LM head
 _LK_SHARPNESS = 3.0
@@ -69,7 +69,11 @@ def draft_loss(
         far, ce, accept = FrozenHeadLoss.apply(drafted, target, head, weights)  # type: ignore[no-untyped-call]
         total = total + weights.gamma**step * (weights.hidden * near + far / count)
         report.counts.append(len(rows))
-        for values, value in ((report.hidden, near), (report.ce, ce / count), (report.accept, accept / count)):
+        for values, value in (
+            (report.hidden, near),
+            (report.ce, ce / count),
+            (report.accept, accept / count),
+        ):
             values.append(float(value.detach()))
     return total, report
 

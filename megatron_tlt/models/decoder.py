@@ -10,6 +10,7 @@ Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -250,12 +251,12 @@ class TorchDecoder:
     def _logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._head)
 
-    def _reduce(self, partial: Tensor) -> Tensor:
+    def _reduce(self, part: Tensor) -> Tensor:
         if self._tp is None or self._tp.size == 1:
-            return partial
-        wide = partial.float().contiguous()
+            return part
+        wide = part.float().contiguous()
         self._tp.all_reduce(wide)
-        return wide.to(partial.dtype)
+        return wide.to(part.dtype)
 
     def _check_rows_alike(self) -> None:
         """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""
@@ -264,7 +265,7 @@ class TorchDecoder:
             "head": self._head
         }
         for name, weight in products.items():
-            check_rows_alike(f"matmul {name}", lambda x, w=weight: linear(x, w), weight)
+            check_rows_alike(f"matmul {name}", partial(linear, weight=weight), weight)
         cache = torch.randn(2, 2 * CHUNK, self._shard.kv_heads, d, generator=torch.Generator().manual_seed(0))
         keys, values = cache.to(self.device, self.dtype)
         slots = torch.arange(2 * CHUNK, device=self.device).repeat(TILE, 1)

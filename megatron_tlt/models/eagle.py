@@ -5,14 +5,12 @@
 o_s stands for the policy's hidden state h_s after its final norm, so the policy's LM head reads it (EAGLE,
 2401.15077, in TLT's form: facts of 2511.16665, section 4).
 
-Legend: T packed tokens of B sequences, N bases, H hidden size, D head size, K longest sequence, Q most bases of one.
+Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head size, K longest sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,58 +21,11 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.base import Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle_base import eagle_parameter_shapes
+from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 _SHOWN = 8
-
-
-@dataclass(slots=True)
-class PairBatch:
-    """B whole sequences, packed, and where drafts begin in them.
-
-    A *base* is a position s at which a draft may begin: s = first[b] .. L_b - 2, where token s + 1 is part of the
-    answer. The row of unrolled step j at base s has position s + j; it exists while s + j <= L_b - 2.
-    """
-
-    tokens: Tensor  # [T] int64
-    hidden: Tensor  # [T, H], the policy's hidden state after its final norm at the same positions
-    starts: list[int]  # [B + 1]
-    first: list[int]  # [B], first base of each sequence, >= 1
-
-
-class PairLayout:
-    """Index tensors of a `PairBatch`: attention is computed on padded sequences, everything else on packed rows."""
-
-    def __init__(self, batch: PairBatch):
-        device = batch.tokens.device
-        lengths = [b - a for a, b in pairwise(batch.starts)]
-        counts = [max(0, n - 1 - f) for n, f in zip(lengths, batch.first, strict=True)]
-        k, q = max(lengths), max(counts)
-        start = torch.tensor(batch.starts[:-1], device=device)
-        length, first, count = (torch.tensor(x, device=device) for x in (lengths, batch.first, counts))
-        self.positions = torch.cat([torch.arange(n, device=device) for n in lengths])  # [T]
-        query = torch.arange(q, device=device)
-        real = query < count[:, None]  # [B, Q]
-        position = first[:, None] + query  # [B, Q], of each base
-        self.bases = (start[:, None] + position)[real]  # [N], rows of the T
-        self.last = (start + length - 2)[:, None].expand(-1, q)[real]  # [N], last row with something to predict
-        self.packed = torch.arange(real.numel(), device=device).view(real.shape)[real]  # [N], padded -> packed
-        order = real.flatten().cumsum(0).sub(1).clamp(min=0)
-        self.padded = order.view(real.shape)  # [B, Q], packed -> padded; padding repeats a real row
-        key = torch.arange(k, device=device)
-        self.keys = (start[:, None] + key).clamp(max=len(self.positions) - 1)  # [B, K], rows of the T
-        seen = (key >= 1) & (key <= position[..., None]) & (key < length[:, None, None])  # [B, Q, K]
-        self.bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-        self.bias[..., 1] = torch.where(real, self.bias[..., 1], 0.0)  # a padding row sees something: no NaN
-
-    def rows(self, step: int) -> Tensor:
-        """Rows [N] of the T that step `step` reads at each base; beyond a sequence's end its last row."""
-        return torch.minimum(self.bases + step, self.last)
-
-    def valid(self, step: int) -> Tensor:
-        """Bool [N]: bases that have step `step`."""
-        return self.bases + step <= self.last
 
 
 class _Norm(nn.Module):
@@ -202,15 +153,17 @@ class EagleModel(nn.Module):
         Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,
         and attends to what a draft from there would see: the true pairs up to the base, then its own steps 1 .. j
         (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
-        predicts the hidden state of position s + j and the token of s + j + 1 for base s = `layout.bases[n]`.
+        predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
         """
         assert self._tp is None, "sharded drafters roll out only"
-        longest = int(layout.keys.shape[1]) + steps
+        longest = layout.longest + steps
         embedded = embed[batch.tokens]
-        previous = batch.hidden.roll(1, 0)  # the pair at position 0 does not exist: nobody sees it
+        previous = batch.hidden.roll(1, 0)  # a sequence's first token has no pair: nobody sees it
         x = self.join(embedded, previous)
         keys, values = self.keys_values(x, self.rope(layout.positions, longest))
-        base_keys, base_values = (_take(t, layout.keys).transpose(1, 2) for t in (keys, values))  # [B, kv, K, D]
+        base_keys, base_values = (
+            take(t, layout.keys).transpose(1, 2) for t in (keys, values)
+        )  # [B, kv, K, D]
         x, position = x.index_select(0, layout.bases), layout.positions[layout.bases]
         chain: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
@@ -219,7 +172,7 @@ class EagleModel(nn.Module):
             if step:
                 x = self.join(embedded.index_select(0, layout.rows(step)), outputs[-1])
                 chain.append(self.keys_values(x, rope))
-            attended = _attend(self.queries(x, rope), base_keys, base_values, chain, layout)
+            attended = attend(self.queries(x, rope), base_keys, base_values, chain, layout)
             outputs.append(self.finish(x, attended))
         return outputs
 
@@ -237,38 +190,3 @@ def check_eagle_tensors(given: dict[str, Tensor], config: ModelConfig) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError("the drafter does not fit the policy: " + "; ".join(problems[:_SHOWN]) + more)
-
-
-def _take(packed: Tensor, index: Tensor) -> Tensor:
-    """packed [N, ...] at index [B, Q] -> [B, Q, ...]; the gradient is an `index_add`, cheap on every device."""
-    return packed.index_select(0, index.flatten()).view(*index.shape, *packed.shape[1:])
-
-
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, chain: list[tuple[Tensor, Tensor]], layout: PairLayout
-) -> Tensor:
-    """q [N, Hq, D] over its sequence's pairs (keys, values [B, Hkv, K, D]) and its own chain -> [N, Hq, D]."""
-    n, heads, d = q.shape
-    b, kv, k, _ = keys.shape
-    group, wide = heads // kv, layout.padded.shape[1]
-    query = _take(q * d**-0.5, layout.padded).view(b, wide, kv, group, d)
-    folded = query.permute(0, 2, 3, 1, 4).reshape(b, kv, group * wide, d)
-    scores = (folded @ keys.transpose(2, 3)).view(b, kv, group, wide, k) + layout.bias[:, None, None]
-    if not chain:
-        weights = scores.softmax(-1).view(b, kv, group * wide, k)
-        out = (weights @ values).view(b, kv, group, wide, d)
-        return _take_back(out, layout, heads, d)
-    own_keys, own_values = (torch.stack(t, dim=2) for t in zip(*chain, strict=True))  # [N, kv, j, D]
-    own = (q.view(n, kv, group, d) * d**-0.5) @ own_keys.transpose(2, 3)  # [N, kv, group, j]
-    padded = _take(own, layout.padded).permute(0, 2, 3, 1, 4)  # [B, kv, group, Q, j]
-    weights = torch.cat([scores, padded], dim=-1).softmax(-1)
-    out = (weights[..., :k].reshape(b, kv, group * wide, k) @ values).view(b, kv, group, wide, d)
-    far = weights[..., k:].permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, -1)
-    near = far.index_select(0, layout.packed) @ own_values  # [N, kv, group, D]
-    return _take_back(out, layout, heads, d) + near.view(n, heads, d)
-
-
-def _take_back(out: Tensor, layout: PairLayout, heads: int, d: int) -> Tensor:
-    """Padded [B, kv, group, Q, D] -> packed [N, heads, D]."""
-    flat = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
-    return flat.index_select(0, layout.packed)

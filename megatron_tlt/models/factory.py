@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
+from megatron_tlt.models.eagle_base import EagleDecoder
 from megatron_tlt.models.native_build import find_compiler
 
 Kernels = Literal["auto", "native", "torch"]
@@ -46,3 +47,21 @@ def build_decoder(
 
         return NativeDecoder(config, dtype, threads, tp)
     return TorchDecoder(config, device, dtype, tp, invariant=numerics == "invariant")
+
+
+def build_eagle(policy: Decoder, threads: int = 1, tp: TensorParallel | None = None) -> EagleDecoder:
+    """An empty drafter of the kind, precision and device of the policy's decoder; load weights next.
+
+    `tp` is the policy's group. Raises BackendError for a decoder that no drafter goes with.
+    """
+    if isinstance(policy, TorchDecoder):
+        from megatron_tlt.models.eagle_torch import TorchEagle
+
+        return TorchEagle(policy, tp)
+    from megatron_tlt.models.native import NativeDecoder
+
+    if not isinstance(policy, NativeDecoder):
+        raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
+    from megatron_tlt.models.native_eagle import NativeEagle
+
+    return NativeEagle(policy, threads, tp)

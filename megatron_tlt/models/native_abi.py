@@ -9,7 +9,7 @@ from functools import cache
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.native_build import library_path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
 
@@ -21,6 +21,9 @@ ERRORS = {
     5: "a logit row outside the batch",
     6: "query_start does not cover the rows, or a shape the native decoder cannot hold",
     7: "the tensor-parallel all-reduce failed",
+    8: "a parent that is not an earlier row of the sequence at the position before, or a first row with a parent",
+    9: "a branch of a draft tree that is more than 64 rows deeper than its root",
+    10: "a first visible position below 1 or above that of a pair",
 }
 BAD_POSITION = 2
 
@@ -54,8 +57,32 @@ class Step(Structure):
     _fields_ = [
         *_fields(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
         *_fields(c_void_p, "token_ids positions slots query_start context_lens block_tables logit_rows"),
-        *_fields(c_void_p, "kv logits hidden"),
+        *_fields(c_void_p, "parents branch kv logits hidden all_hidden"),
         ("logits_stride", c_int64),
+    ]
+
+
+class Eagle(Structure):
+    """`TltEagle`."""
+
+    _fields_ = [("model", Model), *_fields(c_void_p, "fc pair")]
+
+
+class EagleStep(Structure):
+    """`TltEagleStep`."""
+
+    _fields_ = [("step", Step), *_fields(c_void_p, "states first_visible")]
+
+
+class DraftCall(Structure):
+    """`TltDraft`."""
+
+    _fields_ = [
+        *_fields(c_int32, "topk depth"),
+        ("min_survival", c_float),
+        *_fields(c_void_p, "keys output_positions temperature max_len rates"),
+        *_fields(c_void_p, "lengths tokens gaps survival logits"),
+        *_fields(c_void_p, "last_logits last_hidden work best"),
     ]
 
 
@@ -75,6 +102,13 @@ def library() -> ctypes.CDLL:
     lib.tlt_pack.restype = None
     lib.tlt_copy_blocks.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]
     lib.tlt_copy_blocks.restype = None
+    lib.tlt_copy_slots.argtypes = [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]
+    lib.tlt_eagle_forward.argtypes = [POINTER(Eagle), POINTER(EagleStep), c_int, AllReduce]
+    lib.tlt_eagle_draft.argtypes = [POINTER(Eagle), POINTER(EagleStep), POINTER(DraftCall), c_int]
+    lib.tlt_keyed_topk.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int, *[c_void_p] * 4, c_int]
+    lib.tlt_keyed_topk.restype = None
+    lib.tlt_topk_scratch_bytes.argtypes = [c_int64, c_int64]
+    lib.tlt_topk_scratch_bytes.restype = c_int64
     lib.tlt_keyed_sample.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
     lib.tlt_keyed_sample.restype = None
     lib.tlt_sample_scratch_bytes.argtypes = [c_int64, c_int64]

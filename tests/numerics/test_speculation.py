@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,8 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import Answers, answer_all, make_engine, random_jobs, small_config
+from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.speculating import speculating_engine
 from tests.helpers.tiny_models import random_weights
 
 
@@ -85,3 +88,86 @@ def test_equal_across_chunk_borders():
     other = long_engine()
     attach(other, OracleDrafter(expected, 131, 0.2, True), RandomSelector("oracle", 12, 3))
     assert answer_all(other, jobs) == expected
+
+
+DRAFTERS = [
+    {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
+    {"drafter": "suffix", "selector": "cost_aware", "topk": 2},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16},
+    {"drafter": "eagle", "selector": "cost_aware"},
+    {"drafter": "hybrid", "selector": "beg_mab"},
+    {"drafter": "hybrid", "selector": "fixed", "draft_len": 4, "topk": 2},
+]
+
+
+@pytest.mark.parametrize("speculation", DRAFTERS, ids=lambda d: "-".join(map(str, d.values())))
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_equal_with_real_drafters(family, speculation):
+    """Ample memory, then so little that requests are preempted and drafts find no blocks."""
+    jobs = random_jobs(131, 8, seed=8)
+    expected, weights = plain(family, jobs)
+    for blocks in (200, 10):
+        engine = speculating_engine(small_config(family), weights, num_blocks=blocks, **speculation)
+        assert answer_all(engine, jobs) == expected
+        assert engine.blocks.num_used == 0
+        stats = engine.take_stats()
+        if speculation["selector"] == "fixed":
+            assert stats.speculation.row_steps > 0
+        assert (stats.preemptions > 0) == (blocks == 10)
+        assert answer_all(engine, jobs) == expected, "a second time, in the same engine"
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "eagle"])
+def test_equal_in_bf16(drafter):
+    jobs = random_jobs(131, 6, seed=9)
+    expected, weights = plain("qwen3", jobs, dtype=torch.bfloat16)
+    engine = speculating_engine(
+        small_config("qwen3"), weights, dtype=torch.bfloat16, drafter=drafter, selector="fixed", topk=2
+    )
+    assert answer_all(engine, jobs) == expected
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "eagle"])
+def test_torch_kernels(drafter):
+    """Invariant: equal without exception. Default: answers part only where near-ties were counted."""
+    jobs = random_jobs(131, 5, seed=10, longest=24)
+    config = small_config("qwen3")
+    weights = random_weights(config, seed=5)
+    spec = {"drafter": drafter, "selector": "fixed", "draft_len": 3, "topk": 2}
+    off = {"drafter": "none"}
+    made = [
+        answer_all(speculating_engine(config, weights, "torch", "invariant", **s), jobs) for s in (off, spec)
+    ]
+    assert made[0] == made[1]
+    counting = [speculating_engine(config, weights, "torch", count_near_ties=True, **s) for s in (off, spec)]
+    plain_answers, other = (answer_all(engine, jobs) for engine in counting)
+    parted = sum(plain_answers[key][0] != other[key][0] for key in plain_answers)
+    assert parted <= sum(engine.take_stats().near_ties for engine in counting)
+
+
+def test_stop_strings_cut_a_run():
+    """A stop string inside an accepted run ends the answer where plain decoding ends it."""
+    tokenizer = CharTokenizer()
+    config = replace(small_config("qwen3"), vocab_size=tokenizer.vocab_size)
+    weights = random_weights(config, seed=6)
+    params = SamplingParams(max_tokens=60, stop=("a", "zq", "th"), ignore_eos=True, seed=4)
+
+    def build() -> Engine:
+        decoder = build_decoder(config, "cpu", torch.float32, "native", 1, None)
+        decoder.load_weights(weights)
+        limits = SchedulerLimits(8, 128, 256, config.vocab_size)
+        sample = partial(keyed_sample, threads=1)
+        return Engine(decoder, limits, 100, 16, tokenizer=tokenizer, native_sample=sample)
+
+    def run(engine: Engine) -> list:
+        requests = engine.add([1, 2, 3], params, 0, num_samples=12)
+        engine.run()
+        return [(engine.text_of(r), r.output, r.logprobs, r.finish_reason) for r in requests]
+
+    expected = run(build())
+    known = {(0, i): (output, logprobs) for i, (_, output, logprobs, _) in enumerate(expected)}
+    engine = build()
+    attach(engine, OracleDrafter(known, config.vocab_size, 0.0, False), RandomSelector("oracle", 8, 1))
+    assert run(engine) == expected
+    assert any(reason == "stop" for *_, reason in expected)

@@ -4,7 +4,10 @@
  * keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
  * multiply-adds in ascending k, whatever M, NP, the number of rows or of threads: batch invariance by design.
  * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one. Panels are read
- * straight through, which the hardware prefetches well: software prefetch gained nothing here (Zen 4).
+ * straight through, which the hardware prefetches well: software prefetch gained nothing or cost time (Zen 3, Zen 4).
+ *
+ * One call of a kernel does a run of panels and finishes them (bias, residual) in registers: at K = 128 a panel of 6
+ * rows is 768 cycles of multiply-adds, and every hundred instructions between two panels is a gap of some 30 cycles.
  */
 #include "gemm.h"
 
@@ -12,52 +15,91 @@
 #include "tlt.h"
 
 #define MAX_NP 4
+#define MAX_M 12
+#define CHUNK_BYTES 65536 /* weights that several row blocks go over before the next: a fraction of the L2 cache */
 
 typedef struct {
-    const char *a;   /* first row, first k */
-    long a_stride;   /* bytes */
-    const char *w;   /* first panel */
-    long panel;      /* bytes */
-    long steps;
-    float *out;      /* [NP][M][NR] */
+    const char *a;     /* first row, first k */
+    long a_stride;     /* bytes */
+    const char *w;     /* first panel */
+    long panel;        /* bytes */
+    long steps;        /* over K */
+    long calls;        /* times NP panels */
+    float *out;        /* first row, first column */
+    long out_stride;   /* elements */
+    const float *bias; /* of the first column, or NULL */
+    int add;           /* the sums are added to `out` */
 } KernelArgs;
 
-/* Rows are addressed from one base per three rows, which fits the addressing modes (base, +s, +2s). */
-INLINE void kernel(const int kind, const int M, const int NP, const KernelArgs *args) {
-    vf acc[12][MAX_NP * NV]; /* only [M][NP * NV] is used, and lives in registers */
-    const char *base[4];
-    const char *w[MAX_NP];
-    const long s = args->a_stride, step_bytes = act_step_bytes(kind);
-#pragma GCC unroll 16
-    for (int i = 0; i < (M + 2) / 3; i++) base[i] = args->a + 3 * i * s;
-#pragma GCC unroll 16
-    for (int p = 0; p < NP; p++) w[p] = args->w + p * args->panel;
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < NP * NV; v++) acc[m][v] = vzero();
-    for (long i = 0; i < args->steps; i++) {
-        vu b[MAX_NP * NV];
-#pragma GCC unroll 16
-        for (int p = 0; p < NP; p++) {
-#pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) b[p * NV + v] = vloadu32(w[p] + v * VW * 4);
-            w[p] += NR * 4;
+/* Step `u` from the current one. Rows are addressed from one base per three rows, which fits the addressing modes
+ * (base, +s, +2s). The shorter side is held in registers, the longer one passes through. */
+INLINE void step(const int kind, const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV],
+                 const char *const *base, long s, const char *const *w) {
+    const int V = NP * NV, halves = act_halves(kind);
+    ALL for (int half = 0; half < halves; half++) {
+        const long at = u * act_step_bytes(kind) + half * 4, column = u * NR * 4;
+        vf a[MAX_M], b[MAX_NP * NV];
+        if (M >= V) {
+            ALL for (int v = 0; v < V; v++) b[v] = act_column(kind, half, w[v / NV] + column + v % NV * VW * 4);
+            ALL for (int m = 0; m < M; m++) {
+                a[m] = act_row(base[m / 3] + m % 3 * s + at);
+                ALL for (int v = 0; v < V; v++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
+            }
+        } else {
+            ALL for (int m = 0; m < M; m++) a[m] = act_row(base[m / 3] + m % 3 * s + at);
+            ALL for (int v = 0; v < V; v++) {
+                b[v] = act_column(kind, half, w[v / NV] + column + v % NV * VW * 4);
+                ALL for (int m = 0; m < M; m++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
+            }
         }
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-            for (int v = 0; v < NP * NV; v++)
-                acc[m][v] = act_mac(kind, acc[m][v], base[m / 3] + (m % 3) * s, b[v]);
-#pragma GCC unroll 16
-        for (int r = 0; r < (M + 2) / 3; r++) base[r] += step_bytes;
     }
-#pragma GCC unroll 16
-    for (int p = 0; p < NP; p++)
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) vstore(args->out + (p * M + m) * NR + v * VW, acc[m][p * NV + v]);
+}
+
+/* acc[m][v] = sums over K of M rows and NP panels from `panels` on. */
+INLINE void walk(const int kind, const int M, const int NP, const KernelArgs *args, const char *panels,
+                 vf (*acc)[MAX_NP * NV]) {
+    const int unroll = kind == KIND_F32 ? 4 : (kind == KIND_DP ? 2 : 1);
+    const long s = args->a_stride;
+    const char *base[MAX_M / 3], *w[MAX_NP];
+    ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] = args->a + 3 * r * s;
+    ALL for (int p = 0; p < NP; p++) w[p] = panels + p * args->panel;
+    ALL for (int m = 0; m < M; m++)
+        ALL for (int v = 0; v < NP * NV; v++) acc[m][v] = vzero();
+    long left = args->steps;
+    for (; left >= unroll; left -= unroll) {
+        ALL for (int u = 0; u < unroll; u++) step(kind, M, NP, u, acc, base, s, w);
+        ALL for (int p = 0; p < NP; p++) w[p] += unroll * NR * 4;
+        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += unroll * act_step_bytes(kind);
+    }
+    for (; left > 0; left--) {
+        step(kind, M, NP, 0, acc, base, s, w);
+        ALL for (int p = 0; p < NP; p++) w[p] += NR * 4;
+        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += act_step_bytes(kind);
+    }
+}
+
+INLINE void kernel(const int kind, const int M, const int NP, const KernelArgs *args) {
+    const int V = NP * NV;
+    const char *panels = args->w;
+    const float *bias = args->bias;
+    float *out = args->out;
+    for (long call = 0; call < args->calls; call++) {
+        vf acc[MAX_M][MAX_NP * NV]; /* only [M][V] is used, and lives in registers */
+        walk(kind, M, NP, args, panels, acc);
+        ALL for (int m = 0; m < M; m++) {
+            float *y = out + m * args->out_stride;
+            if (args->add) {
+                ALL for (int v = 0; v < V; v++) vstore(y + v * VW, vload(y + v * VW) + acc[m][v]);
+            } else if (bias) {
+                ALL for (int v = 0; v < V; v++) vstore(y + v * VW, acc[m][v] + vload(bias + v * VW));
+            } else {
+                ALL for (int v = 0; v < V; v++) vstore(y + v * VW, acc[m][v]);
+            }
+        }
+        panels += NP * args->panel;
+        out += NP * NR;
+        if (bias) bias += NP * NR;
+    }
 }
 
 #define KERNEL(kind, M, NP) \
@@ -81,13 +123,13 @@ typedef void (*KernelFn)(const KernelArgs *);
     {N_(kind, 10, 1), 0, 0, 0}, {N_(kind, 11, 1), 0, 0, 0}, {N_(kind, 12, 1), 0, 0, 0}}
 
 KERNELS(KIND_F32)
-static const KernelFn F32_TABLE[12][MAX_NP] = TABLE(KIND_F32);
+static const KernelFn F32_TABLE[MAX_M][MAX_NP] = TABLE(KIND_F32);
 #if TLT_DPBF16
 KERNELS(KIND_DP)
-static const KernelFn BF16_TABLE[12][MAX_NP] = TABLE(KIND_DP);
+static const KernelFn BF16_TABLE[MAX_M][MAX_NP] = TABLE(KIND_DP);
 #else
 KERNELS(KIND_WIDE)
-static const KernelFn BF16_TABLE[12][MAX_NP] = TABLE(KIND_WIDE);
+static const KernelFn BF16_TABLE[MAX_M][MAX_NP] = TABLE(KIND_WIDE);
 #endif
 
 /* Panels one kernel call may take for M rows: as many as the registers hold. */
@@ -105,47 +147,55 @@ INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, 
     }
 }
 
-/* Writes one row of one panel; `c` holds NR sums. */
-INLINE void store_panel(const Gemm *g, long row, long panel, const float *c) {
-    float *out = (float *)g->out + row * g->out_stride + panel * NR;
-    long left = g->n - panel * NR;
-    if (left < NR && !g->out_is_padded) {
-        memcpy(out, c, (size_t)left * sizeof(float)); /* only EPI_STORE has unpadded rows (the logits) */
-        return;
-    }
-    for (int v = 0; v < NV; v++) {
-        vf x = vload(c + v * VW);
-        if (g->epilogue == EPI_BIAS && g->bias) x = x + vload(g->bias + panel * NR + v * VW);
-        if (g->epilogue == EPI_ADD) x = vload(out + v * VW) + x;
-        vstore(out + v * VW, x);
+/* out = rows [row, row+m) times panels [panel, panel+np), whole panels, without the epilogues that `args` lacks. */
+static void product(const Gemm *g, long row, long m, long panel, long np, float *out, long out_stride,
+                    const float *bias, int add) {
+    const KernelFn *table = g->kind == KIND_F32 ? F32_TABLE[m - 1] : BF16_TABLE[m - 1];
+    const long steps = act_steps(g->kind, g->k), bytes = steps * NR * 4, a_stride = g->a_stride * act_bytes(g->kind);
+    KernelArgs args = {(const char *)g->a + row * a_stride, a_stride, NULL, bytes, steps, 0, out, out_stride, bias, add};
+    for (long most = panels_per_call(m), done; np > 0; np -= done, panel += done) {
+        if (most > np) most = np;
+        args.w = (const char *)g->w + panel * bytes;
+        args.calls = np / most;
+        table[most - 1](&args);
+        done = args.calls * most;
+        args.out += done * NR;
+        if (args.bias) args.bias += done * NR;
     }
 }
 
-/* Rows [row, row+m) times panels [panel, panel+np). For EPI_SILU panels come as (gate, up) couples. */
-static void block(const Gemm *g, long row, long m, long panel, long np) {
-    float c[MAX_NP * MR * NR] __attribute__((aligned(64)));
-    KernelArgs args;
-    long step = act_steps(g->kind, g->k);
-    args.a_stride = g->a_stride * act_bytes(g->kind);
-    args.a = (const char *)g->a + row * args.a_stride;
-    args.panel = step * NR * 4;
-    args.steps = step;
-    const KernelFn *table = g->kind == KIND_F32 ? F32_TABLE[m - 1] : BF16_TABLE[m - 1];
-    long most = panels_per_call(m);
+/* Rows [row, row+m) times (gate, up) couples of panels: the sums pass through a tile that stays in the L1 cache. */
+static void silu_block(const Gemm *g, long row, long m, long panel, long np) {
+    float c[72 * NR] __attribute__((aligned(64)));
+    const long most = m > 6 ? 6 : 12, stride = most * NR; /* 12 is a multiple of the panels of every kernel */
     for (long p = 0; p < np; p += most) {
-        long now = np - p < most ? np - p : most;
-        args.w = (const char *)g->w + (panel + p) * args.panel;
-        args.out = c + p * m * NR;
-        table[now - 1](&args);
+        const long now = np - p < most ? np - p : most;
+        product(g, row, m, panel + p, now, c, stride, NULL, 0);
+        for (long i = 0; i < m; i++)
+            for (long q = 0; q < now; q += 2) {
+                const float *gate = c + i * stride + q * NR;
+                silu_store(g, row + i, (panel + p + q) / 2 * NR, gate, gate + NR);
+            }
     }
+}
+
+/* Rows [row, row+m) times panels [panel, panel+np). */
+static void block(const Gemm *g, long row, long m, long panel, long np) {
     if (g->epilogue == EPI_SILU) {
-        for (long p = 0; p < np; p += 2)
-            for (long i = 0; i < m; i++)
-                silu_store(g, row + i, (panel + p) / 2 * NR, c + (p * m + i) * NR, c + ((p + 1) * m + i) * NR);
+        silu_block(g, row, m, panel, np);
         return;
     }
-    for (long p = 0; p < np; p++)
-        for (long i = 0; i < m; i++) store_panel(g, row + i, panel + p, c + (p * m + i) * NR);
+    float *out = (float *)g->out + row * g->out_stride + panel * NR;
+    const float *bias = g->epilogue == EPI_BIAS && g->bias ? g->bias + panel * NR : NULL;
+    const int cut = !g->out_is_padded && (panel + np) * NR > g->n; /* only EPI_STORE has unpadded rows (the logits) */
+    product(g, row, m, panel, np - cut, out, g->out_stride, bias, g->epilogue == EPI_ADD);
+    if (cut) {
+        float c[MR * NR] __attribute__((aligned(64)));
+        const long last = panel + np - 1, left = g->n - last * NR;
+        product(g, row, m, last, 1, c, NR, NULL, 0);
+        for (long i = 0; i < m; i++)
+            memcpy(out + i * g->out_stride + (np - 1) * NR, c + i * NR, (size_t)left * sizeof(float));
+    }
 }
 
 typedef struct {
@@ -160,8 +210,10 @@ static void gemm_unit(void *arg, long unit) {
     const long part = unit / c->row_parts, row_part = unit % c->row_parts;
     const long first = part * c->panels / c->parts, last = (part + 1) * c->panels / c->parts;
     const long b0 = row_part * c->row_blocks / c->row_parts, b1 = (row_part + 1) * c->row_blocks / c->row_parts;
-    long group = panels_per_call(g->rows / c->row_blocks) / c->couple;
-    if (group < 1) group = 1;
+    const long least = (panels_per_call(g->rows / c->row_blocks) + c->couple - 1) / c->couple;
+    long group = CHUNK_BYTES / (act_steps(g->kind, g->k) * NR * 4 * c->couple);
+    if (group < least) group = least;
+    if (b1 - b0 == 1) group = last - first; /* nothing is read twice */
     for (long p = first; p < last; p += group) {
         long np = last - p < group ? last - p : group;
         for (long b = b0; b < b1; b++) {

@@ -9,27 +9,36 @@
 
 #include "simd.h"
 
-/* Gumbel noise of VW tokens from `token` on. */
+typedef uint64_t vq __attribute__((vector_size(VW * 4))); /* half as many numbers as a vector of floats */
+
+/* The finaliser of splitmix64, then the top 24 bits. */
+INLINE vq mix_bits(vq z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return (z ^ (z >> 31)) >> 40;
+}
+
+/* Gumbel noise of VW tokens from `token` on. Even and odd tokens are hashed apart and meet as the low and high halves
+ * of 64-bit lanes, which puts them in order without a shuffle. */
 INLINE vf gumbel(uint64_t key, int64_t token) {
-    float mantissa[VW];
-    for (int i = 0; i < VW; i++) {
-        uint64_t z = key + (uint64_t)(token + i + 1) * 0x9E3779B97F4A7C15ull;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-        z ^= z >> 31;
-        mantissa[i] = (float)(int32_t)(z >> 40);
-    }
+    const uint64_t golden = 0x9E3779B97F4A7C15ull;
+    vq even;
+    for (int i = 0; i < VW / 2; i++) even[i] = (uint64_t)(2 * i + 1) * golden;
+    even = even + (key + (uint64_t)token * golden);
+    const vq bits = mix_bits(even) | mix_bits(even + golden) << 32;
+    const vf m = __builtin_convertvector((vi)bits, vf);
     const vf unit = vset(5.9604644775390625e-8f); /* 2^-24 */
-    vf m = vload(mantissa);
     vi upper = m >= vset(8388608.0f);
     /* 1 - u, exact in the upper half; u itself, exact in the lower half. */
     vf w = (vset(16777215.0f) - m + vset(0.5f)) * unit;
     vf u = (m + vset(0.5f)) * unit;
     vi near_one = w < vset(0.29289f);
-    vf f = vselect(near_one, -w, vset(1.0f) - (w + w)); /* u = 1 + f, or u = (1 + f) / 2 */
-    vf e = vselect(near_one, vzero(), vset(-1.0f));
-    vf log_upper = vlog_parts(e, f), log_lower = vlog(u);
-    return -vlog(-vselect(upper, log_upper, log_lower));
+    vf e, f;
+    vlog_split(u, &e, &f);
+    /* Upper half: u = 1 + f, or u = (1 + f) / 2. */
+    f = vselect(upper, vselect(near_one, -w, vset(1.0f) - (w + w)), f);
+    e = vselect(upper, vselect(near_one, vzero(), vset(-1.0f)), e);
+    return -vlog(-vlog_parts(e, f));
 }
 
 #endif

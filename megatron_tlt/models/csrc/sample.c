@@ -34,15 +34,11 @@ static void sample_piece(const Sampling *s, int64_t row, int64_t piece) {
     Partial out = {-INFINITY, 0, -INFINITY, -INFINITY, (int32_t)first};
     vf top = vset(-INFINITY), best = vset(-INFINITY), best_x = vset(-INFINITY), sum = vzero();
     vi best_at = (vi){0} + (int32_t)first;
-    float x[PIECE];
-    int64_t count = (last - first + VW - 1) / VW * VW;
-    memcpy(x, logits + first, (size_t)(last - first) * sizeof(float));
-    for (int64_t i = last - first; i < count; i++) x[i] = -INFINITY;
-    for (int64_t i = 0; i < count; i += VW) {
-        vf scaled = vload(x + i) / divisor;
-        vstore(x + i, scaled);
-        top = vmax(top, scaled);
-    }
+    float x[PIECE]; /* logits / T, filled up to whole vectors with what cannot win */
+    const int64_t whole = (last - first) / VW * VW, count = (last - first + VW - 1) / VW * VW;
+    for (int64_t i = 0; i < whole; i += VW) vstore(x + i, vload(logits + first + i) / divisor);
+    for (int64_t i = whole; i < count; i++) x[i] = i < last - first ? logits[first + i] / divisor[0] : -INFINITY;
+    for (int64_t i = 0; i < count; i += VW) top = vmax(top, vload(x + i));
     out.max = vmax_lanes(top);
     if (out.max > -INFINITY) {
         vi lane;

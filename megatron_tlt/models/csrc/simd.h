@@ -64,6 +64,16 @@ INLINE vf vfma(vf a, vf b, vf c) {
 #endif
 }
 
+/* c + the products of the bf16 pairs of a and b; only where TLT_DPBF16. */
+INLINE vf vdp_bf16(vu a, vu b, vf c) {
+#if TLT_DPBF16
+    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    (void)a, (void)b;
+    return c;
+#endif
+}
+
 INLINE vf vmax(vf a, vf b) {
 #if VW == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -129,13 +139,20 @@ INLINE vf vlog_parts(vf e, vf f) {
     return vfma(e, vset(0.693359375f), vfma(e, vset(-2.12194440e-4f), log1p));
 }
 
-/* log(x) for normal positive x. */
-INLINE vf vlog(vf x) {
+/* x = 2^e * (1 + f), as vlog_parts wants it, for normal positive x. */
+INLINE void vlog_split(vf x, vf *e, vf *f) {
     vi bits = (vi)x;
     vi shifted = bits - 0x3f3504f3; /* bits of sqrt(1/2): mantissa lands in [sqrt(1/2), sqrt(2)) */
-    vi e = shifted >> 23;
-    vf m = (vf)(bits - (e << 23));
-    return vlog_parts(__builtin_convertvector(e, vf), m - vset(1.0f));
+    vi exponent = shifted >> 23;
+    *e = __builtin_convertvector(exponent, vf);
+    *f = (vf)(bits - (exponent << 23)) - vset(1.0f);
+}
+
+/* log(x) for normal positive x. */
+INLINE vf vlog(vf x) {
+    vf e, f;
+    vlog_split(x, &e, &f);
+    return vlog_parts(e, f);
 }
 
 INLINE float bf16_to_f32(uint16_t h) {

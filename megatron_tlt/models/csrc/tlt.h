@@ -10,14 +10,15 @@
 
 #include <stdint.h>
 
-#define TLT_ABI 1
+#define TLT_ABI 2
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
+#define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
 
 typedef struct {
     const void *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */
     const float *qkv_bias;                /* padded to panels, or NULL */
-    const float *input_norm, *post_norm;  /* [Hp] zero-padded */
+    const float *input_norm, *post_norm;  /* [Hp] zero-padded; input_norm NULL: none */
     const float *q_norm, *k_norm;         /* [D] or NULL */
 } TltLayer;
 
@@ -28,23 +29,62 @@ typedef struct {
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
     const void *embed;       /* [embed_rows][H] row-major, fp32 or bf16 */
     const void *head;        /* packed panels */
-    const float *final_norm; /* [Hp] */
+    const float *final_norm; /* [Hp] or NULL: none */
     const TltLayer *layer;   /* [L] */
     /* Buffers of max_rows rows; row lengths are padded to a multiple of 64 floats. */
     float *resid, *part, *qkv_out;
     void *x, *q, *att, *mid; /* inputs of matrix products: "activations", see act.h */
-    int32_t *units;          /* [max_rows][3]: first row, rows, sequence */
+    int32_t *units;          /* [max_rows][4]: first row, rows, sequence, whether a branch of a draft tree */
     int32_t *picked;         /* [max_rows][2]: logit index, row */
 } TltModel;
 
 typedef struct {
     int32_t tokens, seqs, logits_rows, max_blocks, num_blocks, block_size;
     const int32_t *token_ids, *positions, *slots, *query_start, *context_lens, *block_tables, *logit_rows;
+    const int32_t *parents; /* [T] row whose token precedes, -1 for a sequence's first row; NULL: rows follow each other */
+    uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
     void *kv;      /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
     void *hidden;  /* [R][H] fp32 or bf16 */
+    void *all_hidden; /* [T][H] likewise, or NULL */
     int64_t logits_stride;
 } TltStep;
+
+/* The EAGLE drafter (eagle.c): a model of one layer with the policy's embedding and LM head. */
+typedef struct {
+    TltModel model; /* input_norm and final_norm are NULL */
+    const void *fc; /* packed panels [H][2H] */
+    void *pair;     /* [max_rows][2H up to a multiple of 64, + 64] activations */
+} TltEagle;
+
+typedef struct {
+    TltStep step;                 /* positions are the pairs'; no parents */
+    const void *states;           /* [T][H] hidden state of the position before, fp32 or bf16 */
+    const int32_t *first_visible; /* [S] lowest position that a sequence's pairs attend to, >= 1 */
+} TltEagleStep;
+
+#define TLT_DEPTHS 8
+#define TLT_BUCKETS 32
+#define TLT_BUCKET_WIDTH 0.25f
+
+/* How S chains are drafted. N = depth: entries of a sequence in the outputs; K = topk candidates. */
+typedef struct {
+    int32_t topk, depth;
+    float min_survival;
+    const uint64_t *keys;            /* [S] request keys */
+    const int32_t *output_positions; /* [S] of the first drafted token */
+    const float *temperature;        /* [S] */
+    const int32_t *max_len;          /* [S], at most N */
+    const float *rates;              /* [TLT_DEPTHS][TLT_BUCKETS] */
+    int32_t *lengths, *tokens;       /* [S], [S][N][K] */
+    float *gaps, *survival;          /* [S][N][K], [S][N] */
+    float *logits;                   /* [S][N][V] or NULL */
+    /* Scratch: [S][V], [S][H] in the compute type, [S][6], tlt_topk_scratch_bytes(S, V) */
+    float *last_logits;
+    void *last_hidden;
+    int32_t *work;
+    void *best;
+} TltDraft;
 
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
 typedef int (*TltAllReduce)(float *buf, int64_t count);
@@ -57,7 +97,10 @@ enum {
     TLT_BAD_BLOCK = 4,
     TLT_BAD_ROW = 5,
     TLT_BAD_SHAPE = 6,
-    TLT_REDUCE_FAILED = 7
+    TLT_REDUCE_FAILED = 7,
+    TLT_BAD_PARENT = 8,
+    TLT_BAD_BRANCH = 9,
+    TLT_BAD_VISIBLE = 10
 };
 
 int tlt_abi_version(void);
@@ -68,6 +111,14 @@ void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t ro
               int64_t first, int64_t panel_step, int64_t panel_offset, int threads);
 void tlt_copy_blocks(void *kv, int64_t planes, int64_t num_blocks, int64_t block_bytes, const int32_t *src,
                      const int32_t *dst, int64_t count);
+int tlt_copy_slots(void *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
+                   const int32_t *dst, int64_t count);
+int tlt_eagle_forward(const TltEagle *eagle, const TltEagleStep *step, int threads, TltAllReduce all_reduce);
+int tlt_eagle_draft(const TltEagle *eagle, const TltEagleStep *step, const TltDraft *draft, int threads);
+void tlt_keyed_topk(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
+                    const uint64_t *request_keys, const int32_t *positions, int n, const int32_t *identity,
+                    int32_t *tokens, float *scores, void *scratch, int threads);
+int64_t tlt_topk_scratch_bytes(int64_t rows, int64_t vocab);
 void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                       const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads);
 int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab);

@@ -8,8 +8,10 @@ With the policy's P, the drafter's Q, drafted tokens x_1 .. x_g and p_0 = 1:
     accepted length = the largest i with u_i < h_i, else 0;  then a token from max(p_i P - Q, 0), from P if i = g
 
 The comparison is strict, so that h = 0 never accepts even where a uniform is 0. A suffix draft's Q is one at its token.
-The number of drafted tokens, and which drafter drafts, must be decided before the tokens are drawn: a length chosen by
-what was drawn is biased here (not so in coupled verification, nor where Q is one-hot).
+
+How many tokens are verified, and whose, must be decided before they are drawn: a length chosen by what was drawn
+biases the answers here. It does not in coupled verification, and not where Q is one-hot: then the answer has the
+policy's distribution given any draft, provided that the draft is independent of the noise that follows.
 
 Legend: B rows (requests), N drafted nodes, T = B + N fed rows (see `verify`), V vocabulary, g drafted tokens of a row.
 """
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.verify import Accepted, Layout
+from megatron_tlt.rollout.spec.verify import Layout
 
 
 @dataclass(slots=True)
@@ -105,18 +107,22 @@ def _accept(chain: ChainDraft, weight: np.ndarray, excess: np.ndarray) -> np.nda
 def accepted_lengths(chain: ChainDraft, rule: BlockRule, uniforms: np.ndarray) -> np.ndarray:
     """Accepted tokens int64 [B] of each row, from independent `uniforms` float64 [N] in [0, 1)."""
     layout = chain.layout
-    place = np.zeros(len(chain.policy), np.int64)
-    is_hit = uniforms < rule.accept
-    place[layout.nodes[is_hit]] = 1
-    depth = np.arange(len(place)) - layout.starts.repeat(chain.counts + 1)
-    lengths: np.ndarray = np.maximum.reduceat(place * depth, layout.starts)
+    is_hit = np.zeros(len(chain.policy), bool)
+    is_hit[layout.nodes] = uniforms < rule.accept
+    lengths: np.ndarray = np.maximum.reduceat(is_hit * _depths(chain), layout.starts)
     return lengths
 
 
-def chain_verdict(chain: ChainDraft, lengths: np.ndarray) -> Accepted:
-    """The verdict that accepts the first `lengths` int [B] tokens of each row."""
-    depth = np.arange(len(chain.policy)) - chain.layout.starts.repeat(chain.counts + 1)
-    return chain.layout.accepted(depth <= lengths.repeat(chain.counts + 1))
+def emitted_rows(chain: ChainDraft, lengths: np.ndarray) -> np.ndarray:
+    """Bool [T]: the roots and the first `lengths` int [B] nodes of each row."""
+    emitted: np.ndarray = _depths(chain) <= lengths.repeat(chain.counts + 1)
+    return emitted
+
+
+def _depths(chain: ChainDraft) -> np.ndarray:
+    """Int [T]: 0 at roots."""
+    depths: np.ndarray = np.arange(len(chain.policy)) - chain.layout.starts.repeat(chain.counts + 1)
+    return depths
 
 
 def residuals(chain: ChainDraft, rule: BlockRule, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -143,8 +149,8 @@ def block_verify(
 ) -> tuple[int, int]:
     """One chain: (accepted length, the token after it).
 
-    `policy` float [g + 1, V], `drafter` float [g, V] (None: one-hot), `tokens` int [g], `uniforms` float [g] and `final`
-    in [0, 1). The last token is drawn with `final` by inversion.
+    `policy` float [g + 1, V], `drafter` float [g, V] (None: one-hot), `tokens` int [g]; `uniforms` float [g] and
+    `final` are in [0, 1). The last token is drawn with `final` by inversion.
     """
     counts = np.array([len(tokens)], np.int32)
     none = np.zeros(len(tokens))
@@ -162,5 +168,5 @@ def block_verify(
 def invert(mass: np.ndarray, uniform: float) -> int:
     """The token at `uniform` in [0, 1) of the distribution proportional to `mass` float64 [V]; never one of mass 0."""
     total = np.cumsum(mass)
-    token = int(np.searchsorted(total, uniform * total[-1], side="right"))
-    return min(token, int(np.flatnonzero(mass)[-1]))  # the product may round up to the whole mass
+    # u < 1 in float64 times a number is less than the number, so the place is inside and has mass.
+    return int(np.searchsorted(total, uniform * total[-1], side="right"))

@@ -90,7 +90,8 @@ def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | N
         return trained
     from megatron_tlt.rollout.spec.suffix import SuffixDrafter  # needs the C library
 
-    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
+    coupled_drafts = section.verify == "coupled"
+    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history, coupled_drafts)
     if trained is None:
         return suffix
     from megatron_tlt.rollout.spec.hybrid import HybridDrafter
@@ -101,9 +102,9 @@ def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | N
 def _verifier(section: SpeculationSection) -> Verifier:
     if section.verify == "coupled":
         return coupled
-    from megatron_tlt.rollout.spec.block import block
+    from megatron_tlt.rollout.spec.unkeyed import unkeyed
 
-    return block
+    return unkeyed
 
 
 def coupled(

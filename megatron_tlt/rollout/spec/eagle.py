@@ -33,6 +33,7 @@ from megatron_tlt.rollout.batch import Batch
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.noise import draft_keys
 from megatron_tlt.rollout.spec.survival import Calibrator
 from megatron_tlt.types import DraftStrategy
 
@@ -150,8 +151,11 @@ class EagleDrafter:
         active = np.flatnonzero(lengths > 0) if not lengths.all() else np.arange(count)
         if not len(active):
             return Draft.empty(count)
+        keys = rows.keys[active]
+        if self._want_probs:  # drafts that are verified without shared noise must not share it
+            keys = draft_keys(keys, rows.output_len[active])
         params = DraftParams(
-            keys=rows.keys[active],
+            keys=keys,
             output_positions=rows.output_len[active],
             temperature=rows.temperature[active],
             max_len=np.ascontiguousarray(lengths[active], np.int32),

@@ -1,7 +1,8 @@
-"""Recursive rejection sampling of draft trees (SpecInfer, 2305.09781, algorithm 2; without replacement: EAGLE, Sequoia).
+"""Recursive rejection sampling of draft trees without replacement (SpecInfer, 2305.09781, section 4.3; Sequoia).
 
 The children of a node are candidates x_1 .. x_k, drawn one after the other from Q without replacement (the k largest
-of log Q + Gumbel noise, best first, are such a draw). With P_1 = P and Q_1 = Q, candidate j is accepted with probability
+of log Q + Gumbel noise, best first, are such a draw). With P_1 = P and Q_1 = Q, candidate j is accepted with
+probability
 
     min(1, P_j(x_j) / Q_j(x_j));   if rejected, P_{j+1} ~ max(P_j - Q_j, 0) and Q_{j+1} ~ Q_j without x_j
 

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec.block import (
     ChainDraft,
     accepted_lengths,
     block_rule,
-    chain_verdict,
     drafter_distribution,
+    emitted_rows,
     residuals,
 )
 from megatron_tlt.rollout.spec.draft import Draft
@@ -34,39 +35,40 @@ _ELEMENTS_AT_ONCE = 1 << 23  # of [fed rows, V]: bounds the float64 temporaries
 
 
 @dataclass(slots=True)
-class Emitted:
-    """What a step of unkeyed verification emits."""
-
-    accepted: Accepted
-    tokens: np.ndarray  # int32 [E], flat in row order
-    logprobs: np.ndarray  # float32 [E], log_softmax(logits / (T or 1)), before masks, as in plain sampling
-
-
-@dataclass(slots=True)
 class _Verdict:
-    """A verdict before the last tokens are drawn."""
+    """Which fed rows are emitted, and what the last token of each batch row is drawn from."""
 
-    accepted: Accepted
+    emitted: np.ndarray  # bool [T]
     last: np.ndarray  # int64 [B], the fed row whose next token is a row's last one
-    rejected: np.ndarray  # int64 [R], batch rows where it comes from a residual, not from P
+    rejected: np.ndarray  # int64 [R], batch rows where that token comes from a residual, not from P
     residual: Tensor  # float64 [R, V], not normalized
 
 
-def verify_unkeyed(logits: Tensor, draft: Draft, rows: SamplingRows, sampler: Sampler) -> Emitted:
+def unkeyed(
+    logits: Tensor, rows: SamplingRows, draft: Draft, sampler: Sampler, tp: TensorParallel
+) -> tuple[Accepted, np.ndarray, np.ndarray]:
     """Verifies `draft` by `logits` float32 [T, V]: chains by blocks, trees by recursive rejection.
 
     `rows` says how each of the T fed rows is sampled; its keys are the plain row keys of their output positions
-    (siblings share one). `draft.probs` None: the candidates were certain, not drawn. Temperature and masks make P as
-    they make plain sampling's; at temperature 0 a token is accepted if and only if it is the arg max.
+    (siblings share one). `draft.probs` None: the candidates were certain, or are taken to be. Temperature and masks
+    make P as they make plain sampling's; at temperature 0 a token is accepted if and only if it is the arg max.
+    Returns the verdict, the emitted tokens int32 and their log-probabilities float32 (before masks).
     """
-    starts = Layout.of(draft).starts
-    uniforms = accept_uniforms(rows.keys[starts], draft.counts)
-    verdict_of = _verify_chains if draft.parents is None else _verify_trees
+    layout = Layout.of(draft)
+    uniforms = accept_uniforms(rows.keys[layout.starts], draft.counts)
     parts = [
-        _verify_part(logits[fed], part, rows.part(fed), uniforms[nodes], sampler, verdict_of)
+        _verify_part(logits[fed], part, rows.part(fed), uniforms[nodes], sampler)
         for part, fed, nodes in _parts(draft, logits.shape[1])
     ]
-    return parts[0] if len(parts) == 1 else _join(parts, starts)
+    emitted, tokens, logprobs = (
+        np.concatenate(p) if len(parts) > 1 else p[0] for p in zip(*parts, strict=True)
+    )
+    if tp.size > 1:  # ranks may round differently: rank 0 decides
+        mine = np.stack((emitted.astype(np.int32), tokens, logprobs.view(np.int32)))
+        ours = tp.broadcast(torch.from_numpy(mine).to(logits.device)).cpu().numpy()
+        emitted, tokens, logprobs = ours[0] > 0, ours[1], ours[2].view(np.float32)
+    accepted = layout.accepted(emitted)
+    return accepted, tokens[accepted.index], logprobs[accepted.index]
 
 
 def policy_distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -92,24 +94,24 @@ def _scores(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _verify_part(
-    logits: Tensor,
-    draft: Draft,
-    rows: SamplingRows,
-    uniforms: np.ndarray,
-    sampler: Sampler,
-    verdict_of: Callable[[Tensor, Draft, np.ndarray], _Verdict],
-) -> Emitted:
-    verdict = verdict_of(policy_distribution(logits, rows), draft, uniforms)
-    layout, accepted = Layout.of(draft), verdict.accepted
-    token_after = np.empty(len(logits), np.int32)
-    token_after[layout.parents[accepted.accepted]] = draft.tokens[accepted.accepted]
-    token_after[verdict.last] = _draw_last(logits, rows, verdict, sampler)
-    tokens = token_after[accepted.index]
-    index = torch.from_numpy(accepted.index).to(logits.device)
-    drawn = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
+    logits: Tensor, draft: Draft, rows: SamplingRows, uniforms: np.ndarray, sampler: Sampler
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every fed row: bool [T] is it emitted, and if so int32 [T] its next token and float32 [T] log-probability."""
+    verify: Callable[[Tensor, Draft, np.ndarray], _Verdict]
+    verify = _verify_chains if draft.parents is None else _verify_trees
+    verdict = verify(policy_distribution(logits, rows), draft, uniforms)
+    layout = Layout.of(draft)
+    accepted = verdict.emitted[layout.nodes]
+    tokens, logprobs = np.zeros(len(logits), np.int32), np.zeros(len(logits), np.float32)
+    tokens[layout.parents[accepted]] = draft.tokens[accepted]
+    tokens[verdict.last] = _draw_last(logits, rows, verdict, sampler)
+    at = np.flatnonzero(verdict.emitted)
+    index = torch.from_numpy(at).to(logits.device)
+    drawn = torch.from_numpy(tokens[at].astype(np.int64)).to(logits.device)[:, None]
     # The scores of the emitted rows again: keeping those of all rows would cost more.
-    logprobs = _scores(logits[index], rows.part(accepted.index)).log_softmax(-1).gather(1, drawn[:, None])
-    return Emitted(accepted, tokens, logprobs[:, 0].cpu().numpy())
+    scores = _scores(logits[index], rows.part(at)).log_softmax(-1)
+    logprobs[at] = scores.gather(1, drawn)[:, 0].cpu().numpy()
+    return verdict.emitted, tokens, logprobs
 
 
 def _verify_chains(policy: Tensor, draft: Draft, uniforms: np.ndarray) -> _Verdict:
@@ -118,7 +120,7 @@ def _verify_chains(policy: Tensor, draft: Draft, uniforms: np.ndarray) -> _Verdi
     lengths = accepted_lengths(chain, rule, uniforms)
     rejected = np.flatnonzero(lengths < chain.counts)
     residual = residuals(chain, rule, rejected, lengths)
-    return _Verdict(chain_verdict(chain, lengths), chain.layout.starts + lengths, rejected, residual)
+    return _Verdict(emitted_rows(chain, lengths), chain.layout.starts + lengths, rejected, residual)
 
 
 def _verify_trees(policy: Tensor, draft: Draft, uniforms: np.ndarray) -> _Verdict:
@@ -147,7 +149,7 @@ def _verify_trees(policy: Tensor, draft: Draft, uniforms: np.ndarray) -> _Verdic
             rests.append(rest)
     residual = np.stack(rests) if rests else np.empty((0, p.shape[1]))
     at = np.array(rejected, np.int64)
-    return _Verdict(layout.accepted(emitted), last, at, torch.from_numpy(residual).to(policy.device))
+    return _Verdict(emitted, last, at, torch.from_numpy(residual).to(policy.device))
 
 
 def _draw_last(logits: Tensor, rows: SamplingRows, verdict: _Verdict, sampler: Sampler) -> np.ndarray:
@@ -188,22 +190,4 @@ def _rows_of(draft: Draft, rows: slice, nodes: slice) -> Draft:
         draft.depths[nodes],
         None if draft.parents is None else draft.parents[nodes],
         probs=None if draft.probs is None else draft.probs[nodes],
-    )
-
-
-def _join(parts: list[Emitted], starts: np.ndarray) -> Emitted:
-    """Parts of consecutive rows as one; indices count from the first part's first fed row."""
-    index, row = [], 0
-    for part in parts:
-        index.append(part.accepted.index + np.int32(starts[row]))
-        row += len(part.accepted.counts)
-    verdicts = [part.accepted for part in parts]
-    accepted = Accepted(
-        np.concatenate([v.counts for v in verdicts]),
-        np.concatenate(index),
-        np.concatenate([v.accepted for v in verdicts]),
-        np.concatenate([v.reached for v in verdicts]),
-    )
-    return Emitted(
-        accepted, np.concatenate([p.tokens for p in parts]), np.concatenate([p.logprobs for p in parts])
     )

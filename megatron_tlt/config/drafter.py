@@ -1,0 +1,68 @@
+"""The drafter's training: the warm-up on the starting policy's answers, and later its upkeep during RL."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class DrafterLossSection(Section):
+    """What the drafter is trained to do, at the rollout temperature."""
+
+    kind: Literal["mix", "lk"] = "mix"
+    """mix: ce_weight * cross entropy + tv_weight * total variation. lk: KL divergence where policy and drafter
+    overlap little, total variation where they overlap much."""
+    hidden_weight: NonNegativeFloat = 1.0
+    """Weight of the distance to the policy's hidden states (SmoothL1)."""
+    ce_weight: NonNegativeFloat = 0.1
+    """Weight of the cross entropy with the policy's distribution (mix)."""
+    tv_weight: NonNegativeFloat = 0.9
+    """Weight of the total variation, one minus the acceptance (mix)."""
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    """Factor on the loss from one drafted position to the next."""
+
+
+class DrafterSection(Section):
+    """Training of the eagle drafter (`megatron-tlt drafter`), on the model, prompts and rollout of the same file."""
+
+    num_prompts: PositiveInt = 512
+    """Training prompts that are answered for the warm-up."""
+    samples_per_prompt: PositiveInt = 4
+    """Answers to each of them."""
+    eval_prompts: PositiveInt = 128
+    """Held-out prompts that acceptance is measured on."""
+    num_steps: PositiveInt = 1000
+    """Optimizer steps."""
+    draft_steps: int = Field(default=5, ge=1, le=16)
+    """Positions that are drafted in a row in training."""
+    eval_steps: int = Field(default=8, ge=1, le=32)
+    """Positions that are drafted in a row when acceptance is measured."""
+    batch_tokens: PositiveInt = 4096
+    """Token budget of one optimizer step of one rank, padding included."""
+    window: int = Field(default=2048, ge=16)
+    """Longer answers are cut into windows of so many tokens."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Shape after warm-up; cosine ends at min_lr after num_steps."""
+    min_lr: NonNegativeFloat = 0.0
+    """Final learning rate of the cosine."""
+    warmup_steps: NonNegativeInt = 20
+    """Optimizer steps of linear warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Gradient norm to clip to; 0: off."""
+    loss: DrafterLossSection = DrafterLossSection()
+    """The loss."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the arithmetic; weights and optimizer are fp32."""
+    save_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in the written directory."""
+    eval_every: PositiveInt = 200
+    """Optimizer steps between measurements."""
+    seed: NonNegativeInt = 0
+    """Seed of weights and data order."""

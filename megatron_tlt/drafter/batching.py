@@ -1,0 +1,129 @@
+"""From answers with hidden states to packed batches that the drafter trains on.
+
+Legend: L tokens of a sequence, H hidden size, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.eagle_pairs import PairBatch
+
+_POOL = 512  # sequences that are sorted by length together: little padding, still shuffled
+
+
+@dataclass(slots=True)
+class DraftSequence:
+    """A prompt and its answer, with what the policy thought. The last position needs no hidden state: nothing
+    follows it.
+    """
+
+    token_ids: Tensor  # [L] int64
+    hidden: Tensor  # [L or L - 1, H], after the policy's final norm
+    prompt_len: int
+    offset: int = 0  # position of the first token, in a window of a longer sequence
+    key: int = 0  # the request's sampling key, to measure how often coupled drafts match
+    answer_at: int | None = (
+        None  # position of the answer's first token; default: prompt_len, right unless a window
+    )
+
+    @property
+    def answer_start(self) -> int:
+        """Position of the answer's first token."""
+        return self.prompt_len if self.answer_at is None else self.answer_at
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+    @property
+    def first_base(self) -> int:
+        """The first place at which a draft may begin: the next token is the answer's, and the pair exists."""
+        return max(1, self.prompt_len - 1)
+
+    @property
+    def num_bases(self) -> int:
+        """Places at which a draft may begin; the last token predicts nothing."""
+        return max(0, self.length - 1 - self.first_base)
+
+
+def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
+    """Pieces of at most `size` tokens in which every base of the sequence appears once.
+
+    A piece after the first begins with a quarter of `size` as context only; the drafter sees nothing before it, as
+    when drafting starts late in the engine. Positions stay the sequence's.
+    """
+    first, end = sequence.first_base, sequence.length
+    if end <= size:
+        yield sequence
+        return
+    begin = max(0, min(first - 1, first - size // 4))
+    while first <= end - 2:
+        stop = min(end, begin + size)
+        yield replace(
+            sequence,
+            token_ids=sequence.token_ids[begin:stop],
+            hidden=sequence.hidden[begin:stop],
+            prompt_len=first + 1 - begin,
+            offset=sequence.offset + begin,
+            answer_at=sequence.answer_start,
+        )
+        first = stop - 1
+        begin = first - size // 4
+
+
+def pack(sequences: Sequence[DraftSequence], batch_tokens: int) -> list[list[DraftSequence]]:
+    """Groups of about equally long sequences whose padded size (count x longest) is within `batch_tokens`.
+
+    Sequences longer than that get a group of their own.
+    """
+    groups: list[list[DraftSequence]] = []
+    for sequence in sorted(sequences, key=lambda s: s.length):
+        if not groups or (len(groups[-1]) + 1) * sequence.length > batch_tokens:
+            groups.append([])
+        groups[-1].append(sequence)
+    return groups
+
+
+def epoch(
+    sequences: Sequence[DraftSequence],
+    batch_tokens: int,
+    window: int,
+    seed: tuple[int, ...],
+    device: torch.device | str | None = None,
+) -> Iterator[PairBatch]:
+    """All sequences once, in an order that `seed` fixes; those without an answer token to predict are left out."""
+    rng = np.random.default_rng(seed)
+    usable = [piece for s in sequences if s.num_bases for piece in windows(s, window)]
+    order = rng.permutation(len(usable))
+    groups = [
+        group
+        for i in range(0, len(order), _POOL)
+        for group in pack([usable[j] for j in order[i : i + _POOL]], batch_tokens)
+    ]
+    for i in rng.permutation(len(groups)):
+        yield collate(groups[i], device)
+
+
+def collate(sequences: Sequence[DraftSequence], device: torch.device | str | None = None) -> PairBatch:
+    """One packed batch, on `device` (default: where the sequences are)."""
+    starts = [0]
+    hidden = []
+    for s in sequences:
+        starts.append(starts[-1] + s.length)
+        hidden.append(s.hidden[: s.length])
+        if len(s.hidden) < s.length:
+            hidden.append(s.hidden.new_zeros(1, s.hidden.shape[1]))
+    return PairBatch(
+        torch.cat([s.token_ids for s in sequences]).to(device),
+        torch.cat(hidden).to(device),
+        starts,
+        [s.first_base for s in sequences],
+        [s.offset for s in sequences],
+    )

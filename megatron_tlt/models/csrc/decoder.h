@@ -1,0 +1,58 @@
+/* One forward in progress, and the stages that the policy (decoder.c) and its drafter (eagle.c) share. */
+#ifndef TLT_DECODER_H
+#define TLT_DECODER_H
+
+#include "act.h"
+#include "tlt.h"
+
+typedef struct {
+    const TltModel *m;
+    const TltStep *s;
+    TltAllReduce all_reduce;
+    int kind, failed, threads;
+    long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride, mid_stride; /* row lengths, elements */
+    long first, rows;             /* this chunk */
+    long units, picked;
+    long layer;                   /* the current layer */
+    const float *norm;            /* weight of the coming norm, or NULL */
+    const int32_t *first_visible; /* [S] lowest position that a sequence sees, or NULL: all */
+} Run;
+
+INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
+
+/* Row `row` of a [.][n] table in the compute type, as floats. */
+INLINE void load_row(const TltModel *m, const void *table, long row, long n, float *out) {
+    if (!m->is_bf16) {
+        memcpy(out, (const float *)table + row * n, (size_t)n * sizeof(float));
+        return;
+    }
+    const uint16_t *in = (const uint16_t *)table + row * n;
+    for (long i = 0; i < n; i++) out[i] = bf16_to_f32(in[i]);
+}
+
+/* Everything that could make C read or write outside its memory. Fills step->branch. See step.c. */
+int tlt_check_step(const TltModel *m, const TltStep *s);
+
+/* Cuts the chunk into attention units: up to MR / (query heads per kv head) rows of one sequence, or one branch row. */
+void tlt_plan_chunk(Run *r);
+
+/* The ancestors of a branch row, itself included, that are not where the block table says: (position, slot), deepest
+ * first, at most TLT_MAX_BRANCH + 1. Returns their number. */
+long tlt_branch_path(const TltStep *s, long seq, long row, int32_t *path);
+
+void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce);
+
+/* x = norm(residual stream) of one row, rounded; without weight only rounded. */
+void tlt_norm_row(Run *r, long row, const float *weight);
+
+/* One layer over the chunk: from x (its input norm is done) to the residual stream and the next layer's x. */
+void tlt_run_layer(Run *r, long index);
+
+/* Last norm and LM head of the chunk's wanted rows; hidden states of all rows if wanted. */
+void tlt_run_head(Run *r);
+
+/* out[rows][N] = x[rows][K] * w^T on this chunk's rows. */
+void tlt_linear(Run *r, const void *a, long a_stride, long k, const void *w, long n, int epilogue, const float *bias,
+                void *out, long out_stride);
+
+#endif

@@ -1,0 +1,218 @@
+/* Drafts from suffix tries: what the contexts of a request say next, under the policy's own sampling noise.
+ *
+ * The next token's distribution is interpolated over all contexts, longest first, a request's own trie before the
+ * common one at equal length: a context with total count n and u different continuations keeps the share
+ * n / (n + u + a) of what is left and passes u + a to the shorter ones (Witten and Bell 1991, method C; `a` is more
+ * doubt in the common trie). The candidate with the largest log share + keyed Gumbel noise is drafted: the token that
+ * the policy would draw if its distribution were this one (DESIGN decision 2).
+ */
+#include <math.h>
+
+#include "suffix.h"
+
+#define MOST_CANDIDATES 16
+#define MOST_CHILDREN 8  /* looked at in one node */
+#define MOST_LENGTH 64
+#define DOUBT 2.0f        /* `a` of the common trie */
+#define NEGLIGIBLE 0.0313f  /* share of the shorter contexts below which they are not asked */
+
+typedef struct {
+    int32_t token;
+    float share, score;
+} Candidate;
+
+typedef struct {
+    Candidate item[MOST_CANDIDATES];
+    int size, longest; /* tokens of the longest context that something followed */
+    float rest;        /* share of tokens that no context has seen */
+} Candidates;
+
+typedef struct { /* one of a request's two tries, and where it stands in it */
+    SuffixTrie *trie;
+    uint32_t at;
+} Stand;
+
+typedef struct {
+    int32_t token, depth, parent, feature;
+    float survival;
+} Draftee;
+
+static void add(Candidates *c, int32_t token, float share) {
+    for (int i = 0; i < c->size; i++)
+        if (c->item[i].token == token) {
+            c->item[i].share += share;
+            return;
+        }
+    if (c->size < MOST_CANDIDATES) c->item[c->size++] = (Candidate){token, share, 0};
+}
+
+/* Mixes in what followed one context. */
+static void ask(SuffixPool *pool, SuffixTrie *t, uint32_t v, float doubt, Candidates *c) {
+    suffix_expand(pool, t, v);
+    const SuffixNode *n = &t->node[v];
+    if (n->lazy || !n->total) return;
+    if (!c->longest) c->longest = n->depth;
+    const float pass = (float)n->fan + doubt, unit = c->rest / ((float)n->total + pass);
+    int seen = 0;
+    for (uint32_t child = n->head; child && seen < MOST_CHILDREN; child = t->node[child].next, seen++)
+        add(c, t->node[child].token, unit * (float)t->node[child].count);
+    c->rest = unit * pass;
+}
+
+/* Candidates for the next token, from the longest contexts to those of one token. */
+static void gather(SuffixPool *pool, const Stand *stand, Candidates *c) {
+    uint32_t own = stand[0].at, common = stand[1].at;
+    c->size = 0, c->longest = 0, c->rest = 1;
+    while ((own || common) && c->rest > NEGLIGIBLE) {
+        const int d0 = own ? stand[0].trie->node[own].depth : 0;
+        const int d1 = common ? stand[1].trie->node[common].depth : 0;
+        if (d0 >= d1) {
+            ask(pool, stand[0].trie, own, 0, c);
+            own = stand[0].trie->node[own].suffix;
+        } else {
+            ask(pool, stand[1].trie, common, DOUBT, c);
+            common = stand[1].trie->node[common].suffix;
+        }
+    }
+}
+
+/* Where a sequence that stands on `v` would stand after `token`; the trie is not changed but for lazy nodes. */
+static uint32_t follow(SuffixPool *pool, SuffixTrie *t, uint32_t v, int32_t token) {
+    for (;; v = t->node[v].suffix) {
+        suffix_expand(pool, t, v);
+        const uint32_t child = suffix_find(t, v, token);
+        if (child) return t->node[child].depth > pool->depth ? t->node[child].suffix : child;
+        if (!v) return 0;
+    }
+}
+
+static uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+/* The key of an output position (rollout/keys.py). */
+static uint64_t row_key(uint64_t request_key, int64_t position) {
+    return mix(request_key ^ (uint64_t)position * 0xE7037ED1A0B428DBull);
+}
+
+/* The policy's Gumbel noise of one token: that of gumbel.h but for rounding. */
+static float noise(uint64_t key, int32_t token) {
+    const uint32_t m = (uint32_t)(mix(key + (uint64_t)(token + 1ll) * 0x9E3779B97F4A7C15ull) >> 40);
+    const float unit = 5.9604644775390625e-8f; /* 2^-24 */
+    const float log_u = m < 1u << 23 ? logf(((float)m + 0.5f) * unit) : log1pf(-((float)(16777215u - m) + 0.5f) * unit);
+    return -logf(-log_u);
+}
+
+/* Brings the `k` best candidates to the front, best first; equal scores: the smaller token. */
+static int rank(Candidates *c, int k, int is_noisy, uint64_t key) {
+    for (int i = 0; i < c->size; i++) {
+        Candidate *x = &c->item[i];
+        x->score = logf(x->share) + (is_noisy && c->size > 1 ? noise(key, x->token) : 0);
+    }
+    if (k > c->size) k = c->size;
+    for (int i = 0; i < k; i++) {
+        int best = i;
+        for (int j = i + 1; j < c->size; j++) {
+            const float more = c->item[j].score - c->item[best].score;
+            if (more > 0 || (more == 0 && c->item[j].token < c->item[best].token)) best = j;
+        }
+        const Candidate x = c->item[i];
+        c->item[i] = c->item[best], c->item[best] = x;
+    }
+    return k;
+}
+
+static int step_of(int x, const int *bounds) {
+    int i = 0;
+    while (i < SUFFIX_STEPS - 1 && x >= bounds[i]) i++;
+    return i;
+}
+
+/* Table index of a trunk token: by its share, the longest context, and how many candidates there were. */
+static int trunk_feature(const Candidates *c) {
+    static const int contexts[] = {3, 5, 8, 12}, sizes[] = {2, 3, 5, 9};
+    const float share = c->item[0].share, other = 1 - share;
+    const float odds = logf(share / (other > 1e-4f ? other : 1e-4f)) + SUFFIX_ODDS / 4;
+    const int i = odds < 1 ? 0 : odds < SUFFIX_ODDS ? (int)odds : SUFFIX_ODDS - 1;
+    return (i * SUFFIX_STEPS + step_of(c->longest, contexts)) * SUFFIX_STEPS + step_of(c->size, sizes);
+}
+
+/* Table index of a sibling: by its rank and by how likely the trunk's token is the policy's. */
+static int sibling_feature(float rate, int rank) {
+    const int i = (int)(rate * SUFFIX_RATES);
+    return SUFFIX_TRUNK + (rank - 1) * SUFFIX_RATES + (i < SUFFIX_RATES ? i : SUFFIX_RATES - 1);
+}
+
+/* Drops nodes until `budget` are left, the least likely to be emitted first; among equals the deepest, then the last.
+ * A node's children survive at most as often and lie deeper, so what goes is always a leaf. */
+static int prune(Draftee *node, int trunk, int count, int budget) {
+    while (count > budget) {
+        int worst = 0;
+        for (int i = 1; i < count; i++)
+            if (node[i].survival < node[worst].survival ||
+                (node[i].survival == node[worst].survival && node[i].depth >= node[worst].depth))
+                worst = i;
+        if (worst < trunk) trunk--;
+        count--;
+        for (int i = worst; i < count; i++) node[i] = node[i + 1];
+        while (count > trunk && node[count - 1].depth > trunk) count--; /* no siblings without a trunk token */
+    }
+    return count;
+}
+
+/* Drafts for one row; returns the number of nodes. */
+static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t row, Draftee *node) {
+    const int is_noisy = q->is_coupled && q->temperature[row] > 0;
+    Draftee sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
+    int trunk = 0, siblings = 0;
+    float survival = 1;
+    const int length = q->lengths[row] < MOST_LENGTH ? q->lengths[row] : MOST_LENGTH;
+    while (trunk < length) {
+        Candidates c;
+        gather(pool, stand, &c);
+        if (!c.size) break;
+        const int ranked = rank(&c, q->topk, is_noisy, row_key(q->keys[row], q->positions[row] + trunk));
+        const int feature = trunk_feature(&c);
+        for (int i = 1; i < ranked; i++) {
+            const int f = sibling_feature(q->rates[feature], i);
+            const float survives = survival * q->rates[f];
+            if (survives >= q->min_survival)
+                sibling[siblings++] = (Draftee){c.item[i].token, trunk + 1, trunk - 1, f, survives};
+        }
+        survival *= q->rates[feature];
+        if (survival < q->min_survival) break;
+        node[trunk] = (Draftee){c.item[0].token, trunk + 1, trunk - 1, feature, survival};
+        trunk++;
+        for (int k = 0; k < 2; k++)
+            if (stand[k].trie) stand[k].at = follow(pool, stand[k].trie, stand[k].at, c.item[0].token);
+    }
+    while (siblings && sibling[siblings - 1].depth > trunk) siblings--;
+    for (int i = 0; i < siblings; i++) node[trunk + i] = sibling[i];
+    return prune(node, trunk, trunk + siblings, q->budget);
+}
+
+/* Drafts for all rows, node after node, row after row; returns the number of nodes, or a negative error. */
+int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
+    Draftee node[MOST_LENGTH * SUFFIX_MAX_TOPK];
+    int total = 0;
+    if (q->topk < 1 || q->topk > SUFFIX_MAX_TOPK) return SUFFIX_BAD_HANDLE;
+    for (int32_t row = 0; row < q->rows; row++) {
+        Stand stand[2];
+        for (int k = 0; k < 2; k++) {
+            const int32_t *handle = q->handles + 4 * (int64_t)q->slots[row] + 2 * k;
+            SuffixTrie *t = handle[0] >= 0 && handle[0] < pool->tries ? pool->trie[handle[0]] : NULL;
+            if (t && (handle[1] < 0 || handle[1] >= (int32_t)t->texts)) t = NULL;
+            stand[k] = (Stand){t, t ? t->text[handle[1]].at : 0};
+        }
+        const int count = draft_row(pool, stand, q, row, node);
+        q->counts[row] = count;
+        for (int i = 0; i < count; i++, total++) {
+            q->tokens[total] = node[i].token, q->survival[total] = node[i].survival;
+            q->depths[total] = node[i].depth, q->parents[total] = node[i].parent;
+            q->feature[total] = node[i].feature;
+        }
+    }
+    return total;
+}

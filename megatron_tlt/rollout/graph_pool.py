@@ -1,0 +1,313 @@
+"""`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
+
+A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
+and of blocks of context. Strategies that verify equally many tokens share graphs, whoever drafted. All graphs read one
+set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
+time; they are captured when first met, so only sizes that occur cost memory. On CPU the same static forwards run
+without a graph.
+
+    host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
+
+Legend: S sequences, T their rows, B and k their buckets, M blocks of a table (bucket), V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.models.base import KVCache, NamedTensors
+from megatron_tlt.models.decoder import TorchDecoder
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.rollout.graph_capture import (
+    Capturer,
+    CudaCapturer,
+    EagerCapturer,
+    GraphCache,
+    GraphStats,
+    Step,
+)
+
+_SMALL, _STRIDE = (
+    (1, 2, 4, 8),
+    8,
+)  # batch buckets: these, then multiples of the stride, then of larger powers of two
+_ROWS_EACH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_FIRST_BLOCKS = 8  # smallest bucket of context; the next ones double
+_VERIFY_ROWS = 512
+
+
+class GraphKey(NamedTuple):
+    """The shape of one policy forward."""
+
+    batch_size: int  # B, sequences
+    tokens: int  # k, rows of each, the last token included
+    blocks: int  # M, blocks of cached context before a sequence's first row
+
+
+@dataclass(slots=True)
+class PoolSizes:
+    """What a pool must hold. `verify_rows` bounds B * k of verifying forwards; larger ones run without a graph."""
+
+    max_batch: int
+    max_context: int
+    block_size: int
+    verify_rows: int = _VERIFY_ROWS
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the output buffers: every batch bucket of plain decoding fits."""
+        return max(batch_buckets(self.max_batch)[-1], self.verify_rows)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest context."""
+        return -(-self.max_context // self.block_size)
+
+
+class GraphPool:
+    """Runs pure decoding and verifying steps of one engine. Not thread-safe."""
+
+    def __init__(
+        self,
+        decoder: TorchDecoder,
+        kv: KVCache,
+        sizes: PoolSizes,
+        budget_bytes: int | None = None,
+        capturer: Capturer | None = None,
+    ):
+        """`kv` has a scratch block behind its last one. `budget_bytes` bounds `memory_bytes()`; None: no limit."""
+        self._decoder, self._kv, self._sizes = decoder, kv, sizes
+        self._batch_buckets = batch_buckets(sizes.max_batch)
+        self._block_buckets = _doubling(_FIRST_BLOCKS, sizes.max_blocks)
+        decoder.reserve_positions(sizes.max_context + _ROWS_EACH[-1])
+        self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
+        vocab, hidden = decoder.config.vocab_size, decoder.config.hidden_size
+        self._logits = torch.zeros(sizes.max_rows, vocab, device=decoder.device)
+        self._hidden = torch.zeros(sizes.max_rows, hidden, dtype=decoder.dtype, device=decoder.device)
+        if capturer is None:
+            is_cuda = decoder.device.type == "cuda"
+            capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
+        fixed = self._staging.nbytes + self._logits.nbytes + self._hidden.nbytes
+        self._cache = GraphCache(capturer, budget_bytes, fixed)
+
+    @property
+    def captured(self) -> list[Hashable]:
+        """Keys of the captured graphs, least recently used first."""
+        return self._cache.keys
+
+    def memory_bytes(self) -> int:
+        """Static buffers and graphs, in bytes."""
+        return self._cache.memory_bytes
+
+    def stats(self) -> GraphStats:
+        """Counters since the pool was made."""
+        return self._cache.stats
+
+    def batch_bucket(self, sequences: int) -> int | None:
+        """The batch size that `sequences` are padded to; None beyond the largest."""
+        return round_up(self._batch_buckets, sequences)
+
+    def run(self, batch: DecoderInput, tokens_per_seq: int) -> DecoderOutput:
+        """Logits and hidden states of `batch.logit_rows`, as `Decoder.forward` gives them (fresh tensors).
+
+        `batch` is in CPU memory: S sequences of 1 to `tokens_per_seq` rows each, chains or trees. The host memory that
+        it is copied to is written again by the next call: by then this call's results must have come to the host.
+        """
+        first = batch.positions.numpy()[batch.query_start.numpy()[:-1]]
+        key = self.key(len(first), tokens_per_seq, int(first.max()))
+        stats = self._cache.stats
+        stats.rows += len(batch.token_ids)
+        if key is None:
+            stats.eager_too_large += 1
+            return self._decoder.forward(_to_device(batch, self._decoder.device), self._kv)
+        stats.padded_rows += key.batch_size * key.tokens - len(batch.token_ids)
+        inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
+        rows = key.batch_size * key.tokens
+        into = DecoderOutput(self._logits[:rows], self._hidden[:rows])
+        self._cache.run(key, lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, into))
+        every = into.hidden.index_select(0, place) if batch.all_hidden else None
+        return DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted), every)
+
+    def run_step(self, key: Hashable, step: Step) -> None:
+        """Another static step in the same memory and budget: a drafter's, keyed by its name and `batch_bucket`.
+
+        `step` must stay valid as long as the pool: the graph keeps the addresses of its buffers.
+        """
+        self._cache.run(key, step)
+
+    def key(self, sequences: int, tokens_per_seq: int, longest: int) -> GraphKey | None:
+        """The bucket of a batch with at most `longest` cached positions before its first rows; None: none fits."""
+        batch = round_up(self._batch_buckets, sequences)
+        tokens = round_up(_ROWS_EACH, tokens_per_seq)
+        blocks = round_up(self._block_buckets, -(-longest // self._sizes.block_size))
+        if batch is None or tokens is None or blocks is None or batch * tokens > self._sizes.max_rows:
+            return None
+        return GraphKey(batch, tokens, blocks)
+
+
+class PooledDecoder:
+    """A decoder whose batches in CPU memory run through a `GraphPool`; those on the device run as they are.
+
+    So on CUDA whoever makes batches uploads prefill chunks and leaves decoding and verifying steps on the host.
+    """
+
+    kind = "torch"
+    takes_host_batches = True
+
+    def __init__(
+        self,
+        decoder: TorchDecoder,
+        kv: KVCache,
+        sizes: PoolSizes,
+        budget_bytes: int | None = None,
+        capturer: Capturer | None = None,
+    ):
+        self.inner, self.pool = decoder, GraphPool(decoder, kv, sizes, budget_bytes, capturer)
+        self.config, self.dtype, self.device = decoder.config, decoder.dtype, decoder.device
+        self._kv = kv
+
+    def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
+        """See `base.Decoder.forward`; results of host batches are on the device, too."""
+        assert kv is self._kv, "graphs keep the address of their cache"
+        if batch.token_ids.device.type != "cpu":
+            return self.inner.forward(batch, kv)
+        longest = int(np.diff(batch.query_start.numpy()).max())
+        return self.pool.run(batch, longest)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """See `base.Decoder`."""
+        return self.inner.new_kv_cache(num_blocks, block_size)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """See `base.Decoder`."""
+        return self.inner.kv_bytes_per_block(block_size)
+
+    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """See `base.Decoder`."""
+        self.inner.copy_blocks(kv, src, dst)
+
+    def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """See `base.Decoder`."""
+        self.inner.copy_slots(kv, src, dst)
+
+    def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
+        """See `base.Decoder`; in place, so graphs stay valid."""
+        self.inner.load_weights(named, partial)
+
+
+def batch_buckets(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32, then steps of a quarter of the power of two below, up to `largest` itself."""
+    buckets = [b for b in _SMALL if b < largest]
+    at = _SMALL[-1]
+    while (at := at + max(_STRIDE, 1 << (at.bit_length() - 3))) < largest:
+        buckets.append(at)
+    return [*buckets, largest]
+
+
+def round_up(buckets: Sequence[int], value: int) -> int | None:
+    """The smallest of the ascending `buckets` that is at least `value`; None if there is none."""
+    at = bisect_left(buckets, value)
+    return buckets[at] if at < len(buckets) else None
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    """first, 2 first, 4 first ... below `last`, and `last`."""
+    buckets = []
+    while first < last:
+        buckets.append(first)
+        first *= 2
+    return [*buckets, last]
+
+
+def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
+    tensors = [batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start]
+    tensors += [batch.context_lens, batch.block_tables, batch.logit_rows]
+    if batch.parents is not None:
+        tensors.append(batch.parents)
+    moved = DecoderInput.of([t.to(device) for t in tensors])
+    moved.all_hidden = batch.all_hidden
+    return moved
+
+
+class _Staging:
+    """One host and one device buffer of int32; every key's inputs are views of their beginnings.
+
+    Of a key (B, k, M): token, position, slot and parent of B * k rows, context lengths [B], tables [B, M]; behind them,
+    outside the graph, where the batch's T rows were put and which rows are wanted.
+    """
+
+    def __init__(self, max_rows: int, max_batch: int, max_blocks: int, device: torch.device):
+        size = 6 * max_rows + max_batch * (1 + max_blocks)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._array = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._inputs: dict[GraphKey, DecoderInput] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, in bytes."""
+        return self._device.nbytes
+
+    def fill(
+        self, batch: DecoderInput, key: GraphKey, scratch_block: int, block_size: int
+    ) -> tuple[DecoderInput, Tensor, Tensor]:
+        """Pads `batch` to `key` and starts the copy: static inputs, rows [T] of the batch in them, rows wanted [R]."""
+        starts, total = batch.query_start.numpy(), len(batch.token_ids)
+        counts = np.diff(starts)
+        assert counts.min() > 0 and counts.max() <= key.tokens, (
+            "a sequence has no row, or more than tokens_per_seq"
+        )
+        sequences, rows = len(counts), key.batch_size * key.tokens
+        first = np.arange(sequences) * key.tokens
+        place = np.repeat(first - starts[:-1], counts) + np.arange(total)
+        tokens, positions, slots, parents = self._array[: 4 * rows].reshape(4, rows)
+        tokens[:], positions[:], slots[:], parents[:] = 0, 0, scratch_block * block_size, -1
+        tokens[place], positions[place] = batch.token_ids.numpy(), batch.positions.numpy()
+        slots[place] = batch.slot_mapping.numpy()
+        parents[place] = _parents(batch, place, first)
+        at = 4 * rows
+        lengths = self._array[at : at + key.batch_size]
+        lengths[:sequences], lengths[sequences:] = batch.context_lens.numpy(), 1
+        at += key.batch_size
+        tables = self._array[at : at + key.batch_size * key.blocks].reshape(key.batch_size, key.blocks)
+        known = batch.block_tables.numpy()[:, : key.blocks]
+        tables[:] = scratch_block
+        tables[:sequences, : known.shape[1]] = known
+        at += tables.size
+        wanted = place[batch.logit_rows.numpy()]
+        end = at + total + len(wanted)
+        self._array[at : at + total], self._array[at + total : end] = place, wanted
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        return self._input(key), self._device[at : at + total], self._device[at + total : end]
+
+    def _input(self, key: GraphKey) -> DecoderInput:
+        known = self._inputs.get(key)
+        if known is not None:
+            return known
+        rows = key.batch_size * key.tokens
+        by_row = self._device[: 4 * rows].view(4, rows)
+        lengths, tables = self._device[4 * rows :][: key.batch_size * (1 + key.blocks)].split(
+            [key.batch_size, key.batch_size * key.blocks]
+        )
+        every = torch.arange(rows + 1, dtype=torch.int32, device=self._device.device)
+        shaped = tables.view(key.batch_size, key.blocks)
+        token_ids, positions, slots, parents = by_row
+        made = DecoderInput(
+            token_ids, positions, slots, every[:: key.tokens], lengths, shaped, every[:rows], parents
+        )
+        return self._inputs.setdefault(key, made)
+
+
+def _parents(batch: DecoderInput, place: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Parents of the placed rows, as rows of the padded batch; of a chain the row before."""
+    if batch.parents is None:
+        return np.where(np.isin(place, first), -1, place - 1)
+    parents = batch.parents.numpy()
+    return np.where(parents < 0, -1, place[parents])

@@ -1,0 +1,319 @@
+"""Drafts as long as they pay, request by request, and not at all where they do not. Torch-free, no clock of its own.
+
+Everything is weighed at one exchange rate: tokens per second that this engine achieves with so many requests. A
+drafted token is worth its survival, in tokens; it costs a policy row, and a drafter row before that. While it is
+being drafted both lie ahead (`DraftStrategy.min_survival`); once it is drafted only the policy row does (`admit`).
+Source of the greedy admission: DSpark, Algorithm 1; why a rate and not a ratio a step: `admission.best_of_all`.
+
+    select --(drafts?)--> propose --> admit --> verify --> observe --+
+      ^  plain, or drafts down to which survival                     |  costs, gain of drafting, whose turn is next
+      +--------------------------------------------------------------+
+
+Legend: B running rows (requests), N drafted nodes, T = B + N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.rollout.spec.admission import best_of_all, best_of_chain
+from megatron_tlt.rollout.spec.costs import DraftCosts, StepCosts
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
+
+_MEASURE = 5  # plain steps before the first draft in a regime
+_PLAIN_EVERY = 128  # steps with drafts between two plain ones: what they are compared with must stay true
+_BUDGET = 0.01  # of the time in a regime may go to finding out whether drafting pays again
+_WORST = 20.0  # plain steps: losses beyond are forgiven, so that the next trial comes within 1 / _BUDGET as many
+_MARGIN = 0.99  # drafting goes on while its gain may well be above
+_LUCK = 0.6  # standard deviation of the tokens of one request and step, relative to their mean
+_SLOW, _QUICK = (1024.0, 64.0), (128.0, 8.0)  # memories: request-steps, and steps at least
+_TRIAL = 4  # steps with drafts before they may be judged
+_BURN_IN = 12  # the first steps with drafts at all, at prices not yet learned: nothing is concluded from them
+_SPANS = np.arange(1, 9)
+_ONES = np.ones(64, bool)
+_ONES.flags.writeable = False  # lent out as a mask
+_LOUDEST = 0.95  # largest survival ever asked for: some drafts must come, or nothing would be learned of them
+_FRESH = 96  # uses of a rate and a least survival before they are made anew, sooner at first
+
+
+@dataclass(slots=True)
+class Tally:
+    """Fading sums over steps with drafts. `worth`: seconds in which plain decoding emits what they emitted."""
+
+    worth: float = 0.0
+    spent: float = 0.0  # seconds
+    rows: float = 0.0  # request-steps
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second with drafts over those without; 1 if unknown."""
+        return self.worth / self.spent if self.spent > 0 else 1.0
+
+    def add(self, worth: float, spent: float, running: int, memory: tuple[float, float]) -> None:
+        """One more step of `running` requests. Mutates the sums."""
+        keep = 1.0 - min(running / memory[0], 1 / memory[1])
+        self.worth = self.worth * keep + worth
+        self.spent = self.spent * keep + spent
+        self.rows = self.rows * keep + running
+
+    def may_pay(self, deviations: float) -> bool:
+        """Whether the true gain may reach `_MARGIN`, so many standard deviations above the estimate."""
+        return self.gain * (1.0 + deviations * _LUCK / math.sqrt(self.rows)) >= _MARGIN
+
+    def fade(self, rows: float) -> None:
+        """Shrinks to the weight of `rows` request-steps at most. Mutates the sums."""
+        if self.rows > rows:
+            self.worth, self.spent, self.rows = (x * rows / self.rows for x in (self.worth, self.spent, self.rows))
+
+
+@dataclass(slots=True)
+class Regime:
+    """What is known of speculation with about so many running requests (buckets double)."""
+
+    plain_steps: int = 0
+    since_plain: int = 0
+    slow: Tally = field(default_factory=Tally)
+    quick: Tally = field(default_factory=Tally)  # sees at once that a drafter went bad
+    extra: float = 0.0  # drafted tokens fed a request, running mean
+    reach: float = 64.0  # longest draft that is any use
+    is_on: bool = True  # drafting pays, as far as is known
+    trial: int = _TRIAL  # steps with drafts still to come before judgement
+    credit: float = 0.0  # seconds that may be lost to trials
+
+
+class _Prices:
+    """What `CostAware` needs at one batch size, kept until costs or gains have moved."""
+
+    __slots__ = ("age", "costs", "cost_list", "plain", "rate", "strategy", "version")
+
+    def __init__(self) -> None:
+        self.age, self.version = 0, -1
+        self.costs, self.cost_list = np.zeros(0), [0.0]
+        self.plain = self.rate = 0.0
+        self.strategy = NO_DRAFT
+
+
+class CostAware:
+    """Per-request draft lengths by global greedy admission; plain decoding where speculation loses.
+
+    Nothing here is a constant of a machine: costs of steps and drafts are measured, and so is the gain in each regime
+    of running requests. A losing drafter is tried again for `_BUDGET` of the time.
+    """
+
+    def __init__(self, kind: str, draft_len: int, topk: int = 1, overhead_seconds: float = 0.0):
+        """`overhead_seconds`: of a step with drafts, beyond what `observe` is told, compared with a plain one."""
+        self.kind, self._draft_len, self._topk = kind, draft_len, topk
+        self._overhead = overhead_seconds
+        self.step_costs, self.draft_costs = StepCosts(), DraftCosts(kind)
+        self._regimes: dict[int, Regime] = {}
+        self._prices: dict[int, _Prices] = {}
+        self._drafted = 0  # tokens in the trunks of the present step's draft
+        self._undrafted = 0  # plain steps since the last draft, which the drafter has to catch up with
+        self._catch_up: float | None = None  # seconds for each of them and request
+        self._burn_in = _BURN_IN
+
+    # A step
+
+    def select(self, running: int) -> DraftStrategy:
+        """See `StrategySelector.select`. `min_survival` of the strategy is what a further token must promise."""
+        regime = self._regimes.get(running.bit_length())
+        if regime is None:
+            regime = self._new_regime(running)
+        self._drafted = 0
+        if regime.plain_steps < _MEASURE or not regime.is_on or regime.since_plain >= _PLAIN_EVERY:
+            return NO_DRAFT
+        return self._priced(running, regime).strategy
+
+    def admit(
+        self,
+        strategy: DraftStrategy,
+        running: int,
+        survival: np.ndarray,
+        depths: np.ndarray,
+        counts: np.ndarray,
+        parents: np.ndarray | None,
+    ) -> np.ndarray:
+        """See `StrategySelector.admit`: the nodes whose survival is worth their rows at the present rate."""
+        nodes = len(survival)
+        regime = self._regimes[running.bit_length()]
+        prices = self._prices[running]
+        self._drafted = nodes // strategy.topk
+        if len(prices.costs) <= nodes:
+            self._extend(prices, running, nodes)
+        if running == 1 and parents is None:
+            deepest = best_of_chain(survival.tolist(), prices.cost_list, prices.rate)
+            _note_reach(regime, nodes, deepest, 1 / 8)
+            return _ONES[:nodes] if deepest == nodes and nodes < len(_ONES) else np.arange(nodes) < deepest
+        keep = best_of_all(survival, prices.costs, prices.rate)
+        if prices.age % 4 == 0:
+            _note_reach(regime, int(depths.max()), int((depths * keep).max()), 1 / 3)
+        return keep
+
+    def observe(
+        self,
+        strategy: DraftStrategy,
+        running: int,
+        rows_fed: int,
+        emitted: np.ndarray,
+        draft_seconds: float,
+        step_seconds: float,
+    ) -> None:
+        """See `StrategySelector.observe`."""
+        self.step_costs.observe(running, rows_fed, step_seconds)
+        regime = self._regimes.get(running.bit_length())
+        if regime is None:
+            regime = self._new_regime(running)
+        if strategy.kind == "none":
+            self._observe_plain(regime, running, step_seconds)
+            return
+        tokens = int(emitted[0]) if running == 1 else int(emitted.sum())
+        self._observe_draft(regime, running, rows_fed, tokens, draft_seconds, step_seconds)
+
+    def _observe_plain(self, regime: Regime, running: int, seconds: float) -> None:
+        regime.plain_steps += 1
+        regime.since_plain = 0
+        self._undrafted += 1
+        plain = self._priced(running, regime).plain
+        price = self._trial_price(regime, running, plain)
+        regime.credit = min(2 * price, regime.credit + _BUDGET * min(seconds, 2 * plain))  # no hoard of trials
+        if not regime.is_on and regime.plain_steps >= _MEASURE and regime.credit >= price:
+            regime.is_on, regime.trial = True, _TRIAL
+            for tally in (regime.slow, regime.quick):
+                tally.fade(_TRIAL * running / 4)  # what the trial shows outweighs what was
+
+    def _trial_price(self, regime: Regime, running: int, plain: float) -> float:
+        """Seconds that a trial is expected to lose: its drafts, and the drafter's catching up."""
+        loss = max(0.01, 1.0 / max(regime.slow.gain, 0.2) - 1.0)
+        price = _TRIAL * loss * plain
+        if self.draft_costs.is_known:
+            catch_up = self._catch_up
+            if catch_up is None:  # never seen: it is about what drafting as many tokens would cost
+                catch_up = self.draft_costs.per_token(running, running)
+            price += catch_up * running * self._undrafted
+        return min(price, _WORST * plain)
+
+    def _observe_draft(
+        self, regime: Regime, running: int, rows_fed: int, tokens: int, draft: float, step: float
+    ) -> None:
+        prices = self._priced(running, regime)
+        paid = self._steady_draft(running, draft)
+        usual = float(prices.costs[rows_fed - running])
+        spent = min(1.25 * usual, max(0.8 * usual, step)) + paid + self._overhead
+        worth = tokens * prices.plain / running
+        regime.extra += ((rows_fed - running) / running - regime.extra) * max(min(running, 32) / 128, 1 / 32)
+        regime.since_plain += 1
+        if self._burn_in > 0:
+            self._burn_in -= 1
+            regime.trial = _TRIAL
+            return
+        regime.slow.add(worth, spent, running, _SLOW)
+        regime.quick.add(worth, spent, running, _QUICK)
+        regime.trial -= 1
+        lost = spent - worth + draft - paid
+        regime.credit = max(-_WORST * prices.plain, regime.credit + min(0.0, -lost))
+        if regime.trial <= 0 and not (regime.slow.may_pay(1.0) and regime.quick.may_pay(2.5)):
+            regime.is_on = False
+
+    def _steady_draft(self, running: int, seconds: float) -> float:
+        """The draft's seconds without those for catching up with what was decoded without the drafter."""
+        drafts = self.draft_costs
+        if not self._undrafted or not drafts.is_known:
+            drafts.observe(running, self._drafted, seconds)
+        else:
+            usual = drafts.seconds(running, self._drafted)
+            catch_up = max(0.0, seconds - usual) / (running * self._undrafted)
+            self._catch_up = catch_up if self._catch_up is None else (self._catch_up + catch_up) / 2
+            seconds = min(seconds, usual)
+        self._undrafted = 0
+        return seconds
+
+    # Prices
+
+    def _priced(self, running: int, regime: Regime) -> _Prices:
+        """Costs and rate at this batch size, made anew every `_FRESH` steps or after a look at the costs."""
+        prices = self._prices.get(running)
+        if prices is None:
+            prices = self._prices[running] = _Prices()
+        prices.age -= 1
+        if prices.age < 0:
+            self._reprice(prices, running, regime)
+        return prices
+
+    def _reprice(self, prices: _Prices, running: int, regime: Regime) -> None:
+        self.step_costs.refresh()
+        if prices.version != self.step_costs.version:
+            nodes = max(len(prices.costs) - 1, running * self._draft_len * self._topk)
+            self._extend(prices, running, nodes)
+        prices.version = self.step_costs.version
+        prices.age = min(_FRESH, 4 + int(regime.slow.rows / (4 * running)))
+        costs, nodes = prices.costs, len(prices.costs) - 1
+        prices.plain = float(costs[0])
+        prices.rate = max(1.0, regime.slow.gain) * running / prices.plain
+        # A row's price where drafts end at present. On a stair, the price of the best way up: a chain that stops before
+        # the edge of a tile of rows would leave free ones.
+        at = min(int(regime.extra * running), nodes - 1)
+        spans = np.minimum(_SPANS * max(1, running // 2), nodes - at)
+        row = float(((costs[at + spans] - costs[at]) / spans).min())
+        token = 0.0
+        if self.draft_costs.is_known:
+            token = self.draft_costs.per_token(running, max(at, running))
+        length = min(self._draft_len, max(1, round(regime.reach)))
+        survival = min(_LOUDEST, prices.rate * (row + token))
+        prices.strategy = DraftStrategy(self.kind, length, self._topk, 0, survival)
+
+    def _extend(self, prices: _Prices, running: int, nodes: int) -> None:
+        prices.costs = self.step_costs.curve(running, np.arange(running, running + nodes + 1))
+        prices.cost_list = prices.costs[:65].tolist()
+
+    def _new_regime(self, running: int) -> Regime:
+        """A regime never seen starts from its nearest neighbour's rate, which weighs little, and with a trial."""
+        key = running.bit_length()
+        regime = Regime()
+        near = min((k for k, r in self._regimes.items() if r.slow.rows), key=lambda k: abs(k - key), default=None)
+        if near is not None:
+            other = self._regimes[near]
+            regime.slow, regime.quick = replace(other.slow), replace(other.quick)
+            regime.slow.fade(running)
+            regime.quick.fade(running)
+            regime.extra, regime.reach = other.extra, other.reach
+        self._regimes[key] = regime
+        return regime
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Costs and regimes."""
+        return {
+            "selector": "cost_aware",
+            "kind": self.kind,
+            "steps": self.step_costs.state_dict(),
+            "drafts": self.draft_costs.state_dict(),
+            "catch_up": self._catch_up,
+            "burn_in": self._burn_in,
+            "regimes": {str(key): asdict(regime) for key, regime in self._regimes.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s; nothing if it is of another selector or drafter."""
+        if state.get("selector") != "cost_aware" or state["kind"] != self.kind:
+            return
+        self.step_costs.load_state_dict(state["steps"])
+        self.draft_costs.load_state_dict(state["drafts"])
+        self._catch_up, self._burn_in, self._undrafted = state["catch_up"], int(state["burn_in"]), 0
+        self._prices, self._regimes = {}, {}
+        for key, saved in state["regimes"].items():
+            tallies = {name: Tally(**saved[name]) for name in ("slow", "quick")}
+            self._regimes[int(key)] = Regime(**{**saved, **tallies})
+
+
+def _note_reach(regime: Regime, drafted: int, admitted: int, share: float) -> None:
+    """Follows the depth that admission reaches, for drafters that do not stop by survival (block verification)."""
+    if drafted > admitted + 1:
+        regime.reach += (admitted + 1 - regime.reach) * share
+    elif drafted <= admitted:
+        regime.reach = max(regime.reach, drafted + 1.0)

@@ -1,0 +1,124 @@
+"""What was answered before: the suffix drafter's material from earlier visits of a question, in bounded memory.
+
+Answers come in with their scores once a step is judged, of all ranks in one order, so that every rank holds the same
+history and a question's next visit may come to any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.types import PastAnswer
+
+_OVERHEAD = 200  # bytes of an answer beside its tokens, about
+
+
+@dataclass(slots=True)
+class _Question:
+    answers: list[PastAnswer]  # best first
+    size: int  # bytes
+    mean_length: float  # tokens of all answers of the latest visit, also of those not kept
+
+
+class AnswerHistory:
+    """Of each question the best answers of its latest visits. The questions told of longest ago are forgotten first."""
+
+    def __init__(self, epochs: int, answers: int, mib: int):
+        """At most `answers` answers of a question, from its last `epochs` visits; at most `mib` MiB in all."""
+        self._epochs, self._answers, self._most_bytes = epochs, answers, mib << 20
+        self._questions: OrderedDict[str, _Question] = OrderedDict()  # told of longest ago first
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Questions that something is known of."""
+        return len(self._questions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the kept answers take, about."""
+        return self._bytes
+
+    def remember(self, answers: Sequence[PastAnswer]) -> None:
+        """Keeps scored answers, in the order given. Those without a `dataset_id` are not kept. Mutates the history."""
+        by_question: dict[str, list[PastAnswer]] = {}
+        for answer in answers:
+            if answer.dataset_id and self._epochs > 0:
+                by_question.setdefault(answer.dataset_id, []).append(answer)
+        for name, new in by_question.items():
+            old = self._forget(name)
+            everything = new + (old.answers if old is not None else [])
+            visits = sorted({a.visit for a in everything})[-self._epochs :]
+            latest = [len(a.token_ids) for a in new if a.visit == visits[-1]]
+            mean = sum(latest) / len(latest) if latest else (old.mean_length if old is not None else 0.0)
+            kept = [a for a in everything if a.visit in visits]
+            kept.sort(key=_by_worth)  # stable: equals stay in the order they were told in
+            self._keep(name, [_own(a) for a in kept[: self._answers]], mean)
+        while self._bytes > self._most_bytes:
+            self._forget(next(iter(self._questions)))
+
+    def of(self, dataset_id: str) -> list[PastAnswer]:
+        """The kept answers to a question: best scores first, later visits first among equals."""
+        question = self._questions.get(dataset_id)
+        return list(question.answers) if question is not None else []
+
+    def expected_length(self, dataset_id: str) -> float | None:
+        """Mean tokens of the answers of the question's latest visit; None if nothing is known of it."""
+        question = self._questions.get(dataset_id)
+        return question.mean_length if question is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All answers as a few arrays: tokens int32 [sum R], and columns of one element an answer or question."""
+        answers = [a for q in self._questions.values() for a in q.answers]
+        tokens = [a.token_ids for a in answers]
+        return {
+            "questions": list(self._questions),
+            "counts": np.array([len(q.answers) for q in self._questions.values()], np.int64),
+            "mean_lengths": np.array([q.mean_length for q in self._questions.values()], np.float64),
+            "tokens": np.concatenate(tokens) if tokens else np.empty(0, np.int32),
+            "lengths": np.array([len(t) for t in tokens], np.int64),
+            "scores": np.array([a.score for a in answers], np.float64),
+            "visits": np.array([a.visit for a in answers], np.int64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, in place of everything."""
+        self._questions, self._bytes = OrderedDict(), 0
+        ends = np.cumsum(state["lengths"])
+        at = 0
+        for name, count, mean in zip(state["questions"], state["counts"], state["mean_lengths"], strict=True):
+            answers = []
+            for i in range(at, at + int(count)):
+                tokens = state["tokens"][ends[i] - state["lengths"][i] : ends[i]].copy()
+                answers.append(PastAnswer(name, tokens, float(state["scores"][i]), int(state["visits"][i])))
+            at += int(count)
+            self._keep(name, answers, float(mean))
+
+    def _keep(self, name: str, answers: list[PastAnswer], mean_length: float) -> None:
+        size = sum(a.token_ids.nbytes + _OVERHEAD for a in answers)
+        self._questions[name] = _Question(answers, size, mean_length)
+        self._bytes += size
+
+    def _forget(self, name: str) -> _Question | None:
+        question = self._questions.pop(name, None)
+        if question is not None:
+            self._bytes -= question.size
+        return question
+
+
+def _by_worth(answer: PastAnswer) -> tuple[float, int]:
+    score = answer.score if not math.isnan(answer.score) else -math.inf
+    return -score, -answer.visit
+
+
+def _own(answer: PastAnswer) -> PastAnswer:
+    """An answer that holds no larger array alive than its own tokens."""
+    tokens = np.asarray(answer.token_ids, np.int32)
+    if tokens.base is not None:
+        tokens = tokens.copy()
+    return PastAnswer(answer.dataset_id, tokens, answer.score, answer.visit)

@@ -1,0 +1,247 @@
+"""Drafts from what siblings and earlier answers said next (suffix tries in C, `models/csrc/suffix.h`). No training.
+
+Every question has a trie of its own over its prompt, the answers now in the making (a request's own text too) and the
+answers of earlier visits, weighted by score. One more trie is common to all questions and outlives `generate`: form
+is alike in all answers, and a new question has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
+
+Legend: B rows, N drafted nodes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.config.speculation import SuffixSection
+from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.models.native_build import find_compiler
+from megatron_tlt.models.suffix_abi import (
+    MAX_DEPTH,
+    MAX_LENGTH,
+    MAX_TOPK,
+    NO_MEMORY,
+    Ask,
+    check,
+    suffix_library,
+)
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.suffix_rates import MatchRates
+from megatron_tlt.types import DraftStrategy, PastAnswer
+
+_NONE = -1
+_TAIL = 4  # last prompt tokens that the common trie sees before an answer
+_COMMON_SHARE = 4  # the common trie takes at most this part of the memory
+
+
+@dataclass(slots=True)
+class _Question:
+    trie: int
+    prompt: int  # sequence of its trie, or -1
+    common_prompt: int  # sequence of the common trie: the prompt's last tokens
+
+
+class SuffixDrafter:
+    """A `rollout.spec.base.Drafter` that needs no model. Equal calls give equal drafts."""
+
+    kind = "suffix"
+
+    def __init__(
+        self,
+        section: SuffixSection,
+        rows: RunningRows,
+        history: AnswerHistory | None = None,
+        coupled: bool = True,
+    ):
+        """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing is added any more.
+
+        Without `coupled` drafts do not use the sampling noise: block verification must not see it twice. Raises
+        ConfigError without a C compiler or with too great a depth, BackendError if the library cannot be built.
+        """
+        if find_compiler() is None:
+            allowed = (
+                "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose another drafter)"
+            )
+            raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
+        if section.depth > MAX_DEPTH:
+            raise ConfigError.of("rollout.speculation.suffix.depth", section.depth, f"at most {MAX_DEPTH}")
+        self._lib, self._rows, self._history = suffix_library(), rows, history
+        self._most_bytes = section.history_mib << 20
+        self._pool = self._lib.tlt_suffix_new(section.depth, len(rows.is_stop), self._most_bytes)
+        if not self._pool:
+            raise BackendError("suffix drafter: no memory left")
+        weakref.finalize(self, self._lib.tlt_suffix_free, self._pool)
+        self._tail = min(_TAIL, section.depth)
+        self._common = self._handle(self._lib.tlt_suffix_trie(self._pool))
+        self._questions: dict[str | int, _Question] = {}
+        self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
+        self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
+        self._calibration = MatchRates()
+        self._counts = np.empty(len(rows.limit), np.int32)
+        self._nodes = np.empty(
+            (5, 0), np.int32
+        )  # tokens, depths, parents, features, survival (bits of float32)
+        self._ask = self._make_ask(coupled)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tries."""
+        size: int = self._lib.tlt_suffix_bytes(self._pool)
+        return size
+
+    def start(self, request: Request) -> None:
+        """See `Drafter.start`. A request that was preempted goes on with what its tries have of it."""
+        known = self._sequences.get(request.order)
+        if known is None:
+            question = self._question(request)
+            own = self._sequence(question.trie, question.prompt)
+            common = self._sequence(self._common, question.common_prompt)
+            known = (question.trie, own, self._common, common)
+            self._sequences[request.order] = known
+        self._handles[request.slot] = known
+        output = np.asarray(request.output, np.int32)
+        for trie, sequence in (known[:2], known[2:]):
+            if sequence != _NONE:
+                have = self._lib.tlt_suffix_length(self._pool, trie, sequence)
+                self._append(trie, sequence, output[have:])
+
+    def stop(self, request: Request) -> None:
+        """See `Drafter.stop`. What the request said stays: its siblings read it."""
+        self._handles[request.slot] = _NONE
+
+    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """See `Drafter.extend`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
+        assert rows is self._rows and len(counts) == rows.num_rows
+        tokens, counts = _int32(tokens), _int32(counts)
+        slots, handles = self._ask.slots, self._ask.handles
+        pool, count = self._pool, len(counts)
+        check(
+            self._lib.tlt_suffix_extend(pool, count, slots, handles, tokens.ctypes.data, counts.ctypes.data)
+        )
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        """See `Drafter.propose`. Siblings stand beside the trunk only, and only as long as the trunk goes on."""
+        count, topk = rows.num_rows, strategy.topk
+        assert rows is self._rows and 0 < topk <= MAX_TOPK
+        lengths = np.minimum(_int32(lengths), min(strategy.draft_len, MAX_LENGTH))
+        longest = int(lengths.max()) if count else 0
+        if longest < 1:
+            return Draft.empty(count)
+        self._make_room(count * longest * topk)
+        ask = self._ask
+        ask.rows, ask.topk, ask.lengths = count, topk, lengths.ctypes.data
+        ask.budget = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else longest * topk
+        ask.min_survival = strategy.min_survival
+        total = check(self._lib.tlt_suffix_propose(self._pool, ctypes.byref(ask)))
+        tokens, depths, parents, feature, survival = self._nodes[:, :total].copy()
+        return Draft(
+            self._counts[:count].copy(),
+            tokens,
+            survival.view(np.float32),
+            depths,
+            parents if topk > 1 else None,
+            feature,
+        )
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """See `Drafter.observe`."""
+        assert draft.feature is not None
+        self._calibration.observe(draft.feature[reached], accepted[reached])
+
+    def end_generate(self) -> None:
+        """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes."""
+        for question in self._questions.values():
+            self._lib.tlt_suffix_drop(self._pool, question.trie)
+        self._questions.clear()
+        self._sequences.clear()
+        self._handles[:] = _NONE
+        if _COMMON_SHARE * self.num_bytes > self._most_bytes:
+            self._handle(self._lib.tlt_suffix_renew(self._pool, self._common))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Match rates. The tries are not part of it: they fill again within a step."""
+        return {"rates": self._calibration.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s. Raises ValueError if it is of another kind."""
+        self._calibration.load_state_dict(state["rates"])
+
+    # Tries
+
+    def _question(self, request: Request) -> _Question:
+        """The question's tries, made from its prompt and earlier answers when its first request starts."""
+        name = request.dataset_id or request.prompt_id
+        question = self._questions.get(name)
+        if question is not None:
+            return question
+        trie = self._handle(self._lib.tlt_suffix_trie(self._pool))
+        prompt, common = self._sequence(trie, _NONE), self._sequence(self._common, _NONE)
+        self._append(trie, prompt, request.prompt)
+        self._append(self._common, common, request.prompt[-self._tail :])
+        past = self._history.of(request.dataset_id) if self._history is not None else []
+        for answer, weight in zip(past, _weights(past), strict=True):
+            self._append(trie, self._sequence(trie, prompt, weight), answer.token_ids)
+        self._questions[name] = question = _Question(trie, prompt, common)
+        return question
+
+    def _sequence(self, trie: int, after: int, weight: int = 1) -> int:
+        if trie == _NONE:
+            return _NONE
+        return self._handle(self._lib.tlt_suffix_sequence(self._pool, trie, after, weight))
+
+    def _append(self, trie: int, sequence: int, tokens: np.ndarray) -> None:
+        if sequence != _NONE and len(tokens):
+            tokens = _int32(tokens)
+            code = self._lib.tlt_suffix_append(self._pool, trie, sequence, tokens.ctypes.data, len(tokens))
+            self._handle(code)
+
+    @staticmethod
+    def _handle(code: int) -> int:
+        """A number from C; -1 where the memory is used up, which only costs drafts. Raises BackendError otherwise."""
+        return _NONE if code == NO_MEMORY else check(code)
+
+    # Memory shared with C
+
+    def _make_ask(self, coupled: bool) -> Ask:
+        """Where C finds its input: arrays that live as long as the drafter."""
+        rows = self._rows
+        ask = Ask(is_coupled=coupled)
+        fixed: dict[str, np.ndarray] = {
+            "slots": rows.slots,
+            "handles": self._handles,
+            "keys": rows.keys,
+            "positions": rows.output_len,
+            "temperature": rows.temperature,
+            "rates": self._calibration.rates,
+            "counts": self._counts,
+        }
+        for name, array in fixed.items():
+            assert array.flags.c_contiguous
+            setattr(ask, name, array.ctypes.data)
+        return ask
+
+    def _make_room(self, nodes: int) -> None:
+        if nodes > self._nodes.shape[1]:
+            self._nodes = np.empty((5, 2 * nodes), np.int32)
+            for row, name in enumerate(("tokens", "depths", "parents", "feature", "survival")):
+                setattr(self._ask, name, self._nodes[row].ctypes.data)
+
+
+def _weights(past: Sequence[PastAnswer]) -> list[int]:
+    """How often each earlier answer counts: 1 for the worst score to 3 for the best, 2 if all are alike."""
+    scores = np.nan_to_num([a.score for a in past], nan=-np.inf)
+    if not len(past) or not np.isfinite(scores).all() or np.ptp(scores) == 0:
+        return [2] * len(past)
+    weights: list[int] = (1 + np.rint(2 * (scores - scores.min()) / np.ptp(scores))).astype(int).tolist()
+    return weights
+
+
+def _int32(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.int32)

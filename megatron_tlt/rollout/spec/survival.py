@@ -1,0 +1,152 @@
+"""How far a drafter may trust itself: the rate at which its tokens match, by depth and by margin, counted online.
+
+A drafted token whose score leads the second best by much is seldom wrong. The policy changes, and with it the rates:
+old counts fade. Cells with few counts lean on the rate of their gap at all depths, and that one on a prior.
+
+Numpy only, no clock. Legend: n observed nodes, D depths, G gap buckets, K candidates at a position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_LOWEST, _HIGHEST = 1e-3, 0.999  # no token is certain: a product of rates must stay open to counts
+
+
+class Calibrator:
+    """Online estimates of P(match) given (depth, gap) for the best candidates, given (rank, gap) for their siblings.
+
+    Both are conditional on the parent having been emitted, so products along a path are survival probabilities.
+    Nothing here sees the drafted token of the step that it prices: rates come from earlier steps.
+    """
+
+    def __init__(
+        self,
+        depths: int,
+        buckets: int,
+        prior: np.ndarray | None = None,
+        siblings: int = 3,
+        bucket_width: float = 0.25,
+        memory: float = 4096.0,
+        strength: float = 16.0,
+        refresh_every: int = 16,
+    ):
+        """`prior` float [G] or [D, G] stands in for counts, weighing as much as `strength` of them.
+
+        `memory`: observations after which a count weighs 1/e. `refresh_every`: calls of `observe` between two updates
+        of the rates (sooner if many nodes came).
+        """
+        gaps = (np.arange(buckets) + 0.5) * bucket_width
+        if prior is None:
+            prior = 1.0 - 0.55 * np.exp(-gaps)  # of two near-equal candidates one is right about half of the time
+        ranks = np.arange(1, siblings + 1)[:, None]
+        runners_up = 0.35 * np.exp(-gaps) / ranks
+        shape = (depths, buckets)
+        self._trunk = _Rates(np.broadcast_to(prior, shape), True, True, memory, strength, refresh_every)
+        self._siblings = _Rates(runners_up, False, False, memory, strength, refresh_every)
+
+    @property
+    def rates(self) -> np.ndarray:
+        """P(match) float32 [D, G] of best candidates, rising with the gap. Replaced, never written to."""
+        return self._trunk.rates
+
+    @property
+    def sibling_rates(self) -> np.ndarray:
+        """P(match) float32 [K - 1, G] of the second to K-th candidates, falling with their gap to the best."""
+        return self._siblings.rates
+
+    def observe(
+        self, depth: np.ndarray, bucket: np.ndarray, matched: np.ndarray, weights: np.ndarray | None = None
+    ) -> None:
+        """Verdicts on n best candidates whose parent was emitted: depth (from 0) and bucket int [n], matched bool [n].
+
+        Depths from D on count as the last. Mutates the counts.
+        """
+        self._trunk.observe(depth, bucket, matched, weights)
+
+    def observe_siblings(
+        self, rank: np.ndarray, bucket: np.ndarray, matched: np.ndarray, weights: np.ndarray | None = None
+    ) -> None:
+        """As `observe`, for siblings; rank 0 is the second candidate."""
+        self._siblings.observe(rank, bucket, matched, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts. Brings the rates up to date first."""
+        return {"trunk": self._trunk.state_dict(), "siblings": self._siblings.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s of a table of the same shape (ValueError otherwise)."""
+        self._trunk.load_state_dict(state["trunk"])
+        self._siblings.load_state_dict(state["siblings"])
+
+
+class _Rates:
+    """A table of rates, monotone along its columns. Observations wait as codes until the next refresh."""
+
+    def __init__(
+        self, prior: np.ndarray, pool: bool, rising: bool, memory: float, strength: float, refresh_every: int
+    ):
+        """`pool`: rows lean on the rates of all rows together. `rising`: rates grow with the column, else they fall."""
+        self._prior = np.array(prior, np.float64)
+        self._pool, self._rising = pool, rising
+        self._memory, self._strength, self._every = memory, strength, refresh_every
+        self._rows, self._columns = self._prior.shape
+        self._counts = np.zeros((*self._prior.shape, 2))  # [.., 0] missed, [.., 1] matched
+        self._waiting: list[tuple[np.ndarray, np.ndarray | None]] = []
+        self._waiting_nodes = 0
+        self.rates = self._estimate()
+
+    def observe(
+        self, row: np.ndarray, column: np.ndarray, matched: np.ndarray, weights: np.ndarray | None
+    ) -> None:
+        code = np.minimum(row, self._rows - 1) * self._columns
+        code += column
+        code += code
+        code += matched
+        self._waiting.append((code, None if weights is None else np.array(weights, np.float64)))
+        self._waiting_nodes += len(code)
+        if len(self._waiting) >= self._every or self._waiting_nodes >= 16 * self._every:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Counts what waits and estimates the rates anew."""
+        weights = None
+        if any(w is not None for _, w in self._waiting):
+            weights = np.concatenate([np.ones(len(c)) if w is None else w for c, w in self._waiting])
+        codes = np.concatenate([c for c, _ in self._waiting])
+        new = np.bincount(codes, weights, minlength=self._counts.size)
+        self._counts *= math.exp(-float(new.sum()) / self._memory)
+        self._counts += new.reshape(self._counts.shape)
+        self._waiting, self._waiting_nodes = [], 0
+        self.rates = self._estimate()
+
+    def _estimate(self) -> np.ndarray:
+        base, strength = self._prior, self._strength
+        tried = self._counts.sum(-1)
+        matched = self._counts[..., 1]
+        if self._pool:
+            base = (matched.sum(0) + strength * base) / (tried.sum(0) + strength)
+        rates = (matched + strength * base) / (tried + strength)
+        # A monotone sequence from above and one from below; their mean leans to neither side.
+        upward = rates if self._rising else rates[:, ::-1]
+        above = np.maximum.accumulate(upward, axis=1)
+        below = np.minimum.accumulate(upward[:, ::-1], axis=1)[:, ::-1]
+        mean = np.clip((above + below) / 2, _LOWEST, _HIGHEST)
+        return np.ascontiguousarray(mean if self._rising else mean[:, ::-1], np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._waiting:
+            self._refresh()
+        return {"counts": self._counts.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        counts = np.asarray(state["counts"], np.float64)
+        if counts.shape != self._counts.shape:
+            raise ValueError(f"match counts have shape {counts.shape}, not {self._counts.shape}")
+        self._counts = counts
+        self._waiting, self._waiting_nodes = [], 0
+        self.rates = self._estimate()

@@ -1,0 +1,44 @@
+"""Whole runs with speculation on and off: the same answers, rewards and weights, bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.models.config import ModelConfig
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import checkpoint_tensors, rows, write_config
+from tests.helpers.speculating import eagle_weights
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
+
+
+def test_weights_do_not_know_of_speculation(tmp_path: Path):
+    config = write_config(tmp_path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 4})
+    model = ModelConfig.from_hf(tmp_path / "model")
+    save_drafter(tmp_path / "drafter", model, eagle_weights(model))
+    spec, at = "rollout.speculation", f"rollout.speculation.drafter_path={tmp_path / 'drafter'}"
+    runs = {
+        "off": [],
+        "suffix": [f"{spec}.drafter=suffix"],
+        "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
+        "hybrid": [f"{spec}.drafter=hybrid", f"{spec}.topk=2", at],
+    }
+    listing = tmp_path / "jobs.json"
+    jobs = [[str(config), [f"train.run_dir={tmp_path / name}", *o]] for name, o in runs.items()]
+    listing.write_text(json.dumps(jobs))
+    run_ranks(2, "tests/integration/workers/train_many.py", str(listing))
+    plain = checkpoint_tensors(tmp_path / "off" / "checkpoints" / "step-000004")
+    assert any(value.abs().sum() > 0 for value in plain.values())
+    for name in list(runs)[1:]:
+        other = checkpoint_tensors(tmp_path / name / "checkpoints" / "step-000004")
+        assert other.keys() == plain.keys()
+        unequal = [key for key in plain if not torch.equal(plain[key], other[key])]
+        assert not unequal, f"{name}: {unequal[:5]}"
+        for mine, theirs in zip(rows(tmp_path / name), rows(tmp_path / "off"), strict=True):
+            assert {k: mine[k] for k in SAME} == {k: theirs[k] for k in SAME}
+        assert sum(row["engine/spec_row_steps"] for row in rows(tmp_path / name)) > 0, name

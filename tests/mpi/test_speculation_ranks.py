@@ -1,0 +1,27 @@
+"""Speculation on one engine sharded over MPI ranks: all ranks agree, and with plain decoding of the same ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpi import run_ranks
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_engine_speculates(tmp_path: Path, ranks: int):
+    """Equal bits: sums over ranks are taken in one order whatever the rows, and rank 0 decides for all."""
+    file = tmp_path / "results.json"
+    run_ranks(ranks, "tests/mpi/workers/speculation_ranks.py", str(file))
+    results = json.loads(file.read_text())
+    plain = results.pop("none")["answers"]
+    block = results.pop("block")
+    for name, case in results.items():
+        assert case["answers"] == plain, name
+        assert case["accept_length"] >= 1.0 or name in ("suffix", "hybrid"), name
+    assert block["answers"].keys() == plain.keys()
+    assert block["answers"] != plain, "noise of its own gives other answers"

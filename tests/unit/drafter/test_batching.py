@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.batching import collate, epoch, pack, windows
+from tests.helpers.tiny_drafters import FAMILIES, random_sequence
+
+CONFIG = FAMILIES["qwen3"]
+
+
+def numbered(length: int, prompt_len: int):
+    """Token and hidden state i are those of position i."""
+    s = random_sequence(CONFIG, length, prompt_len)
+    s.token_ids = torch.arange(length)
+    s.hidden = torch.arange(length - 1.0)[:, None].expand(-1, CONFIG.hidden_size)
+    return s
+
+
+@pytest.mark.parametrize(
+    ("length", "prompt_len", "size"), [(100, 10, 32), (65, 40, 32), (33, 2, 32), (300, 1, 17)]
+)
+def test_windows_hold_every_base_once_at_its_position(length: int, prompt_len: int, size: int) -> None:
+    whole = numbered(length, prompt_len)
+    bases = []
+    for piece in windows(whole, size):
+        assert piece.length <= size
+        assert torch.equal(piece.token_ids, torch.arange(piece.offset, piece.offset + piece.length))
+        assert piece.hidden[0, 0] == piece.offset
+        assert len(piece.hidden) >= piece.length - 1
+        bases += [piece.offset + piece.first_base + i for i in range(piece.num_bases)]
+    assert bases == list(range(whole.first_base, length - 1))
+
+
+def test_short_sequences_are_not_cut() -> None:
+    s = numbered(32, 10)
+    assert list(windows(s, 32)) == [s]
+
+
+def test_packs_keep_the_padded_budget() -> None:
+    sequences = [numbered(n, 2) for n in (50, 10, 30, 90, 12, 31)]
+    groups = pack(sequences, 64)
+    assert sorted(s.length for g in groups for s in g) == [10, 12, 30, 31, 50, 90]
+    assert all(len(g) == 1 or len(g) * max(s.length for s in g) <= 64 for g in groups)
+    assert len(groups) == 4
+
+
+def test_an_epoch_has_every_usable_sequence_once_in_a_seeded_order() -> None:
+    sequences = [numbered(n, 4) for n in range(4, 40)]  # the first has no answer token to predict
+    first, again, other = (list(epoch(sequences, 100, 64, seed)) for seed in ((1, 0), (1, 0), (1, 1)))
+    lengths = [[b - a for a, b in zip(x.starts, x.starts[1:], strict=False)] for x in first]
+    assert sorted(n for x in lengths for n in x) == list(range(5, 40))
+    assert [x.starts for x in first] == [x.starts for x in again]
+    assert [x.starts for x in first] != [x.starts for x in other]
+
+
+def test_the_hidden_state_of_the_last_token_may_be_missing() -> None:
+    batch = collate([numbered(5, 2), numbered(7, 3)])
+    assert batch.hidden.shape == (12, CONFIG.hidden_size)
+    assert batch.hidden[:, 0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 0]
+    assert (batch.starts, batch.first, batch.offsets) == ([0, 5, 12], [1, 2], [0, 0])

@@ -1,0 +1,137 @@
+"""Acceptance measured in one pass is what drafting from every place of the answers would give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.drafter.batching import DraftSequence, windows
+from megatron_tlt.drafter.measure import Acceptance, measure
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle_base import BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle_torch import TorchEagle
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.rollout.keys import request_key
+from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
+from tests.helpers.tiny_models import random_weights
+
+CONFIG = replace(FAMILIES["qwen3"], vocab_size=3)  # few tokens: drafts match by chance
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def eagle() -> TorchEagle:
+    policy = build_decoder(CONFIG, kernels="torch")
+    policy.load_weights(random_weights(CONFIG))
+    eagle = TorchEagle(policy)
+    eagle.load_weights(random_drafter(CONFIG).items())
+    return eagle
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    weights = dict(random_weights(CONFIG))
+    return weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+
+
+def answers(*shapes: tuple[int, int]) -> list[DraftSequence]:
+    return [
+        replace(random_sequence(CONFIG, n, p, seed=i), key=request_key(7, i, 2))
+        for i, (n, p) in enumerate(shapes)
+    ]
+
+
+def run(
+    sequences: list[DraftSequence], temperature: float, window: int = 512, config: ModelConfig = CONFIG
+) -> Acceptance:
+    model = EagleModel(config)
+    model.load_full(random_drafter(config).items())
+    sizes = {"steps": STEPS, "temperature": temperature, "batch_tokens": 60, "window": window}
+    return measure(model, *tables(), sequences, **sizes)
+
+
+def draft_from(
+    eagle: TorchEagle, s: DraftSequence, base: int, prompt_len: int, temperature: float
+) -> DraftRows:
+    """The decoder's draft behind place `base` of a (piece of a) sequence."""
+    kv = eagle.new_kv_cache(8, 16)
+    positions = list(range(s.offset + 1, s.offset + base + 1))
+    data = (
+        s.token_ids[1 : base + 1].tolist(),
+        positions,
+        positions,
+        [0, base],
+        [positions[-1] + 1],
+        [list(range(8))],
+        [base - 1],
+    )
+    batch = DecoderInput.of([torch.tensor(x, dtype=torch.int32) for x in data])
+    params = DraftParams(
+        np.array([s.key], np.uint64),
+        np.array([positions[-1] + 1 - prompt_len], np.int32),
+        np.array([temperature], np.float32),
+        np.array([STEPS], np.int32),
+        1,
+        np.ones((DEPTHS, BUCKETS), np.float32),
+        0.0,
+        want_logits=True,
+    )
+    first = torch.tensor([s.offset + 1], dtype=torch.int32)
+    return eagle.draft(EagleInput(batch, s.hidden[:base], first), params, kv)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+@pytest.mark.parametrize("window", [512, 16])
+def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float, window: int) -> None:
+    sequences = answers((40, 6), (12, 1), (60, 20), (3, 2))
+    got = run(sequences, temperature, window)
+    reached, matched, bases = np.zeros(STEPS), np.zeros(STEPS), 0
+    for whole in sequences:
+        for s in windows(whole, window):
+            for base in range(s.first_base, s.length - 1):
+                bases += 1
+                rows = draft_from(eagle, s, base, whole.prompt_len, temperature)
+                for step in range(min(STEPS, s.length - 1 - base)):
+                    reached[step] += 1
+                    if rows.tokens[0, step, 0] != s.token_ids[base + step + 1]:
+                        break
+                    matched[step] += 1
+    assert matched[1] > 0, "the test needs matches"
+    assert got.bases == bases == sum(s.num_bases for s in sequences)
+    np.testing.assert_array_equal(got.sums[:, 4], reached)
+    np.testing.assert_array_equal(got.sums[:, 5], matched)
+    assert got.accepted_length == pytest.approx(matched.sum() / bases)
+    assert got.coupled == pytest.approx((matched / reached).tolist())
+
+
+def test_overlap_and_likely_tokens_by_hand(eagle: TorchEagle) -> None:
+    temperature = 0.8
+    (s,) = answers((20, 5))
+    got = run([s], temperature)
+    _, head = tables()
+    sums = np.zeros(4)
+    for base in range(s.first_base, s.length - 1):
+        logits = torch.from_numpy(draft_from(eagle, s, base, 5, temperature).logits[0, 0])
+        q, p = (logits / temperature).softmax(0), (head @ s.hidden[base] / temperature).softmax(0)
+        best = q.argsort(descending=True)
+        sums += [1, 1 - 0.5 * float((p - q).abs().sum()), float(p[best[0]]), float(p[best[:4]].sum())]
+    np.testing.assert_allclose(got.sums[0, :4], sums, rtol=1e-5)
+    assert got.to_json()["p_top4_q"][0] == pytest.approx(sums[3] / sums[0], rel=1e-5)
+
+
+def test_parts_add_up() -> None:
+    sequences = answers((30, 6), (12, 1), (41, 20))
+    whole, total = run(sequences, 1.0), Acceptance.empty(STEPS)
+    for s in sequences:
+        total.add(run([s], 1.0))
+    assert total.bases == whole.bases
+    np.testing.assert_allclose(total.sums, whole.sums, rtol=1e-5)
+    assert f"expected accepted length {whole.accepted_length:.2f} of 4" in whole.table()
+
+
+def test_nothing_measured_is_zero_and_not_an_error() -> None:
+    assert run([], 1.0).to_json()["overlap"] == [0.0] * STEPS

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafter.batching import collate
+from megatron_tlt.drafter.trainer import DrafterTrainer, learning_rate
+from megatron_tlt.models.eagle import EagleModel
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
+
+CONFIG = FAMILIES["qwen3"]
+BATCH = collate([random_sequence(CONFIG, n, 3) for n in (12, 20, 26)])
+
+
+def trainer(**fields) -> DrafterTrainer:
+    section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
+    model = EagleModel(CONFIG)
+    model.initialise(0)
+    return DrafterTrainer(model, *lookup_tables(CONFIG), section)
+
+
+def test_steps_learn() -> None:
+    t = trainer()
+    seen = [t.step(BATCH) for _ in range(40)]
+    assert seen[-1]["loss"] < 0.5 * seen[0]["loss"]
+    for position in (1, 2, 3):
+        assert seen[-1][f"accept/{position}"] > seen[0][f"accept/{position}"] + 0.1
+        assert seen[-1][f"hidden/{position}"] < seen[0][f"hidden/{position}"]
+    assert t.trained_steps == 40
+
+
+def test_embedding_and_head_stay_as_they_are() -> None:
+    t = trainer()
+    before = [t.embed.clone(), t.head.clone()]
+    t.step(BATCH)
+    assert torch.equal(t.embed, before[0]) and torch.equal(t.head, before[1])
+    assert not {"embed", "head"} & set(t.model.state_dict())
+
+
+def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
+    one, two = trainer(), trainer()
+    for _ in range(3):
+        one.step(BATCH)
+    two.load_state_dict(one.state_dict())
+    a, b = one.step(BATCH), two.step(BATCH)
+    assert a == b
+    assert all(torch.equal(p, q) for p, q in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def test_gradients_can_be_averaged_before_they_are_used() -> None:
+    """Averaging to zero leaves the weights alone: what the hook does is what is applied."""
+    t = trainer(weight_decay=0.0)
+    t._average = lambda gradients: [g.zero_() for g in gradients] and None
+    before = [p.clone() for p in t.model.parameters()]
+    metrics = t.step(BATCH)
+    assert metrics["grad_norm"] == 0.0
+    assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
+
+
+def test_bf16_arithmetic_keeps_fp32_weights() -> None:
+    t = trainer(dtype="bf16")
+    exact = trainer().step(BATCH)
+    rounded = t.step(BATCH)
+    assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert rounded["loss"] != exact["loss"]
+    assert all(p.dtype == torch.float32 for p in t.model.parameters())
+
+
+def test_learning_rates() -> None:
+    section = DrafterSection(lr=1.0, min_lr=0.1, warmup_steps=4, num_steps=104)
+    assert [learning_rate(section, s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(section, 54) == pytest.approx(0.55)
+    assert learning_rate(section, 29) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert learning_rate(section, 500) == pytest.approx(0.1)
+    assert learning_rate(section.model_copy(update={"schedule": "constant"}), 500) == 1.0

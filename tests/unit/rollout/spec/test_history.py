@@ -1,0 +1,116 @@
+"""Earlier answers: which are kept, for how long, and that they travel."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.types import PastAnswer
+
+
+def answer(name: str, visit: int, score: float, tokens: int = 3, mark: int = 0) -> PastAnswer:
+    return PastAnswer(name, np.full(tokens, mark, np.int32), score, visit)
+
+
+def test_best_scores_first_later_visits_first_among_equals() -> None:
+    history = AnswerHistory(2, 3, 1)
+    history.remember([answer("q", 1, 0.0, mark=1), answer("q", 1, 1.0, mark=2)])
+    history.remember(
+        [answer("q", 5, 1.0, mark=3), answer("q", 5, float("nan"), mark=4), answer("q", 5, 0.5, mark=5)]
+    )
+    assert [int(a.token_ids[0]) for a in history.of("q")] == [3, 2, 5]
+    assert history.of("unknown") == []
+
+
+def test_only_the_last_visits_are_kept() -> None:
+    history = AnswerHistory(2, 8, 1)
+    for visit in (1, 4, 9):
+        history.remember([answer("q", visit, 1.0)])
+    assert sorted(a.visit for a in history.of("q")) == [4, 9]
+    one = AnswerHistory(1, 8, 1)
+    one.remember([answer("q", 1, 1.0), answer("q", 4, 0.0)])
+    assert [a.visit for a in one.of("q")] == [4]
+    none = AnswerHistory(0, 8, 1)
+    none.remember([answer("q", 1, 1.0)])
+    assert len(none) == 0
+
+
+def test_a_straggler_of_an_old_visit_does_not_push_out_newer_ones() -> None:
+    history = AnswerHistory(1, 8, 1)
+    history.remember([answer("q", 9, 0.0, tokens=4)])
+    history.remember([answer("q", 1, 1.0, tokens=50)])
+    assert [a.visit for a in history.of("q")] == [9]
+    assert history.expected_length("q") == 4
+
+
+def test_answers_without_a_question_are_not_kept() -> None:
+    history = AnswerHistory(2, 8, 1)
+    history.remember([answer("", 1, 1.0)])
+    assert len(history) == 0
+    assert history.num_bytes == 0
+
+
+def test_expected_length_is_that_of_the_latest_visit() -> None:
+    history = AnswerHistory(2, 1, 1)
+    assert history.expected_length("q") is None
+    history.remember([answer("q", 1, 1.0, tokens=100)])
+    history.remember([answer("q", 2, 0.0, tokens=10), answer("q", 2, 0.0, tokens=20)])
+    assert history.expected_length("q") == 15  # also of the answers that were not worth keeping
+
+
+def test_questions_told_of_longest_ago_are_forgotten_first() -> None:
+    history = AnswerHistory(2, 8, 1)
+    for i in range(10):
+        history.remember([answer(f"q{i}", i, 1.0, tokens=30_000)])  # 120 kB each: eight fit
+    assert history.num_bytes <= 1 << 20
+    assert [bool(history.of(f"q{i}")) for i in range(10)] == [False, False] + [True] * 8
+    history.remember([answer("q2", 20, 1.0)])
+    for i in range(10, 12):
+        history.remember([answer(f"q{i}", i, 1.0, tokens=30_000)])
+    assert history.of("q2")
+    assert not history.of("q3")
+    history.remember([answer("huge", 30, 1.0, tokens=1 << 20)])
+    assert history.num_bytes == 0  # nothing but it would fit, and it does not either
+    assert len(history) == 0
+
+
+def test_memory_is_what_is_kept() -> None:
+    history = AnswerHistory(2, 2, 1)
+    tokens = np.arange(1 << 16, dtype=np.int32)
+    history.remember([PastAnswer("q", tokens[:5], 1.0, 1)])
+    assert history.of("q")[0].token_ids.base is None  # not a view that holds all of it
+    for visit in range(2, 50):
+        history.remember([answer("q", visit, 1.0) for _ in range(8)])
+    assert history.num_bytes < 1000
+
+
+def test_the_same_answers_in_one_or_many_messages_give_the_same_history() -> None:
+    answers = [answer(f"q{i % 5}", i // 10, (i * 7 % 11) / 10, tokens=1 + i, mark=i) for i in range(60)]
+    at_once, one_by_one = AnswerHistory(2, 4, 1), AnswerHistory(2, 4, 1)
+    at_once.remember(pickle.loads(pickle.dumps(answers)))
+    for start in range(0, 60, 10):  # a visit at a time, as steps do
+        one_by_one.remember(answers[start : start + 10])
+    for i in range(5):
+        kept = [[a.token_ids.tolist() for a in h.of(f"q{i}")] for h in (at_once, one_by_one)]
+        assert kept[0] == kept[1]
+        assert kept[0]
+        assert at_once.expected_length(f"q{i}") == one_by_one.expected_length(f"q{i}")
+
+
+@pytest.mark.parametrize("count", [0, 40])
+def test_state_round_trip(count: int) -> None:
+    history, restored = AnswerHistory(2, 3, 1), AnswerHistory(2, 3, 1)
+    history.remember([answer(f"q{i % 7}", i, i / 10, tokens=i, mark=i) for i in range(count)])
+    restored.remember([answer("gone", 1, 1.0)])
+    restored.load_state_dict(pickle.loads(pickle.dumps(history.state_dict())))
+    assert len(restored) == len(history) == min(count, 7)
+    assert restored.num_bytes == history.num_bytes
+    for i in range(7):
+        before, after = history.of(f"q{i}"), restored.of(f"q{i}")
+        assert [(a.score, a.visit, a.token_ids.tolist()) for a in before] == [
+            (a.score, a.visit, a.token_ids.tolist()) for a in after
+        ]
+        assert history.expected_length(f"q{i}") == restored.expected_length(f"q{i}")
