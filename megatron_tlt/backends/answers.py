@@ -71,6 +71,7 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
         "phase_seconds": backend.take_phase_seconds(),
         "decoder": backend.engine.runner.decoder.kind,
         "kv_cache_blocks": backend.engine.blocks.num_blocks,
+        "graphs": backend.engine.graph_report(),
     }
     return json.dumps(report, indent=1)
 

@@ -20,9 +20,10 @@ from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
@@ -101,6 +102,7 @@ def build_backend(
         native_sample=_native_sample(decoder, rollout.threads),
         count_near_ties=count_near_ties,
         drafting=Drafting(rollout.speculation, eagle, config.hidden_size, history),
+        graphs=_graphs(rollout, decoder),
     )
     return EmbeddedBackend(
         engine,
@@ -151,6 +153,16 @@ def generate_file(
             write_atomically(Path(stats_path), [stats_report(stats, backend)])
     backend.close()
     return stats
+
+
+def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
+    """Captured graphs where there is a device for them."""
+    is_plain = rollout.tp == 1 and rollout.numerics == "default"
+    if not (rollout.cuda_graphs and is_plain and decoder.device.type == "cuda"):
+        return None
+    assert isinstance(decoder, TorchDecoder)
+    mib = rollout.graph_memory_mib
+    return GraphBudget(decoder, None if mib is None else mib << 20)
 
 
 def _history(rollout: RolloutSection) -> AnswerHistory | None:

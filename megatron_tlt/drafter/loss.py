@@ -6,7 +6,8 @@ rollout temperature:
     gamma^j * mean( w_h * SmoothL1(o, h) + w_ce * CE(p, q) + w_tv * TV(p, q) )
 
 SmoothL1 is a mean over the hidden size; TV = 1/2 sum |p - q| is one minus the share of drafts that ideal verification
-accepts (Leviathan et al., 2211.17192, section 3; weights 0.1 and 0.9 as in DSpark, facts of speculation, section 3).
+accepts (Leviathan et al., 2211.17192, section 3). SmoothL1 keeps long drafts on course: without it, the hidden states
+that the drafter feeds to itself are nobody's, and acceptance falls from position to position.
 `lk` instead mixes per row KL and TV by exp(-3 * acceptance) (LK losses, 2602.23881): KL while the overlap is small.
 
 Legend: N rows, H hidden size, V vocabulary.

@@ -3,7 +3,7 @@
     x_s = fc [E(token_s) ; h_{s-1}],   o_s = layer(x_s)  (no norm before attention, none at the end)
 
 o_s stands for the policy's hidden state h_s after its final norm, so the policy's LM head reads it (EAGLE,
-2401.15077, in TLT's form: facts of 2511.16665, section 4).
+2401.15077, section 3; without those two norms and with hidden states behind the final one, as in TLT, 2511.16665).
 
 Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head size, K longest sequence.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
 from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
@@ -24,10 +25,19 @@ from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.models.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
 Progress = Callable[[int, int, int], None]
 _PROGRESS_EVERY_S = 0.2
+
+
+@dataclass(frozen=True)
+class GraphBudget:
+    """Captured graphs for a PyTorch decoder, in at most `nbytes` of device memory (None: no limit)."""
+
+    decoder: TorchDecoder
+    nbytes: int | None = None
 
 
 class Engine:
@@ -46,13 +56,17 @@ class Engine:
         native_sample: NativeSample | None = None,
         count_near_ties: bool = False,
         drafting: Drafting | None = None,
+        graphs: GraphBudget | None = None,
     ):
-        """Raises ConfigError for a drafter that cannot run here."""
+        """With `graphs` decoding steps run through a `GraphPool`. Raises ConfigError for a drafter that cannot run."""
         self.limits = limits
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(limits, self.blocks)
         sampler = Sampler(torch.device(device), native_sample, count_near_ties)
         kv = decoder.new_kv_cache(num_blocks, block_size)
+        if graphs is not None:
+            sizes = PoolSizes(limits.max_running, limits.max_context, block_size)
+            decoder = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
         self.runner = ModelRunner(decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank())
         self.speculator: Speculator | None = None
         if drafting is not None and drafting.section.drafter != "none":
@@ -197,6 +211,13 @@ class Engine:
         }
         self._schedule_seconds = self._commit_seconds = runner.forward_seconds = runner.sample_seconds = 0.0
         return phases
+
+    def graph_report(self) -> dict[str, Any] | None:
+        """Memory and counters of the captured graphs; None where there is no pool."""
+        if not isinstance(self.runner.decoder, PooledDecoder):
+            return None
+        pool = self.runner.decoder.pool
+        return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
 
     def _note(self, running: int, now: float) -> None:
         """Records a change of the number of running requests: a point of the curve, not one a step."""

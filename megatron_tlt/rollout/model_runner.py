@@ -75,6 +75,9 @@ class ModelRunner:
         self.on_chunks: Callable[[Batch, DecoderInput, Tensor], None] | None = None  # told of prefill chunks
         self.on_copies: Callable[[list[tuple[int, int]]], None] | None = None  # told of copied blocks
         self._upload: _Upload | None = None
+        self._host_steps = bool(
+            getattr(decoder, "takes_host_batches", False)
+        )  # decoding steps go through graphs
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
 
@@ -137,12 +140,13 @@ class ModelRunner:
         bases = np.repeat(root, sizes)
         block, inside = np.divmod(bases + within, size)
         slots = rows.block_tables[np.repeat(self._one_each[:count], sizes), block] * size + inside
-        parents = None
+        fed = (tokens, bases + offset, slots.astype(np.int32), query_start, root + sizes)
+        arrays = [*fed, rows.block_tables[:count], self._one_each[:total]]
         if draft.parents is not None:
             parents = np.full(total, -1, np.int32)
             parents[is_node] = draft.parents + 1 + np.repeat(starts, draft.counts)
-        arrays = (tokens, bases + offset, slots.astype(np.int32), query_start, root + sizes)
-        return self._to_input(*arrays, rows.block_tables[:count], self._one_each[:total], parents), starts
+            arrays.append(parents)
+        return self._to_input(arrays, None if self._host_steps else self._upload), starts
 
     def _node_sampling(self, draft: Draft, starts: np.ndarray) -> SamplingRows:
         """How each of the T = D + N rows is sampled: a node at depth d draws the token of output position t + d."""
@@ -190,8 +194,9 @@ class ModelRunner:
         known = self._decode_inputs.get(count)
         if known is not None:
             return known
-        made = self._pack(count, count, self._one_each[: count + 1], self._one_each[:count])
-        if self._upload is None:
+        upload = None if self._host_steps else self._upload
+        made = self._pack(count, count, self._one_each[: count + 1], self._one_each[:count], upload)
+        if upload is None:
             self._decode_inputs[count] = made
         return made
 
@@ -210,7 +215,7 @@ class ModelRunner:
         if not batch.num_draws:
             last_rows.append(at - 1)  # nobody draws from it: decoders need not know of batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
-        inputs = self._pack(at, seqs, query_start, logit_rows)
+        inputs = self._pack(at, seqs, query_start, logit_rows, self._upload)
         inputs.all_hidden = self.on_chunks is not None
         return inputs
 
@@ -227,33 +232,26 @@ class ModelRunner:
         rows.block_tables[seq, : len(table)] = table
         return end
 
-    def _pack(self, tokens: int, seqs: int, query_start: np.ndarray, logit_rows: np.ndarray) -> DecoderInput:
+    def _pack(
+        self,
+        tokens: int,
+        seqs: int,
+        query_start: np.ndarray,
+        logit_rows: np.ndarray,
+        upload: _Upload | None,
+    ) -> DecoderInput:
         rows = self.rows
         fed = (rows.token_ids[:tokens], rows.positions[:tokens], rows.slot_mapping[:tokens])
-        return self._to_input(
-            *fed, query_start, rows.context_lens[:seqs], rows.block_tables[:seqs], logit_rows
-        )
+        seen = (rows.context_lens[:seqs], rows.block_tables[:seqs])
+        return self._to_input([*fed, query_start, *seen, logit_rows], upload)
 
-    def _to_input(
-        self,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
-        query_start: np.ndarray,
-        context_lens: np.ndarray,
-        tables: np.ndarray,
-        logit_rows: np.ndarray,
-        parents: np.ndarray | None = None,
-    ) -> DecoderInput:
-        """Views on CPU, one copy elsewhere (valid until the next)."""
-        if self._upload is not None:
-            tables = tables[:, : -(-int(context_lens.max()) // self._block_size)]
-        arrays = [tokens, positions, slots, query_start, context_lens, tables, logit_rows]
-        if parents is not None:
-            arrays.append(parents)
-        if self._upload is not None:
-            return DecoderInput.of(self._upload(tuple(arrays)))
-        return DecoderInput.of([torch.from_numpy(a) for a in arrays])
+    def _to_input(self, arrays: list[np.ndarray], upload: _Upload | None) -> DecoderInput:
+        """A `DecoderInput` of seven or eight arrays: views, or one copy to the device, valid until the next."""
+        if upload is None:
+            return DecoderInput.of([torch.from_numpy(a) for a in arrays])
+        lens, tables = arrays[4:6]
+        arrays[5] = tables[:, : -(-int(lens.max()) // self._block_size)]
+        return DecoderInput.of(upload(tuple(arrays)))
 
     def _sample(self, batch: Batch, output: DecoderOutput) -> StepResult:
         logits = output.logits

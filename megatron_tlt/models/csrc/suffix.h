@@ -65,12 +65,14 @@ typedef struct {
     const uint64_t *keys;      /* [rows] request keys */
     const int32_t *positions;  /* [rows] output position of the first drafted token */
     const float *temperature;  /* [rows] 0: no noise */
-    const int32_t *lengths;    /* [rows] longest trunk */
+    const int32_t *lengths;    /* [rows] longest trunk of each */
     const float *rates;        /* [SUFFIX_FEATURES] probability that a token of this kind is the policy's */
     int32_t *counts;           /* [rows] */
     int32_t *tokens, *depths, *parents, *feature; /* [nodes] */
     float *survival;           /* [nodes] */
-    int32_t rows, topk, budget, is_coupled; /* candidates at a position; nodes of a row; whether noise is shared */
+    int32_t rows, topk;        /* candidates at a position */
+    int32_t longest, budget;   /* trunk of any row, all nodes of a row */
+    int32_t is_coupled;        /* whether the policy's noise is used */
     float min_survival;
 } SuffixAsk;
 

@@ -168,7 +168,7 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
     Draftee sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
     int trunk = 0, siblings = 0;
     float survival = 1;
-    const int length = q->lengths[row] < MOST_LENGTH ? q->lengths[row] : MOST_LENGTH;
+    const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
     while (trunk < length) {
         Candidates c;
         gather(pool, stand, &c);
@@ -197,7 +197,7 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
 int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
     Draftee node[MOST_LENGTH * SUFFIX_MAX_TOPK];
     int total = 0;
-    if (q->topk < 1 || q->topk > SUFFIX_MAX_TOPK) return SUFFIX_BAD_HANDLE;
+    if (q->topk < 1 || q->topk > SUFFIX_MAX_TOPK || q->longest > MOST_LENGTH) return SUFFIX_BAD_HANDLE;
     for (int32_t row = 0; row < q->rows; row++) {
         Stand stand[2];
         for (int k = 0; k < 2; k++) {

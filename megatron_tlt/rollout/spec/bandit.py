@@ -47,7 +47,7 @@ def parse_arm(text: str, kind: str, min_survival: float = 0.0) -> DraftStrategy:
 class _Arm:
     """The last `window` rewards of one arm in one bucket, also in order of size."""
 
-    __slots__ = ("recent", "window", "sizes")
+    __slots__ = ("recent", "sizes", "window")
 
     def __init__(self, window: int):
         self.recent: deque[float] = deque()

@@ -27,13 +27,14 @@ from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 _MEASURE = 5  # plain steps before the first draft in a regime
 _PLAIN_EVERY = 128  # steps with drafts between two plain ones: what they are compared with must stay true
-_BUDGET = 0.01  # of the time in a regime may go to finding out whether drafting pays again
-_WORST = 20.0  # plain steps: losses beyond are forgiven, so that the next trial comes within 1 / _BUDGET as many
+_BUDGET = 0.01  # of the time may go to finding out whether drafting pays again
+_WORST = 20.0  # plain steps that a trial's price and the purse stay within: a debt beyond is forgiven
+_PATIENCE = (32, 1024)  # plain steps between trials of a regime: doubles with every failure
 _MARGIN = 0.99  # drafting goes on while its gain may well be above
 _LUCK = 0.6  # standard deviation of the tokens of one request and step, relative to their mean
-_SLOW, _QUICK = (1024.0, 64.0), (128.0, 8.0)  # memories: request-steps, and steps at least
+_SLOW, _QUICK = (1024.0, 64.0), (64.0, 8.0)  # memories: request-steps, and steps at least
 _TRIAL = 4  # steps with drafts before they may be judged
-_BURN_IN = 12  # the first steps with drafts at all, at prices not yet learned: nothing is concluded from them
+_BURN_IN = 160  # request-steps with drafts, of at most 12 steps, before anything is concluded: prices are guesses
 _SPANS = np.arange(1, 9)
 _ONES = np.ones(64, bool)
 _ONES.flags.writeable = False  # lent out as a mask
@@ -83,13 +84,14 @@ class Regime:
     reach: float = 64.0  # longest draft that is any use
     is_on: bool = True  # drafting pays, as far as is known
     trial: int = _TRIAL  # steps with drafts still to come before judgement
-    credit: float = 0.0  # seconds that may be lost to trials
+    waited: int = 0  # plain steps since drafting was given up
+    patience: int = _PATIENCE[0]
 
 
 class _Prices:
     """What `CostAware` needs at one batch size, kept until costs or gains have moved."""
 
-    __slots__ = ("age", "costs", "cost_list", "plain", "rate", "strategy", "version")
+    __slots__ = ("age", "cost_list", "costs", "plain", "rate", "strategy", "version")
 
     def __init__(self) -> None:
         self.age, self.version = 0, -1
@@ -113,9 +115,11 @@ class CostAware:
         self._regimes: dict[int, Regime] = {}
         self._prices: dict[int, _Prices] = {}
         self._drafted = 0  # tokens in the trunks of the present step's draft
-        self._undrafted = 0  # plain steps since the last draft, which the drafter has to catch up with
-        self._catch_up: float | None = None  # seconds for each of them and request
         self._burn_in = _BURN_IN
+        self._purse = 0.0  # seconds that may be lost to trials
+        self._debt = 0.0  # tokens decoded without the drafter, which it has to catch up with
+        self._catch_up: float | None = None  # seconds for each of them
+        self._last_running = 0
 
     # A step
 
@@ -168,6 +172,9 @@ class CostAware:
         regime = self._regimes.get(running.bit_length())
         if regime is None:
             regime = self._new_regime(running)
+        if running < self._last_running:
+            self._debt *= running / self._last_running  # those that left owe nothing; newcomers do not, either
+        self._last_running = running
         if strategy.kind == "none":
             self._observe_plain(regime, running, step_seconds)
             return
@@ -177,14 +184,22 @@ class CostAware:
     def _observe_plain(self, regime: Regime, running: int, seconds: float) -> None:
         regime.plain_steps += 1
         regime.since_plain = 0
-        self._undrafted += 1
+        self._debt += running
         plain = self._priced(running, regime).plain
-        price = self._trial_price(regime, running, plain)
-        regime.credit = min(2 * price, regime.credit + _BUDGET * min(seconds, 2 * plain))  # no hoard of trials
-        if not regime.is_on and regime.plain_steps >= _MEASURE and regime.credit >= price:
+        self._earn(plain, seconds)
+        if regime.is_on:
+            return
+        regime.waited += 1
+        enough = regime.waited >= regime.patience and regime.plain_steps >= _MEASURE
+        if enough and self._purse >= self._trial_price(regime, running, plain):
             regime.is_on, regime.trial = True, _TRIAL
             for tally in (regime.slow, regime.quick):
                 tally.fade(_TRIAL * running / 4)  # what the trial shows outweighs what was
+
+    def _earn(self, plain: float, seconds: float) -> None:
+        """The purse fills with time, neither into a hoard of trials nor from a debt that would never be paid."""
+        purse = self._purse + _BUDGET * min(seconds, 2 * plain)
+        self._purse = max(-_WORST * plain, min(_WORST * plain, purse))
 
     def _trial_price(self, regime: Regime, running: int, plain: float) -> float:
         """Seconds that a trial is expected to lose: its drafts, and the drafter's catching up."""
@@ -194,7 +209,7 @@ class CostAware:
             catch_up = self._catch_up
             if catch_up is None:  # never seen: it is about what drafting as many tokens would cost
                 catch_up = self.draft_costs.per_token(running, running)
-            price += catch_up * running * self._undrafted
+            price += catch_up * self._debt
         return min(price, _WORST * plain)
 
     def _observe_draft(
@@ -207,29 +222,33 @@ class CostAware:
         worth = tokens * prices.plain / running
         regime.extra += ((rows_fed - running) / running - regime.extra) * max(min(running, 32) / 128, 1 / 32)
         regime.since_plain += 1
+        self._earn(prices.plain, spent)
         if self._burn_in > 0:
-            self._burn_in -= 1
-            regime.trial = _TRIAL
+            self._burn_in -= max(running, _BURN_IN // 12)
+            prices.age = 0
             return
         regime.slow.add(worth, spent, running, _SLOW)
         regime.quick.add(worth, spent, running, _QUICK)
         regime.trial -= 1
-        lost = spent - worth + draft - paid
-        regime.credit = max(-_WORST * prices.plain, regime.credit + min(0.0, -lost))
+        if regime.slow.gain < 1.0:
+            self._purse -= spent - worth + draft - paid
         if regime.trial <= 0 and not (regime.slow.may_pay(1.0) and regime.quick.may_pay(2.5)):
-            regime.is_on = False
+            regime.is_on, regime.waited = False, 0
+            regime.patience = min(_PATIENCE[1], 2 * regime.patience)
+        elif regime.trial < -_PATIENCE[0]:
+            regime.patience = _PATIENCE[0]
 
     def _steady_draft(self, running: int, seconds: float) -> float:
         """The draft's seconds without those for catching up with what was decoded without the drafter."""
         drafts = self.draft_costs
-        if not self._undrafted or not drafts.is_known:
+        if not self._debt or not drafts.is_known:
             drafts.observe(running, self._drafted, seconds)
         else:
             usual = drafts.seconds(running, self._drafted)
-            catch_up = max(0.0, seconds - usual) / (running * self._undrafted)
+            catch_up = max(0.0, seconds - usual) / self._debt
             self._catch_up = catch_up if self._catch_up is None else (self._catch_up + catch_up) / 2
             seconds = min(seconds, usual)
-        self._undrafted = 0
+        self._debt = 0.0
         return seconds
 
     # Prices
@@ -262,7 +281,8 @@ class CostAware:
         token = 0.0
         if self.draft_costs.is_known:
             token = self.draft_costs.per_token(running, max(at, running))
-        length = min(self._draft_len, max(1, round(regime.reach)))
+        # The first drafts are short: whether the drafter is any good is not known.
+        length = min(self._draft_len, 2 if self._burn_in > 0 else max(1, round(regime.reach)))
         survival = min(_LOUDEST, prices.rate * (row + token))
         prices.strategy = DraftStrategy(self.kind, length, self._topk, 0, survival)
 
@@ -295,6 +315,7 @@ class CostAware:
             "drafts": self.draft_costs.state_dict(),
             "catch_up": self._catch_up,
             "burn_in": self._burn_in,
+            "purse": self._purse,
             "regimes": {str(key): asdict(regime) for key, regime in self._regimes.items()},
         }
 
@@ -304,7 +325,8 @@ class CostAware:
             return
         self.step_costs.load_state_dict(state["steps"])
         self.draft_costs.load_state_dict(state["drafts"])
-        self._catch_up, self._burn_in, self._undrafted = state["catch_up"], int(state["burn_in"]), 0
+        self._catch_up, self._burn_in, self._purse = state["catch_up"], int(state["burn_in"]), state["purse"]
+        self._debt, self._last_running = 0.0, 0
         self._prices, self._regimes = {}, {}
         for key, saved in state["regimes"].items():
             tallies = {name: Tally(**saved[name]) for name in ("slow", "quick")}

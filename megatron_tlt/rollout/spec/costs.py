@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 
-
 def _axis(exact: int, limit: int) -> tuple[np.ndarray, list[int]]:
     """Knots 1, 2, .. `exact`, then `exact / 2` an octave up to `limit`; and the nearest knot of 0 .. limit."""
     knots = list(range(1, exact + 1))

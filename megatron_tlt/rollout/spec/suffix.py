@@ -118,42 +118,40 @@ class SuffixDrafter:
 
     def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
         """See `Drafter.extend`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
-        assert rows is self._rows and len(counts) == rows.num_rows
-        tokens, counts = _int32(tokens), _int32(counts)
-        slots, handles = self._ask.slots, self._ask.handles
-        pool, count = self._pool, len(counts)
-        check(
-            self._lib.tlt_suffix_extend(pool, count, slots, handles, tokens.ctypes.data, counts.ctypes.data)
-        )
+        count, total = len(counts), len(tokens)
+        assert rows is self._rows and count == rows.num_rows
+        if total > len(self._fed):
+            self._fed = np.empty(2 * total, np.int32)
+            self._fed_at = self._fed.ctypes.data
+        self._fed[:total] = tokens
+        self._lengths[:count] = counts
+        ask = self._ask
+        check(self._extend(self._pool, count, ask.slots, ask.handles, self._fed_at, ask.lengths))
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`. Siblings stand beside the trunk only, and only as long as the trunk goes on."""
         count, topk = rows.num_rows, strategy.topk
+        longest = min(strategy.draft_len, MAX_LENGTH)
         assert rows is self._rows and 0 < topk <= MAX_TOPK
-        lengths = np.minimum(_int32(lengths), min(strategy.draft_len, MAX_LENGTH))
-        longest = int(lengths.max()) if count else 0
-        if longest < 1:
+        if longest < 1 or not count:
             return Draft.empty(count)
-        self._make_room(count * longest * topk)
+        if count * longest * topk > self._nodes.shape[1]:
+            self._make_room(count * longest * topk)
+        self._lengths[:count] = lengths
         ask = self._ask
-        ask.rows, ask.topk, ask.lengths = count, topk, lengths.ctypes.data
+        ask.rows, ask.topk, ask.longest, ask.min_survival = count, topk, longest, strategy.min_survival
         ask.budget = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else longest * topk
-        ask.min_survival = strategy.min_survival
-        total = check(self._lib.tlt_suffix_propose(self._pool, ctypes.byref(ask)))
+        total = check(self._propose(self._pool, self._ask_at))
         tokens, depths, parents, feature, survival = self._nodes[:, :total].copy()
-        return Draft(
-            self._counts[:count].copy(),
-            tokens,
-            survival.view(np.float32),
-            depths,
-            parents if topk > 1 else None,
-            feature,
-        )
+        counts = self._counts[:count].copy()
+        survival = survival.view(np.float32)
+        return Draft(counts, tokens, survival, depths, parents if topk > 1 else None, feature)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""
-        assert draft.feature is not None
-        self._calibration.observe(draft.feature[reached], accepted[reached])
+        if draft.num_nodes:
+            assert draft.feature is not None
+            self._calibration.observe(draft.feature, reached, accepted)
 
     def end_generate(self) -> None:
         """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes."""
@@ -219,6 +217,7 @@ class SuffixDrafter:
             "keys": rows.keys,
             "positions": rows.output_len,
             "temperature": rows.temperature,
+            "lengths": self._lengths,
             "rates": self._calibration.rates,
             "counts": self._counts,
         }
@@ -228,10 +227,9 @@ class SuffixDrafter:
         return ask
 
     def _make_room(self, nodes: int) -> None:
-        if nodes > self._nodes.shape[1]:
-            self._nodes = np.empty((5, 2 * nodes), np.int32)
-            for row, name in enumerate(("tokens", "depths", "parents", "feature", "survival")):
-                setattr(self._ask, name, self._nodes[row].ctypes.data)
+        self._nodes = np.empty((5, 2 * nodes), np.int32)
+        for row, name in enumerate(("tokens", "depths", "parents", "feature", "survival")):
+            setattr(self._ask, name, self._nodes[row].ctypes.data)
 
 
 def _weights(past: Sequence[PastAnswer]) -> list[int]:

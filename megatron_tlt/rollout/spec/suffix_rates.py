@@ -14,6 +14,7 @@ import numpy as np
 from megatron_tlt.models.suffix_abi import FEATURES, MAX_TOPK, ODDS, RATES, STEPS
 
 _STRENGTH = 12.0  # observations that the prior weighs as much as
+_BATCH = 128  # nodes whose verdicts are counted at once
 _MEMORY = 4096.0  # observations of a cell after which its counts are halved: the policy changes
 
 
@@ -24,14 +25,25 @@ class MatchRates:
         self._tried = np.full(FEATURES, _STRENGTH)
         self._matched = _prior() * _STRENGTH
         self.rates = np.empty(FEATURES, np.float32)  # written in place: the C side keeps its address
+        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._waiting_nodes = 0
         self._update()
 
-    def observe(self, feature: np.ndarray, matched: np.ndarray) -> None:
-        """Verdicts bool [n] on nodes of kinds `feature` int [n] whose parents were emitted. Mutates the rates."""
-        if not len(feature):
-            return
-        self._tried += np.bincount(feature, minlength=FEATURES)
-        self._matched += np.bincount(feature[matched], minlength=FEATURES)
+    def observe(self, feature: np.ndarray, reached: np.ndarray, accepted: np.ndarray) -> None:
+        """Verdicts on n nodes of kinds `feature` int [n]: bool [n] parent was emitted; bool [n] node was emitted.
+
+        They wait until there are enough of them, then the rates move. Keeps the arrays until then.
+        """
+        self._waiting.append((feature, reached, accepted))
+        self._waiting_nodes += len(feature)
+        if self._waiting_nodes >= _BATCH or len(self._waiting) >= _BATCH // 4:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        feature, reached, accepted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting, self._waiting_nodes = [], 0
+        self._tried += np.bincount(feature[reached], minlength=FEATURES)
+        self._matched += np.bincount(feature[reached & accepted], minlength=FEATURES)
         full = self._tried > _MEMORY
         if full.any():
             self._tried[full] *= 0.5
@@ -42,7 +54,9 @@ class MatchRates:
         np.divide(self._matched, self._tried, out=self.rates, casting="same_kind")
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """The counts. Brings the rates up to date first."""
+        if self._waiting:
+            self._refresh()
         return {"tried": self._tried.tolist(), "matched": self._matched.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -51,6 +65,7 @@ class MatchRates:
         if tried.shape != (FEATURES,) or matched.shape != (FEATURES,):
             raise ValueError(f"match counts of {tried.shape} kinds, not {FEATURES}")
         self._tried, self._matched = tried, matched
+        self._waiting, self._waiting_nodes = [], 0
         self._update()
 
 

@@ -477,7 +477,7 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
     assert pool.append(pool.sequence(), [V]) == BAD_TOKEN
     assert pool.append(99, [1]) == BAD_HANDLE
     assert pool.sequence(after=55) == BAD_HANDLE
-    assert pool.lib.tlt_suffix_trie(Pool(3, max_bytes=10).pool) == NO_MEMORY
+    assert Pool(3, max_bytes=10).trie == NO_MEMORY
 
 
 def test_equal_calls_give_equal_drafts() -> None:
@@ -526,7 +526,7 @@ def test_match_rates_start_sensibly_and_fade() -> None:
     assert (rates.rates < 1).all()
     for matched in (True, False):
         for _ in range(100):
-            rates.observe(np.full(100, 7), np.full(100, matched))
+            rates.observe(np.full(128, 7), np.ones(128, bool), np.full(128, matched))
     assert rates.rates[7] < 0.4  # the older half of the verdicts weighs less
     with pytest.raises(ValueError, match="match counts"):
         rates.load_state_dict({"tried": [1.0], "matched": [1.0]})

@@ -1,0 +1,121 @@
+"""Match rates: what was counted shows, sparse cells lean on their neighbours, old counts fade."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_tlt.rollout.spec.survival import Calibrator
+
+D, G = 8, 32
+
+
+def feed(table, rates, n, seed=0, depths=D):
+    """n nodes of random depth and gap that match with `rates[depth, gap]`."""
+    rng = np.random.default_rng(seed)
+    for _ in range(n // 32):
+        depth = rng.integers(0, depths, 32).astype(np.int32)
+        bucket = rng.integers(0, G, 32).astype(np.int32)
+        table.observe(depth, bucket, rng.random(32) < rates[depth, bucket])
+
+
+def truth(low=0.2, high=0.95):
+    by_gap = np.linspace(low, high, G)
+    return np.clip(by_gap - 0.02 * np.arange(D)[:, None], 0, 1)
+
+
+def test_starts_at_the_prior_in_the_form_that_drafters_take():
+    prior = np.linspace(0.1, 0.9, G)
+    rates = Calibrator(D, G, prior).rates
+    assert rates.shape == (D, G) and rates.dtype == np.float32 and rates.flags.c_contiguous
+    np.testing.assert_allclose(rates, np.broadcast_to(prior, (D, G)), rtol=1e-6)
+    assert Calibrator(D, G).sibling_rates.shape == (3, G)
+
+
+def test_learns_rates_by_depth_and_gap():
+    table, rates = Calibrator(D, G, memory=1e9), truth()
+    feed(table, rates, 200_000)
+    assert np.abs(table.rates - rates).mean() < 0.02
+    assert np.abs(table.rates[0].mean() - table.rates[7].mean()) > 0.08  # depths are told apart
+
+
+def test_rates_rise_with_the_gap_and_siblings_rates_fall():
+    table = Calibrator(D, G)
+    feed(table, truth(), 640)
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        bucket = rng.integers(0, G, 16).astype(np.int32)
+        table.observe_siblings(rng.integers(0, 3, 16), bucket, rng.random(16) < 0.4 * np.exp(-bucket / 8))
+    assert (np.diff(table.rates, axis=1) >= 0).all() and table.rates.min() > 0 and table.rates.max() < 1
+    assert (np.diff(table.sibling_rates, axis=1) <= 0).all()
+    assert table.sibling_rates[0, 0] > table.sibling_rates[0, 20] + 0.1
+
+
+def test_an_unseen_depth_leans_on_the_others():
+    table = Calibrator(D, G, np.full(G, 0.9), memory=1e9)
+    feed(table, np.full((D, G), 0.3), 64_000, depths=1)
+    np.testing.assert_allclose(table.rates[5], 0.3, atol=0.08)
+
+
+def test_a_few_counts_move_a_cell_little():
+    table = Calibrator(D, G, np.full(G, 0.8), refresh_every=1)
+    table.observe(np.array([0]), np.array([5]), np.array([False]))
+    assert 0.7 < table.rates[0, 5] < 0.8
+
+
+def test_follows_a_changing_policy():
+    table = Calibrator(D, G, memory=4096)
+    feed(table, np.full((D, G), 0.9), 20_000)
+    assert table.rates.mean() > 0.85
+    feed(table, np.full((D, G), 0.2), 16_000, seed=1)
+    assert table.rates.mean() < 0.3
+
+
+def test_weights_count_as_many_observations():
+    one, many = (Calibrator(D, G, refresh_every=1, memory=1e9) for _ in range(2))
+    one.observe(np.array([2, 3]), np.array([4, 9]), np.array([True, False]), np.array([5.0, 2.0]))
+    depth, bucket = np.repeat([2, 3], [5, 2]), np.repeat([4, 9], [5, 2])
+    many.observe(depth, bucket, depth == 2)
+    np.testing.assert_allclose(one.rates, many.rates, rtol=1e-6)
+
+
+def test_depths_beyond_the_last_count_as_the_last():
+    table = Calibrator(D, G, refresh_every=1)
+    before = table.rates[7, 3]
+    table.observe(np.array([30] * 50), np.array([3] * 50), np.ones(50, bool))
+    assert table.rates[7, 3] > before + 0.05
+
+
+def test_rates_change_only_every_nth_call_and_are_replaced():
+    table = Calibrator(D, G, refresh_every=4)
+    first = table.rates
+    kept = first.copy()
+    for call in range(4):
+        assert table.rates is first, call
+        table.observe(np.array([0]), np.array([0]), np.array([True]))
+    assert table.rates is not first
+    np.testing.assert_array_equal(first, kept)  # a drafter may still be reading it
+
+
+def test_what_is_given_may_be_reused_by_its_owner():
+    table, copy = (Calibrator(D, G, refresh_every=8) for _ in range(2))
+    depth = np.zeros(4, np.int32)
+    for i in range(8):
+        depth[:] = i
+        table.observe(depth, depth, np.ones(4, bool))
+        copy.observe(depth.copy(), depth.copy(), np.ones(4, bool))
+    np.testing.assert_array_equal(table.rates, copy.rates)
+
+
+def test_state_survives_a_round_trip_through_json():
+    table, other = Calibrator(D, G), Calibrator(D, G)
+    feed(table, truth(), 3_000)
+    table.observe_siblings(np.array([1]), np.array([2]), np.array([True]))
+    other.load_state_dict(json.loads(json.dumps(table.state_dict())))
+    np.testing.assert_array_equal(other.rates, table.rates)
+    np.testing.assert_array_equal(other.sibling_rates, table.sibling_rates)
+    feed(table, truth(), 3_000, seed=2)
+    feed(other, truth(), 3_000, seed=2)
+    np.testing.assert_array_equal(other.rates, table.rates)
+    with pytest.raises(ValueError, match="shape"):
+        Calibrator(D, G + 1).load_state_dict(table.state_dict())
