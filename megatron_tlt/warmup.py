@@ -29,6 +29,7 @@ from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_pairs import PairBatch
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.keys import request_key
 
 if TYPE_CHECKING:
@@ -137,11 +138,13 @@ class DrafterWarmUp:
         prompt_of = {p.prompt_id: p.token_ids for p in mine}
         drawn = self._backend.generate(mine, params, samples)
         texts = [[*prompt_of[s.prompt_id], *s.token_ids] for s in drawn]
-        decoder = cast(
-            "Decoder", self._backend.engine.runner.decoder
-        )  # the engine's own view of it is narrower
+        decoder = self._backend.engine.runner.decoder
+        if isinstance(decoder, PooledDecoder):  # graphs serve the engine's cache only
+            decoder = decoder.inner
         rollout = self._config.rollout
-        states = policy_hidden(decoder, texts, rollout.block_size, rollout.max_batched_tokens)
+        states = policy_hidden(
+            cast("Decoder", decoder), texts, rollout.block_size, rollout.max_batched_tokens
+        )
         return [
             DraftSequence(
                 torch.tensor(text),

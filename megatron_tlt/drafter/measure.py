@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
-from megatron_tlt.models.keyed_noise import gumbel_noise, row_keys
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor, row_keys
 
 _ELEMENTS_AT_ONCE = 1 << 23  # of [R, V]: bounds the temporaries
 _COLUMNS = ("rows", "overlap", "top1", "top4", "reached", "matched")
@@ -145,7 +145,7 @@ def _compare(
         part, real = rows[a:b], valid[a:b]
         q = output[a:b].float() @ head.float().T / (temperature or 1.0)
         p = (batch.hidden[part].float() @ head.float().T / (temperature or 1.0)).softmax(-1)
-        score = q + gumbel_noise(keys[a:b], head.shape[0], head.device) if temperature else q
+        score = q + gumbel_noise(key_tensor(keys[a:b], head.device), head.shape[0]) if temperature else q
         matched[a:b] = (score.argmax(-1) == batch.tokens[part + 1]) & real
         q = q.softmax(-1)
         best = q.topk(min(4, q.shape[-1]), dim=-1).indices

@@ -73,7 +73,7 @@ class EagleModel(nn.Module):
         self.config = config
         self._tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
-        self.kv_heads = self._shard.kv_heads
+        self.heads, self.kv_heads = self._shard.heads, self._shard.kv_heads
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = _Layer(config, self._shard)
         self._rope = rope_table(config, min(config.max_position_embeddings, _FIRST_POSITIONS))
@@ -105,10 +105,15 @@ class EagleModel(nn.Module):
 
     # -- arithmetic -----------------------------------------------------------------------------------------
 
-    def rope(self, positions: Tensor, longest: int) -> Tensor:
-        """Rotary entries [T, D] of positions < `longest`."""
-        if longest > self._rope.shape[0] or self._rope.device != positions.device:
-            self._rope = rope_table(self.config, max(longest, self._rope.shape[0]), positions.device)
+    def reserve_positions(self, count: int, device: torch.device) -> None:
+        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
+        if count > self._rope.shape[0] or device != self._rope.device:
+            self._rope = rope_table(self.config, max(count, self._rope.shape[0]), device)
+
+    def rope(self, positions: Tensor, longest: int = 0) -> Tensor:
+        """Rotary entries [T, D] of positions < `longest`, or of reserved ones."""
+        if longest:
+            self.reserve_positions(longest, positions.device)
         return self._rope[positions]
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:

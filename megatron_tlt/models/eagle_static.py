@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megatron_tlt.models.attention import StaticPlan
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keyed_noise import gumbel_noise
+from megatron_tlt.models.keyed_noise import perturbed
 
 if TYPE_CHECKING:
     from megatron_tlt.models.eagle_torch import TorchEagle
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
-CANDIDATES = 4
+CANDIDATES = 4  # looked at; more than `topk` only to tell the gap between best and second
 _FIRST_BLOCKS = 8  # smallest bucket of a table; the next ones double
 _TOKEN, _POSITION, _SLOT, _KEY = range(4)
 
@@ -46,11 +45,9 @@ class StaticPairPlan(StaticPlan):
 class StaticDraft:
     """The buffers, and the step that `run_step` may capture by its key. One draft at a time."""
 
-    def __init__(
-        self, eagle: TorchEagle, kv: KVCache, run_step: RunStep, max_batch: int, max_context: int
-    ):
+    def __init__(self, eagle: TorchEagle, kv: KVCache, run_step: RunStep, max_batch: int, max_context: int):
         """`kv` is the cache that all drafts use; graphs keep its address. `max_context` counts drafted tokens, too."""
-        self._eagle, self._kv, self._run_step = eagle, kv, run_step
+        self._eagle, self.kv, self._run_step = eagle, kv, run_step
         config, device = eagle.config, eagle.device
         self.max_batch, self.max_blocks = max_batch, -(-max_context // kv.block_size)
         self._host = torch.zeros(4, max_batch, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -60,21 +57,22 @@ class StaticDraft:
         self._temperature = torch.zeros(max_batch, device=device)
         self._hidden = torch.zeros(2, max_batch, config.hidden_size, dtype=eagle.dtype, device=device)
         self._logits = torch.zeros(max_batch, config.vocab_size, device=device)
+        self._candidates = min(CANDIDATES, config.vocab_size)
         self._best = torch.zeros(2, max_batch, CANDIDATES, dtype=torch.float64, device=device)
         eagle.model.reserve_positions(max_context, device)
         self._shape = (0, 0)
 
     def fits(self, chains: int, longest: int) -> bool:
         """Whether `chains` of at most `longest` positions, drafted tokens included, can be drafted here."""
-        return chains <= self.max_batch and longest <= self.max_blocks * self._kv.block_size
+        return chains <= self.max_batch and longest <= self.max_blocks * self.kv.block_size
 
     def begin(
         self, tables: Tensor, first_visible: Tensor, temperature: Tensor, hidden: Tensor, longest: int
     ) -> None:
-        """Takes what stays the same over a draft (rows [A] on the device) and the hidden states [A, H] it starts from."""
-        count, scratch = len(hidden), self._kv.num_blocks
+        """Takes what stays the same over a draft, [A] on the device, and the hidden states [A, H] it starts from."""
+        count, scratch = len(hidden), self.kv.num_blocks
         blocks = _FIRST_BLOCKS
-        while blocks * self._kv.block_size < longest:
+        while blocks * self.kv.block_size < longest:
             blocks *= 2
         batch = min(self.max_batch, max(1, 1 << (count - 1).bit_length()))
         self._shape = (batch, min(blocks, self.max_blocks))
@@ -87,38 +85,41 @@ class StaticDraft:
     def step(
         self, at: np.ndarray, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, keys: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Feeds `tokens` at rows `at` [A'] of the draft; their candidates: tokens and scores [A', C], logits [A', V]."""
+        """Feeds `tokens` at rows `at` [A'] of the draft. Their candidates: tokens, scores [A', C], logits [A', V]."""
         batch, blocks = self._shape
         host = self._host.numpy()
         host[_TOKEN, :batch], host[_POSITION, :batch], host[_KEY, :batch] = 0, 0, 0
-        host[_SLOT, :batch] = self._kv.num_blocks * self._kv.block_size
-        for row, values in ((_TOKEN, tokens), (_POSITION, positions), (_SLOT, slots), (_KEY, keys.view(np.int64))):
+        host[_SLOT, :batch] = self.kv.num_blocks * self.kv.block_size
+        for row, values in (
+            (_TOKEN, tokens),
+            (_POSITION, positions),
+            (_SLOT, slots),
+            (_KEY, keys.view(np.int64)),
+        ):
             host[row, at] = values
         self._numbers.copy_(self._host, non_blocking=True)
         self._hidden[0, :batch].copy_(self._hidden[1, :batch])
         self._run_step(("eagle", batch, blocks), lambda: self._compute(batch, blocks))
-        scores, chosen = self._best[:, :batch].cpu().numpy()
-        return chosen[at].astype(np.int32), scores[at].astype(np.float32), self._logits[torch.from_numpy(at)]
+        found, scores = self._eagle.to_host(self._best[:, :batch, : self._candidates].contiguous())
+        return found[at], scores[at], self._logits[torch.from_numpy(at).to(self._logits.device)]
 
     def _compute(self, batch: int, blocks: int) -> None:
         """The step: reads and writes buffers only, and gives the same however often it runs."""
-        eagle, cache = self._eagle, self._kv.data
+        eagle, cache = self._eagle, self.kv.data
         token, position, slot, key = self._numbers[:, :batch]
         tables, first = self._tables[:batch, :blocks], self._first[:batch]
         rows = torch.arange(batch + 1, dtype=torch.int32, device=tables.device)
         fed = DecoderInput.of([token, position, slot, rows, position + 1, tables, rows[:batch]])
         heads = eagle.model.heads // eagle.model.kv_heads
-        plan = StaticPairPlan(fed, first, self._kv.block_size, heads)
+        plan = StaticPairPlan(fed, first, self.kv.block_size, heads)
         model, rope = eagle.model, eagle.model.rope(position)
         x = model.join(eagle.embed[token], self._hidden[0, :batch])
         cache[0][slot], cache[1][slot] = model.keys_values(x, rope)
         hidden = model.finish(x, plan.attend(model.queries(x, rope), cache[0], cache[1]))
         logits = eagle.logits(hidden)
-        warm = self._temperature[:batch, None] > 0
-        scores = logits / torch.where(warm, self._temperature[:batch, None], 1.0)
-        scores = scores + torch.where(warm, gumbel_noise(key, logits.shape[1]), 0.0)
-        best, chosen = scores.topk(min(CANDIDATES, logits.shape[1]), dim=-1)
+        scores = perturbed(logits, key, self._temperature[:batch])
+        best, chosen = scores.topk(self._candidates, dim=-1)
         self._hidden[1, :batch].copy_(hidden)
         self._logits[:batch].copy_(logits)
-        self._best[0, :batch, : best.shape[1]].copy_(best)
-        self._best[1, :batch, : best.shape[1]].copy_(chosen)
+        self._best[0, :batch, : self._candidates].copy_(best)
+        self._best[1, :batch, : self._candidates].copy_(chosen)

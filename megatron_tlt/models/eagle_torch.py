@@ -1,6 +1,7 @@
 """`TorchEagle`: the drafter in rollouts of the PyTorch decoder, `EagleModel` over a paged cache of one layer.
 
-Legend: T rows (pairs), S sequences, A of them still drafting, H hidden size, V vocabulary, K candidates.
+Legend: T rows (pairs), S sequences, A those that draft, A' of them still drafting, H hidden size, V vocabulary,
+K candidates, C candidates looked at.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_base import BUCKET_WIDTH, BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle_static import CANDIDATES, RunStep, StaticDraft
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.keyed_noise import gumbel_noise, row_keys
+from megatron_tlt.models.keyed_noise import key_tensor, perturbed, row_keys
 
 
 class PairPlan(AttentionPlan):
@@ -38,29 +40,48 @@ class PairPlan(AttentionPlan):
 
 
 class TorchEagle:
-    """See `eagle_base.EagleDecoder`. Cache layout: [2, num_blocks * block_size, kv heads, D].
+    """See `eagle_base.EagleDecoder`. Cache layout: [2, (num_blocks + 1) * block_size, kv heads, D].
 
-    Draft-position by draft-position from Python: on CUDA the chosen tokens come to the host at each.
+    As in the policy's, the block behind the last one is scratch. Position by position from Python: the chosen tokens
+    come to the host at each, which decides what goes on.
     """
 
     kind = "torch"
 
     def __init__(self, policy: TorchDecoder, tp: TensorParallel | None = None):
         """`tp` is the policy's. Embedding and LM head are read from `policy` at every call."""
-        self.dtype, self._policy = policy.dtype, policy
+        self.config, self.device, self.dtype = policy.config, policy.device, policy.dtype
+        self._policy = policy
         self._tp = tp if tp is not None and tp.size > 1 else None
         self.model = EagleModel(policy.config, tp).to(policy.device, policy.dtype).requires_grad_(False)
         self._loaded = False
+        self._static: StaticDraft | None = None
+
+    def use_graphs(self, kv: KVCache, run_step: RunStep, max_batch: int, max_context: int) -> None:
+        """From now on drafts over `kv` run through `run_step(key, step)` (`GraphPool.run_step`) where they fit.
+
+        `max_batch` chains of at most `max_context` positions, drafted ones included.
+        """
+        self._static = StaticDraft(self, kv, run_step, max_batch, max_context)
+
+    @property
+    def embed(self) -> Tensor:
+        """The policy's embedding [V, H]."""
+        return self._policy._embed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The policy's LM head on hidden states [T, H]: float32 [T, V] on every tensor-parallel rank."""
+        local = linear(hidden, self._policy._head).float()
+        return self._policy._shard.gather_logits(self._tp, local, self.config.vocab_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; its memory is taken at once."""
-        shape = (2, num_blocks * block_size, self.model.kv_heads, self._policy.config.head_dim)
-        data = torch.zeros(shape, dtype=self.dtype, device=self._policy.device)
-        return KVCache(num_blocks, block_size, data)
+        """Zeroed; its memory, one scratch block included, is taken at once."""
+        shape = (2, (num_blocks + 1) * block_size, self.model.kv_heads, self.config.head_dim)
+        return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block."""
-        return 2 * block_size * self.model.kv_heads * self._policy.config.head_dim * self.dtype.itemsize
+        return 2 * block_size * self.model.kv_heads * self.config.head_dim * self.dtype.itemsize
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i], in order of i."""
@@ -78,72 +99,95 @@ class TorchEagle:
         """See `EagleDecoder.forward`. Raises BackendError before weights were loaded."""
         if not self._loaded:
             raise BackendError("the drafter was asked before its weights were loaded")
-        batch, model, policy = inputs.batch, self.model, self._policy
+        batch, model = inputs.batch, self.model
         positions, slots = batch.positions.long(), batch.slot_mapping.long()
         rope = model.rope(positions, int(batch.context_lens.max()))
-        x = model.join(policy._embed[batch.token_ids.long()], inputs.hidden)
+        x = model.join(self.embed[batch.token_ids.long()], inputs.hidden)
         kv.data[0][slots], kv.data[1][slots] = model.keys_values(x, rope)
         plan = PairPlan(inputs, kv.block_size)
         attended = paged_attention(model.queries(x, rope), kv.data[0], kv.data[1], plan)
         hidden = model.finish(x, attended)[batch.logit_rows.long()]
-        local = linear(hidden, policy._head).float()
-        logits = policy._shard.gather_logits(self._tp, local, policy.config.vocab_size)
-        return DecoderOutput(logits, hidden)
+        return DecoderOutput(self.logits(hidden), hidden)
 
     @torch.inference_mode()
     def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
         """See `EagleDecoder.draft`. `max_len` may hold zeros: those sequences are fed only."""
         out = self.forward(inputs, kv)
-        batch, last = inputs.batch, inputs.batch.logit_rows.long()
-        drafts = _Drafts(params, out.logits.shape[1])
+        drafts = _Drafts(params, self.config.vocab_size)
         active = np.flatnonzero(params.max_len > 0)
-        logits, hidden = self._rows(out.logits, active), self._rows(out.hidden, active)
-        position = batch.positions[last].cpu().numpy()[active]
-        tables = batch.block_tables.cpu().numpy()
-        for step in range(int(params.max_len.max(initial=0))):
-            tokens, scores = self._candidates(logits, params, active, step)
-            going = drafts.take(step, active, tokens, scores, logits)
-            active, position = active[going], position[going] + 1
-            if not len(active):
+        if not len(active):
+            return drafts.result()
+        chosen = torch.from_numpy(active).to(self.device)
+        last, size = inputs.batch.logit_rows[chosen].long(), kv.block_size
+        position = inputs.batch.positions[last].cpu().numpy()
+        tables = inputs.batch.block_tables[chosen]
+        host_tables = tables.cpu().numpy()
+        keys, first = params.keys[active], params.output_positions[active]
+        temperature = torch.from_numpy(params.temperature[active]).to(self.device)
+        logits, at = out.logits[chosen], np.arange(len(active))
+        tokens, scores = self._best(
+            perturbed(logits, key_tensor(row_keys(keys, first), self.device), temperature)
+        )
+        longest = int((position + params.max_len[active]).max())
+        feed = self._feed(kv, len(active), longest)
+        feed.begin(tables, inputs.first_visible[chosen], temperature, out.hidden[chosen], longest)
+        for step in range(int(params.max_len.max())):
+            going = drafts.take(step, active[at], tokens, scores, logits)
+            at, token = at[going], tokens[going, 0]
+            if not len(at):
                 break
-            fed = self._single_rows(tokens[going, 0], position, tables[active], kv.block_size)
-            first = self._rows(inputs.first_visible, active)
-            hidden = self._rows(hidden, np.flatnonzero(going))
-            out = self.forward(EagleInput(fed, hidden, first), kv)
-            logits, hidden = out.logits, out.hidden
+            place = position[at] + step + 1
+            slots = host_tables[at, place // size] * size + place % size
+            noise = row_keys(keys[at], first[at] + step + 1)
+            tokens, scores, logits = feed.step(at, token, place, slots, noise)
         return drafts.result()
 
-    def _candidates(
-        self, logits: Tensor, params: DraftParams, active: np.ndarray, step: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int32 and scores float32 of the best, [A, max(K, 2)] each; the same on all tensor-parallel ranks."""
-        keys = row_keys(params.keys[active], params.output_positions[active] + step)
-        temperature = torch.from_numpy(params.temperature[active]).to(logits.device)[:, None]
-        warm = temperature > 0
-        scores = logits / torch.where(warm, temperature, 1.0)
-        scores = scores + torch.where(warm, gumbel_noise(keys, logits.shape[1], logits.device), 0.0)
-        best, token = scores.topk(min(max(params.topk, 2), logits.shape[1]), dim=-1)
-        found = torch.stack([best.double(), token.double()])
+    def _feed(self, kv: KVCache, chains: int, longest: int) -> StaticDraft | _EagerDraft:
+        static = self._static
+        if static is not None and static.kv is kv and static.fits(chains, longest + 1):
+            return static
+        return _EagerDraft(self, kv)
+
+    def _best(self, scores: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 and scores float32 of the best candidates, [A', C] each, of [A', V]."""
+        best, token = scores.topk(min(CANDIDATES, scores.shape[1]), dim=-1)
+        return self.to_host(torch.stack([best.double(), token.double()]))
+
+    def to_host(self, found: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and scores of `found` float64 [scores; tokens]; those of rank 0, so that ranks never part."""
         if self._tp is not None:
             self._tp.broadcast(found)
-        scored, chosen = found.cpu().numpy()
-        return chosen.astype(np.int32), scored.astype(np.float32)
+        scores, tokens = found.cpu().numpy()
+        return tokens.astype(np.int32), scores.astype(np.float32)
 
-    def _single_rows(
-        self, tokens: np.ndarray, position: np.ndarray, tables: np.ndarray, size: int
-    ) -> DecoderInput:
-        """One pair of each of A sequences, at `position`."""
-        count = len(tokens)
-        slots = tables[np.arange(count), position // size] * size + position % size
-        starts = np.arange(count + 1)
-        arrays = (tokens, position, slots, starts, position + 1, tables, starts[:-1])
-        device = self._policy.device
-        return DecoderInput.of([torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays])
 
-    def _rows(self, tensor: Tensor, index: np.ndarray) -> Tensor:
-        if len(index) == tensor.shape[0]:
-            return tensor
-        return tensor[torch.from_numpy(index).to(tensor.device)]
+class _EagerDraft:
+    """The steps of one draft as ordinary forwards of the chains that go on; see `StaticDraft`."""
+
+    def __init__(self, eagle: TorchEagle, kv: KVCache):
+        self._eagle, self._kv = eagle, kv
+
+    def begin(
+        self, tables: Tensor, first_visible: Tensor, temperature: Tensor, hidden: Tensor, longest: int
+    ) -> None:
+        """See `StaticDraft.begin`."""
+        self._tables, self._first, self._temperature = tables, first_visible, temperature
+        self._hidden = hidden
+
+    def step(
+        self, at: np.ndarray, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, keys: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """See `StaticDraft.step`."""
+        device = self._eagle.device
+        index = torch.from_numpy(at).to(device)
+        starts = np.arange(len(at) + 1)
+        arrays = (tokens, positions, slots, starts, positions + 1)
+        tensors = [torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays]
+        fed = DecoderInput.of([*tensors, self._tables[index], tensors[3][:-1]])
+        out = self._eagle.forward(EagleInput(fed, self._hidden[index], self._first[index]), self._kv)
+        self._hidden[index] = out.hidden
+        scores = perturbed(out.logits, key_tensor(keys, device), self._temperature[index])
+        return *self._eagle._best(scores), out.logits
 
 
 class _Drafts:
@@ -163,7 +207,7 @@ class _Drafts:
     def take(
         self, step: int, active: np.ndarray, tokens: np.ndarray, scores: np.ndarray, logits: Tensor
     ) -> np.ndarray:
-        """Notes the candidates of position `step`; bool [A]: which chains go on behind it."""
+        """Notes the candidates [A', C] of position `step`; bool [A']: which chains go on behind it."""
         params, out, k = self._params, self._out, self._params.topk
         gaps = scores[:, :1] - scores[:, 1:]
         bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int64)

@@ -16,7 +16,7 @@ _POSITION_FACTOR = 0xE7037ED1A0B428DB
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64: torch multiplies and shifts int64 only."""
+    """The int64 with the bits of a uint64."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -31,10 +31,14 @@ def row_keys(request_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return key ^ (key >> np.uint64(31))
 
 
-def gumbel_noise(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Noise float32 [R, V] of row keys uint64 [R]."""
-    row = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(device)
-    z = row[:, None] + torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _STEP
+def key_tensor(keys: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
+    """uint64 [R] -> int64 [R] of the same bits: torch multiplies and shifts int64 only."""
+    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int64)).to(device)
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Noise float32 [R, V] of row keys int64 [R] (`key_tensor`), on their device."""
+    z = keys[:, None] + torch.arange(1, vocab_size + 1, dtype=torch.int64, device=keys.device) * _STEP
     z = (z ^ _shift(z, 30)) * _A
     z = (z ^ _shift(z, 27)) * _B
     m = _shift(z ^ _shift(z, 31), 40)
@@ -48,3 +52,10 @@ def gumbel_noise(keys: np.ndarray, vocab_size: int, device: torch.device | str =
 def _shift(z: Tensor, count: int) -> Tensor:
     """Logical (zero-filling) right shift of int64."""
     return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def perturbed(logits: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+    """logits float32 [R, V] / T + noise; where temperature T [R] is 0 the logits themselves."""
+    t = temperature[:, None]
+    noise = torch.where(t > 0, gumbel_noise(keys, logits.shape[1]), 0.0)
+    return logits / torch.where(t > 0, t, 1.0) + noise

@@ -31,7 +31,6 @@ _BUDGET = 0.01  # of the time may go to finding out whether drafting pays again
 _WORST = 20.0  # plain steps that a trial's price and the purse stay within: a debt beyond is forgiven
 _PATIENCE = (32, 1024)  # plain steps between trials of a regime: doubles with every failure
 _MARGIN = 0.99  # drafting goes on while its gain may well be above
-_LUCK = 0.6  # standard deviation of the tokens of one request and step, relative to their mean
 _SLOW, _QUICK = (1024.0, 64.0), (64.0, 8.0)  # memories: request-steps, and steps at least
 _TRIAL = 4  # steps with drafts before they may be judged
 _BURN_IN = 160  # request-steps with drafts, of at most 12 steps, before anything is concluded: prices are guesses
@@ -62,9 +61,9 @@ class Tally:
         self.spent = self.spent * keep + spent
         self.rows = self.rows * keep + running
 
-    def may_pay(self, deviations: float) -> bool:
-        """Whether the true gain may reach `_MARGIN`, so many standard deviations above the estimate."""
-        return self.gain * (1.0 + deviations * _LUCK / math.sqrt(self.rows)) >= _MARGIN
+    def may_pay(self, luck: float) -> bool:
+        """Whether the true gain may reach `_MARGIN`; `luck` is how much a request's tokens of one step may mislead."""
+        return self.gain * (1.0 + luck / math.sqrt(self.rows)) >= _MARGIN
 
     def fade(self, rows: float) -> None:
         """Shrinks to the weight of `rows` request-steps at most. Mutates the sums."""
@@ -87,16 +86,22 @@ class Regime:
     waited: int = 0  # plain steps since drafting was given up
     patience: int = _PATIENCE[0]
 
+    def may_pay(self) -> bool:
+        """Whether neither memory tells that drafting loses: the slow one by a little, the quick one by much."""
+        luck = 0.05 + 0.55 * math.sqrt(min(1.0, self.extra / 2))  # deviation of a step's tokens from their mean
+        return self.slow.may_pay(luck if self.slow.rows >= 64 else 2 * luck) and self.quick.may_pay(2.5 * luck)
+
 
 class _Prices:
     """What `CostAware` needs at one batch size, kept until costs or gains have moved."""
 
-    __slots__ = ("age", "cost_list", "costs", "plain", "rate", "strategy", "version")
+    __slots__ = ("age", "cost_list", "costs", "draft", "plain", "rate", "strategy", "token", "version")
 
     def __init__(self) -> None:
         self.age, self.version = 0, -1
         self.costs, self.cost_list = np.zeros(0), [0.0]
         self.plain = self.rate = 0.0
+        self.draft = self.token = 0.0  # seconds of a draft call, and of each token; 0 until one was seen
         self.strategy = NO_DRAFT
 
 
@@ -208,7 +213,7 @@ class CostAware:
         if self.draft_costs.is_known:
             catch_up = self._catch_up
             if catch_up is None:  # never seen: it is about what drafting as many tokens would cost
-                catch_up = self.draft_costs.per_token(running, running)
+                catch_up = self._prices[running].token
             price += catch_up * self._debt
         return min(price, _WORST * plain)
 
@@ -216,11 +221,11 @@ class CostAware:
         self, regime: Regime, running: int, rows_fed: int, tokens: int, draft: float, step: float
     ) -> None:
         prices = self._priced(running, regime)
-        paid = self._steady_draft(running, draft)
+        paid = self._steady_draft(prices, running, draft)
         usual = float(prices.costs[rows_fed - running])
         spent = min(1.25 * usual, max(0.8 * usual, step)) + paid + self._overhead
         worth = tokens * prices.plain / running
-        regime.extra += ((rows_fed - running) / running - regime.extra) * max(min(running, 32) / 128, 1 / 32)
+        regime.extra += ((rows_fed - running) / running - regime.extra) * max(min(running, 32) / 128, 1 / 16)
         regime.since_plain += 1
         self._earn(prices.plain, spent)
         if self._burn_in > 0:
@@ -232,22 +237,25 @@ class CostAware:
         regime.trial -= 1
         if regime.slow.gain < 1.0:
             self._purse -= spent - worth + draft - paid
-        if regime.trial <= 0 and not (regime.slow.may_pay(1.0) and regime.quick.may_pay(2.5)):
+        if regime.trial <= 0 and not regime.may_pay():
             regime.is_on, regime.waited = False, 0
             regime.patience = min(_PATIENCE[1], 2 * regime.patience)
         elif regime.trial < -_PATIENCE[0]:
             regime.patience = _PATIENCE[0]
 
-    def _steady_draft(self, running: int, seconds: float) -> float:
-        """The draft's seconds without those for catching up with what was decoded without the drafter."""
-        drafts = self.draft_costs
-        if not self._debt or not drafts.is_known:
-            drafts.observe(running, self._drafted, seconds)
-        else:
-            usual = drafts.seconds(running, self._drafted)
+    def _steady_draft(self, prices: _Prices, running: int, seconds: float) -> float:
+        """The draft's seconds, without what is not its own: mishaps, and catching up with undrafted tokens."""
+        usual = prices.draft + prices.token * self._drafted
+        if not usual:
+            self.draft_costs.observe(running, self._drafted, seconds)
+            prices.age = 0  # now its price is known
+        elif self._debt:
             catch_up = max(0.0, seconds - usual) / self._debt
             self._catch_up = catch_up if self._catch_up is None else (self._catch_up + catch_up) / 2
             seconds = min(seconds, usual)
+        else:
+            self.draft_costs.observe(running, self._drafted, seconds)
+            seconds = min(seconds, 2 * usual)
         self._debt = 0.0
         return seconds
 
@@ -278,12 +286,11 @@ class CostAware:
         at = min(int(regime.extra * running), nodes - 1)
         spans = np.minimum(_SPANS * max(1, running // 2), nodes - at)
         row = float(((costs[at + spans] - costs[at]) / spans).min())
-        token = 0.0
         if self.draft_costs.is_known:
-            token = self.draft_costs.per_token(running, max(at, running))
+            prices.draft, prices.token = self.draft_costs.line(running, max(at, running))
         # The first drafts are short: whether the drafter is any good is not known.
         length = min(self._draft_len, 2 if self._burn_in > 0 else max(1, round(regime.reach)))
-        survival = min(_LOUDEST, prices.rate * (row + token))
+        survival = min(_LOUDEST, prices.rate * (row + prices.token))
         prices.strategy = DraftStrategy(self.kind, length, self._topk, 0, survival)
 
     def _extend(self, prices: _Prices, running: int, nodes: int) -> None:

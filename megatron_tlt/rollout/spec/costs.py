@@ -226,10 +226,10 @@ class DraftCosts:
         """Expected seconds of a call."""
         return self._surface.seconds(B, B + tokens)
 
-    def per_token(self, B: int, tokens: int) -> float:
-        """Seconds that each drafted token adds, averaged over the first `tokens` >= 1."""
-        ends = self._surface.curve(B, np.array([B, B + tokens]))
-        return float(ends[1] - ends[0]) / tokens
+    def line(self, B: int, tokens: int) -> tuple[float, float]:
+        """(a, b): seconds of a call, and of each token that it drafts, averaged over the first `tokens` >= 1."""
+        none, some = self._surface.curve(B, np.array([B, B + tokens])).tolist()
+        return none, (some - none) / tokens
 
     def state_dict(self) -> dict[str, Any]:
         """See `CostSurface.state_dict`."""

@@ -52,7 +52,7 @@ class Speculator:
         the drafted tokens (block verification), so survival is the mean acceptance at each position.
         """
         self.drafter, self.selector, self.verifier, self.eagle = drafter, selector, verifier, eagle
-        self.stats = SpeculationStats()
+        self._counters = SpeculationCounters()
         self._rows, self._reserve, self._tp = rows, reserve, tp
         self._max_tokens = len(rows.token_ids)
         self._by_position = PositionRates() if by_position else None
@@ -114,14 +114,12 @@ class Speculator:
             self._draft_seconds,
             seconds,
         )
-        self.stats.draft_seconds += self._draft_seconds
-        name = strategy.name if draft is not None else NO_DRAFT.name
-        self.stats.steps_by_strategy[name] = self.stats.steps_by_strategy.get(name, 0) + 1
+        self._counters.step(strategy if draft is not None else NO_DRAFT, self._draft_seconds)
         if draft is not None and accepted is not None:
             self.drafter.observe(draft, accepted.reached, accepted.accepted)
             if self._by_position is not None:
                 self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
-            self._count(draft, accepted, running, emitted, seconds)
+            self._counters.add(draft, accepted, running, emitted, seconds)
         self._follow(result.tokens[:emitted], counts, result.hidden)
 
     def told_mixed(self, result: StepResult, running: int) -> None:
@@ -135,25 +133,6 @@ class Speculator:
         if self.eagle is not None:
             assert hidden is not None
             self.eagle.take_hidden(self._rows, counts, hidden[: len(tokens)])
-
-    def _count(self, draft: Draft, accepted: Accepted, running: int, emitted: int, seconds: float) -> None:
-        stats = self.stats
-        stats.row_steps += running
-        stats.drafted_tokens += draft.num_nodes
-        stats.emitted_tokens += emitted
-        stats.verify_seconds += seconds
-        batch = stats.by_batch.setdefault(running, [0, 0])
-        batch[0] += running
-        batch[1] += emitted
-        deepest = int(draft.depths.max())
-        for record in (stats.drafted_at, stats.accepted_at):
-            record.extend([0] * (deepest - len(record)))
-        trunk = np.ones(draft.num_nodes, bool) if draft.parents is None else _first_children(draft)
-        for depth, count in enumerate(np.bincount(draft.depths[trunk], minlength=deepest + 1)[1:].tolist()):
-            stats.drafted_at[depth] += count
-        hits = np.bincount(draft.depths[accepted.accepted], minlength=deepest + 1)[1:].tolist()
-        for depth, count in enumerate(hits):
-            stats.accepted_at[depth] += count
 
     def start(self, request: Request) -> None:
         """A request got its row."""
@@ -183,8 +162,7 @@ class Speculator:
 
     def take_stats(self) -> SpeculationStats:
         """Counters since the last call. Resets them."""
-        stats, self.stats = self.stats, SpeculationStats()
-        return stats
+        return self._counters.take()
 
     # Agreement of tensor-parallel ranks
 
@@ -270,8 +248,60 @@ class PositionRates:
         self._matched = self._matched * self._memory + np.bincount(depths[accepted] - 1, minlength=size)
 
 
+class SpeculationCounters:
+    """Gathers `SpeculationStats`: notes a step at the price of an append, counts when enough notes are there."""
+
+    def __init__(self) -> None:
+        self._stats = SpeculationStats()
+        self._steps: dict[DraftStrategy, int] = {}
+        self._notes: list[tuple[Draft, Accepted]] = []
+
+    def step(self, strategy: DraftStrategy, draft_seconds: float) -> None:
+        """A pure decoding step."""
+        self._steps[strategy] = self._steps.get(strategy, 0) + 1
+        self._stats.draft_seconds += draft_seconds
+
+    def add(self, draft: Draft, accepted: Accepted, running: int, emitted: int, seconds: float) -> None:
+        """A step that verified `draft`."""
+        stats = self._stats
+        stats.row_steps += running
+        stats.drafted_tokens += draft.num_nodes
+        stats.emitted_tokens += emitted
+        stats.verify_seconds += seconds
+        batch = stats.by_batch.setdefault(running, [0, 0])
+        batch[0] += running
+        batch[1] += emitted
+        self._notes.append((draft, accepted))
+        if len(self._notes) >= 256:
+            self._count()
+
+    def take(self) -> SpeculationStats:
+        """Everything since the last call. Resets."""
+        if self._notes:
+            self._count()
+        for strategy, count in self._steps.items():
+            name = strategy.name  # strategies that differ in `min_survival` only share a name
+            self._stats.steps_by_strategy[name] = self._stats.steps_by_strategy.get(name, 0) + count
+        stats, self._stats, self._steps = self._stats, SpeculationStats(), {}
+        return stats
+
+    def _count(self) -> None:
+        """Acceptance by position, of the notes' trunks."""
+        trunks = [_first_children(draft) for draft, _ in self._notes]
+        drafted = np.concatenate([d.depths[t] for (d, _), t in zip(self._notes, trunks, strict=True)])
+        matched = np.concatenate([d.depths[a.accepted] for d, a in self._notes])
+        self._notes = []
+        for record, depths in ((self._stats.drafted_at, drafted), (self._stats.accepted_at, matched)):
+            counts = np.bincount(depths, minlength=int(drafted.max()) + 1)[1:].tolist()
+            record.extend([0] * (len(counts) - len(record)))
+            for depth, count in enumerate(counts):
+                record[depth] += count
+
+
 def _first_children(draft: Draft) -> np.ndarray:
     """Bool [N]: the nodes of the trunk, which stand first in their row at index depth - 1."""
+    if draft.parents is None:
+        return np.ones(draft.num_nodes, bool)
     starts = np.cumsum(draft.counts) - draft.counts
     within = np.arange(draft.num_nodes) - np.repeat(starts, draft.counts)
     trunk: np.ndarray = within == draft.depths - 1

@@ -84,11 +84,16 @@ class SuffixDrafter:
         self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
         self._calibration = MatchRates()
-        self._counts = np.empty(len(rows.limit), np.int32)
+        # C reads and writes these at fixed addresses: to ask numpy for an address costs more than many a draft.
+        self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
+        self._fed = np.empty(0, np.int32)
+        self._fed_at = 0
         self._nodes = np.empty(
             (5, 0), np.int32
-        )  # tokens, depths, parents, features, survival (bits of float32)
+        )  # tokens, depths, parents, features, survival (float32's bits)
         self._ask = self._make_ask(coupled)
+        self._ask_at = ctypes.byref(self._ask)
+        self._extend, self._propose = self._lib.tlt_suffix_extend, self._lib.tlt_suffix_propose
 
     @property
     def num_bytes(self) -> int:

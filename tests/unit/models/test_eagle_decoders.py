@@ -271,4 +271,43 @@ def test_what_a_drafter_refuses(kernels: str) -> None:
     weights.pop("fc.weight")
     with pytest.raises(CheckpointError, match=r"fc\.weight is missing"):
         eagle.load_weights(weights.items())
-    assert feeder.kv.nbytes == feeder.blocks * eagle.kv_bytes_per_block(SIZE)
+    scratch = 1 if kernels == "torch" else 0
+    assert feeder.kv.nbytes == (feeder.blocks + scratch) * eagle.kv_bytes_per_block(SIZE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_batch", [3, 8])
+def test_static_steps_draft_the_same(family: str, max_batch: int) -> None:
+    """In fixed buffers with padding, steps run twice; a draft that does not fit runs as before."""
+    config = FAMILIES[family]
+    sequences = [random_sequence(config, n, 2, seed=n) for n in (21, 40, 16)]
+    lengths, ran = [3, 7, 0], []
+
+    def run_step(key, step) -> None:
+        ran.append(key)
+        step()
+        step()
+
+    def run(static: bool):
+        eagle = loaded(config)
+        feeder = Feeder(eagle, sequences)
+        if static:
+            eagle.use_graphs(feeder.kv, run_step, max_batch, 64)
+        eagle.forward(feeder.pairs([(i, 1, s.length - 2) for i, s in enumerate(sequences)]), feeder.kv)
+        last = feeder.pairs([(i, s.length - 2, s.length) for i, s in enumerate(sequences)], visible=4)
+        rows = eagle.draft(last, params(3, lengths, 2, want_logits=True), feeder.kv)
+        twice = eagle.draft(feeder.pairs([(1, 38, 40)]), params(1, [6], 2), feeder.kv)
+        far = eagle.draft(feeder.pairs([(1, 38, 40)] * 4), params(4, [2] * 4, 2), feeder.kv)
+        return [rows, twice, far]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert got.lengths.tolist() == want.lengths.tolist()
+        assert np.array_equal(got.tokens, want.tokens)
+        np.testing.assert_allclose(got.gaps, want.gaps, atol=1e-3)
+        np.testing.assert_allclose(got.survival, want.survival, rtol=1e-5)
+        if want.logits is not None:
+            np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
+    batches = [key[1] for key in ran]
+    assert batches[:6] == [2] * 6 and batches[6:11] == [1] * 5
+    assert len(batches) == 11 + (max_batch >= 4)
+    assert {key[2] for key in ran} == {4}

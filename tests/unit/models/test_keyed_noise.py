@@ -20,7 +20,7 @@ def test_row_keys_are_the_samplers() -> None:
 
 def test_noise_is_the_samplers() -> None:
     row = np.random.default_rng(0).integers(0, 1 << 64, 200, dtype=np.uint64)
-    mine = keyed_noise.gumbel_noise(row, 1000)
+    mine = keyed_noise.gumbel_noise(keyed_noise.key_tensor(row), 1000)
     theirs = sampler.gumbel_noise(torch.from_numpy(row.view(np.int64)), 1000)
     assert torch.equal(mine, theirs)
     assert mine.isfinite().all()
