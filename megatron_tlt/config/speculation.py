@@ -15,14 +15,14 @@ from megatron_tlt.errors import ConfigProblem
 class SuffixSection(Section):
     """The suffix drafter: what the siblings of an answer, and earlier answers to its prompt, say next."""
 
-    depth: PositiveInt = 12
+    depth: PositiveInt = Field(default=16, le=64)
     """Longest context, in tokens, that is matched."""
     history_epochs: int = Field(default=2, ge=0, le=8)
     """Earlier visits of a prompt whose answers are kept; 0: siblings in flight only."""
     history_answers: PositiveInt = 8
     """Most answers kept of one prompt, best scores first."""
     history_mib: PositiveInt = 256
-    """Memory of one rank for kept answers; the prompts seen longest ago go first."""
+    """Memory of one rank for kept answers (the questions seen longest ago go first), and as much again for tries."""
 
 
 class BanditSection(Section):

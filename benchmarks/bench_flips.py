@@ -1,0 +1,118 @@
+"""How often rounding decides a token: speculative against plain decoding, beside plain against plain in other batches.
+
+A pair of runs answers the same requests with the same noise; where two answers part for the first time, one token was
+decided by rounding. The rate is parted answers per token up to there. In `invariant` numerics, and with the native
+decoder always, it must be 0 (docs/numerics.md).
+
+    python benchmarks/bench_flips.py [--quick] --out r.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench_rollout import ROOT, commit, machine
+
+sys.path.insert(0, str(ROOT))
+
+# Name -> engine settings of the other run of a pair; the first run is plain, 64 requests at a time.
+OTHERS: dict[str, list[str]] = {
+    "plain, 8 at a time": ["rollout.max_running_requests=8"],
+    "suffix drafts": [
+        "rollout.max_running_requests=64",
+        "rollout.speculation.drafter=suffix",
+        "rollout.speculation.selector=fixed",
+        "rollout.speculation.draft_len=4",
+    ],
+}
+KINDS = [("native", "default"), ("torch", "default"), ("torch", "invariant")]
+
+
+def answers(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of every answer of one run."""
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.build import sampling_params
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.data.prompts import build_prompts
+    from megatron_tlt.data.tokenizer import HFTokenizer
+
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={args.model}", *settings])
+    tokenizer = HFTokenizer(args.model)
+    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed).next_batch(args.prompts)
+    params = replace(sampling_params(config), max_tokens=args.max_tokens)
+    backend = build_backend(config.rollout, config.model, tokenizer=tokenizer, load_weights=True)
+    return [s.token_ids for s in backend.generate(prompts, params, 8)]
+
+
+def compare(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
+    """Parted answers, and the rate per token that both runs drew with the same prefix."""
+    parted, common = 0, 0
+    for a, b in zip(first, second, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+        parted += same is not None
+        common += len(a) if same is None else same + 1
+    return {"answers": len(first), "parted": parted, "tokens": common, "flip_rate": parted / common}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="2 prompts, 64 tokens")
+    parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=448)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.max_tokens = 2, 64
+    import torch
+
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    print(f"{'kernels':8s}{'numerics':11s}{'dtype':6s}{'other run':22s}{'parted':>8s}{'flips a token':>16s}")
+    for kernels, numerics in KINDS:
+        for dtype in ("fp32", "bf16"):
+            base = [f"rollout.kernels={kernels}", f"rollout.numerics={numerics}", f"rollout.dtype={dtype}"]
+            plain = answers([*base, "rollout.max_running_requests=64"], args)
+            for name, settings in OTHERS.items():
+                row = {"kernels": kernels, "numerics": numerics, "dtype": dtype, "other": name}
+                row |= compare(plain, answers([*base, *settings], args))
+                rows.append(row)
+                counts = f"{row['parted']:4d}/{row['answers']:<4d}{row['flip_rate']:15.1e}"
+                print(f"{kernels:8s}{numerics:11s}{dtype:6s}{name:22s}{counts}", flush=True)
+    exact = [r for r in rows if r["kernels"] == "native" or r["numerics"] == "invariant"]
+    summary = {
+        "flips_where_there_must_be_none": sum(r["parted"] for r in exact),
+        "bf16_speculative": next(r["flip_rate"] for r in rows if _is(r, "suffix drafts")),
+        "bf16_plain_other_batch": next(r["flip_rate"] for r in rows if _is(r, "plain, 8 at a time")),
+    }
+    for key, value in summary.items():
+        print(f"{key:34s}{value:10.2e}")
+    if args.out:
+        record = {
+            "command": sys.argv,
+            "commit": commit(),
+            "machine": machine(),
+            "rows": rows,
+            "summary": summary,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _is(row: dict[str, Any], other: str) -> bool:
+    return (row["kernels"], row["numerics"], row["dtype"], row["other"]) == (
+        "torch",
+        "default",
+        "bf16",
+        other,
+    )
+
+
+if __name__ == "__main__":
+    main()
