@@ -133,7 +133,9 @@ class SpecWorld:
         self.lengths = self.lengths - counts
         going = self.lengths > 0
         if not going.all():
-            self.lengths, self.behind, self.level = (a[going] for a in (self.lengths, self.behind, self.level))
+            self.lengths, self.behind, self.level = (
+                a[going] for a in (self.lengths, self.behind, self.level)
+            )
 
     def run(self, selector, steps, running=None):
         """`steps` steps with `running` requests that never end. Returns (tokens, seconds)."""

@@ -34,10 +34,9 @@ def best_of_all(survival: np.ndarray, costs: np.ndarray, rate: float) -> np.ndar
 
 def best_of_chain(survival: list[float], costs: list[float], rate: float) -> int:
     """`best_of_all` for a single chain: how many of its tokens to feed. Plain Python: a few tokens only."""
-    best, length, worth, top = 0, 0, 0.0, 0.0
+    best, worth, top = 0, 0.0, 0.0
     first = costs[0]
-    for value in survival:
-        length += 1
+    for length, value in enumerate(survival, 1):
         worth += value
         gain = worth - rate * (costs[length] - first)
         if gain > top:

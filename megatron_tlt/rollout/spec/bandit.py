@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,10 @@ class BucketedEpsilonGreedy:
         Raises ConfigError for no arms, arms given twice or thresholds that do not rise.
         """
         if not arms or len({arm.name for arm in arms}) < len(arms):
-            raise ConfigError.of(f"{_WHERE}.arms", [a.name for a in arms], "must be one arm at least, none twice")
-        if not thresholds or any(b <= a for a, b in zip(thresholds, thresholds[1:], strict=False)):
+            raise ConfigError.of(
+                f"{_WHERE}.arms", [a.name for a in arms], "must be one arm at least, none twice"
+            )
+        if not thresholds or any(b <= a for a, b in pairwise(thresholds)):
             raise ConfigError.of(f"{_WHERE}.thresholds", list(thresholds), "must rise")
         self.arms = tuple(arms)
         self._index = {arm.name: i for i, arm in enumerate(self.arms)}
@@ -155,7 +158,12 @@ class BucketedEpsilonGreedy:
             {arm.name: list(play.recent) for arm, play in zip(self.arms, row, strict=True)}
             for row in self._plays
         ]
-        return {"selector": "beg_mab", "thresholds": self._thresholds, "plays": plays, "steps": self._steps[:]}
+        return {
+            "selector": "beg_mab",
+            "thresholds": self._thresholds,
+            "plays": plays,
+            "steps": self._steps[:],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s; nothing if it is of another selector or of other buckets. New arms start unseen."""

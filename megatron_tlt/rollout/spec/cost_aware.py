@@ -33,10 +33,9 @@ _PATIENCE = (32, 1024)  # plain steps between trials of a regime: doubles with e
 _MARGIN = 0.99  # drafting goes on while its gain may well be above
 _SLOW, _QUICK = (1024.0, 64.0), (64.0, 8.0)  # memories: request-steps, and steps at least
 _TRIAL = 4  # steps with drafts before they may be judged
-_BURN_IN = 160  # request-steps with drafts, of at most 12 steps, before anything is concluded: prices are guesses
-_SPANS = np.arange(1, 9)
-_ONES = np.ones(64, bool)
-_ONES.flags.writeable = False  # lent out as a mask
+# Request-steps with drafts, in 12 steps at most, that nothing is concluded from: prices are guesses.
+_BURN_IN = 160
+_SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
 _LOUDEST = 0.95  # largest survival ever asked for: some drafts must come, or nothing would be learned of them
 _FRESH = 96  # uses of a rate and a least survival before they are made anew, sooner at first
 
@@ -68,7 +67,9 @@ class Tally:
     def fade(self, rows: float) -> None:
         """Shrinks to the weight of `rows` request-steps at most. Mutates the sums."""
         if self.rows > rows:
-            self.worth, self.spent, self.rows = (x * rows / self.rows for x in (self.worth, self.spent, self.rows))
+            self.worth, self.spent, self.rows = (
+                x * rows / self.rows for x in (self.worth, self.spent, self.rows)
+            )
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Regime:
     slow: Tally = field(default_factory=Tally)
     quick: Tally = field(default_factory=Tally)  # sees at once that a drafter went bad
     extra: float = 0.0  # drafted tokens fed a request, running mean
-    reach: float = 64.0  # longest draft that is any use
+    reach: float = 3.0  # longest draft that is any use; grows while all is admitted that was drafted
     is_on: bool = True  # drafting pays, as far as is known
     trial: int = _TRIAL  # steps with drafts still to come before judgement
     waited: int = 0  # plain steps since drafting was given up
@@ -88,8 +89,12 @@ class Regime:
 
     def may_pay(self) -> bool:
         """Whether neither memory tells that drafting loses: the slow one by a little, the quick one by much."""
-        luck = 0.05 + 0.55 * math.sqrt(min(1.0, self.extra / 2))  # deviation of a step's tokens from their mean
-        return self.slow.may_pay(luck if self.slow.rows >= 64 else 2 * luck) and self.quick.may_pay(2.5 * luck)
+        luck = 0.05 + 0.55 * math.sqrt(
+            min(1.0, self.extra / 2)
+        )  # deviation of a step's tokens from their mean
+        return self.slow.may_pay(luck if self.slow.rows >= 64 else 2 * luck) and self.quick.may_pay(
+            2.5 * luck
+        )
 
 
 class _Prices:
@@ -150,14 +155,15 @@ class CostAware:
         """See `StrategySelector.admit`: the nodes whose survival is worth their rows at the present rate."""
         nodes = len(survival)
         regime = self._regimes[running.bit_length()]
-        prices = self._prices[running]
+        prices = self._priced(running, regime)  # another rank may have selected: nothing need be ready
         self._drafted = nodes // strategy.topk
         if len(prices.costs) <= nodes:
             self._extend(prices, running, nodes)
         if running == 1 and parents is None:
             deepest = best_of_chain(survival.tolist(), prices.cost_list, prices.rate)
             _note_reach(regime, nodes, deepest, 1 / 8)
-            return _ONES[:nodes] if deepest == nodes and nodes < len(_ONES) else np.arange(nodes) < deepest
+            chosen: np.ndarray = np.arange(nodes) < deepest
+            return chosen
         keep = best_of_all(survival, prices.costs, prices.rate)
         if prices.age % 4 == 0:
             _note_reach(regime, int(depths.max()), int((depths * keep).max()), 1 / 3)
@@ -178,7 +184,7 @@ class CostAware:
         if regime is None:
             regime = self._new_regime(running)
         if running < self._last_running:
-            self._debt *= running / self._last_running  # those that left owe nothing; newcomers do not, either
+            self._debt *= running / self._last_running  # who left owes nothing, and neither do newcomers
         self._last_running = running
         if strategy.kind == "none":
             self._observe_plain(regime, running, step_seconds)
@@ -301,7 +307,9 @@ class CostAware:
         """A regime never seen starts from its nearest neighbour's rate, which weighs little, and with a trial."""
         key = running.bit_length()
         regime = Regime()
-        near = min((k for k, r in self._regimes.items() if r.slow.rows), key=lambda k: abs(k - key), default=None)
+        near = min(
+            (k for k, r in self._regimes.items() if r.slow.rows), key=lambda k: abs(k - key), default=None
+        )
         if near is not None:
             other = self._regimes[near]
             regime.slow, regime.quick = replace(other.slow), replace(other.quick)

@@ -44,6 +44,7 @@ _B, _NEAREST_B = _axis(8, _MOST_REQUESTS)
 _T, _NEAREST_T = _axis(16, _MOST_ROWS)
 _KERNEL_B, _KERNEL_T = _kernel(len(_B)), _kernel(len(_T))
 _B_LIST, _T_LIST = _B.tolist(), _T.tolist()
+_TICK = 1e-9  # seconds: a clock, a virtual one above all, may not have moved
 _FIRST = 5  # observations of a cell until its median counts as settled
 _CLIP = 0.12  # largest log residual believed at once: an outlier moves nothing much
 _FAR = 0.2  # log distance from the model that a cell of few measurements is doubted at
@@ -80,12 +81,12 @@ class CostSurface:
         return self._seen > 0
 
     def observe(self, B: int, T: int, seconds: float) -> None:
-        """One forward of B requests and T rows took `seconds` > 0. Mutates the estimates."""
+        """One forward of B requests and T rows took `seconds`. Mutates the estimates."""
         at = _NEAREST_B[min(B, _MOST_REQUESTS)], _NEAREST_T[min(T, _MOST_ROWS)]
         cell = self._cells.get(at)
         if cell is None:
             cell = self._cells[at] = _Cell()
-        log = math.log(seconds) - self._drift + self._to_knot(at, B, T)
+        log = math.log(max(seconds, _TICK)) - self._drift + self._to_knot(at, B, T)
         cell.count += 1
         self._seen += 1
         if cell.count <= _FIRST:
@@ -219,7 +220,7 @@ class DraftCosts:
         return self._surface.is_known
 
     def observe(self, B: int, tokens: int, seconds: float) -> None:
-        """A call for B requests drafted `tokens` tokens in all and took `seconds` > 0. Mutates the estimates."""
+        """A call for B requests drafted `tokens` tokens in all and took `seconds`. Mutates the estimates."""
         self._surface.observe(B, B + tokens, seconds)
 
     def seconds(self, B: int, tokens: int) -> float:

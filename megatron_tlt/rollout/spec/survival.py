@@ -1,7 +1,8 @@
 """How far a drafter may trust itself: the rate at which its tokens match, by depth and by margin, counted online.
 
 A drafted token whose score leads the second best by much is seldom wrong. The policy changes, and with it the rates:
-old counts fade. Cells with few counts lean on the rate of their gap at all depths, and that one on a prior.
+old counts fade. Cells with few counts lean on the rate of their gap at all depths, that one on a prior, and the prior
+on how the whole table has done.
 
 Numpy only, no clock. Legend: n observed nodes, D depths, G gap buckets, K candidates at a position.
 """
@@ -38,11 +39,13 @@ class Calibrator:
         """`prior` float [G] or [D, G] stands in for counts, weighing as much as `strength` of them.
 
         `memory`: observations after which a count weighs 1/e. `refresh_every`: calls of `observe` between two updates
-        of the rates (sooner if many nodes came).
+        of the rates (sooner at first, and if many nodes came).
         """
         gaps = (np.arange(buckets) + 0.5) * bucket_width
         if prior is None:
-            prior = 1.0 - 0.55 * np.exp(-gaps)  # of two near-equal candidates one is right about half of the time
+            prior = 1.0 - 0.55 * np.exp(
+                -gaps
+            )  # of two near-equal candidates one is right about half of the time
         ranks = np.arange(1, siblings + 1)[:, None]
         runners_up = 0.35 * np.exp(-gaps) / ranks
         shape = (depths, buckets)
@@ -97,7 +100,7 @@ class _Rates:
         self._rows, self._columns = self._prior.shape
         self._counts = np.zeros((*self._prior.shape, 2))  # [.., 0] missed, [.., 1] matched
         self._waiting: list[tuple[np.ndarray, np.ndarray | None]] = []
-        self._waiting_nodes = 0
+        self._waiting_nodes = self._calls = 0
         self.rates = self._estimate()
 
     def observe(
@@ -109,7 +112,9 @@ class _Rates:
         code += matched
         self._waiting.append((code, None if weights is None else np.array(weights, np.float64)))
         self._waiting_nodes += len(code)
-        if len(self._waiting) >= self._every or self._waiting_nodes >= 16 * self._every:
+        self._calls += 1
+        due = min(self._every, 1 + self._calls // 8)
+        if len(self._waiting) >= due or self._waiting_nodes >= 16 * self._every:
             self._refresh()
 
     def _refresh(self) -> None:
@@ -125,9 +130,12 @@ class _Rates:
         self.rates = self._estimate()
 
     def _estimate(self) -> np.ndarray:
-        base, strength = self._prior, self._strength
+        strength = self._strength
         tried = self._counts.sum(-1)
         matched = self._counts[..., 1]
+        # A drafter that is better or worse than the prior has it is so everywhere: a few counts tell.
+        expected = float((tried * self._prior).sum()) + strength
+        base = np.minimum(self._prior * ((float(matched.sum()) + strength) / expected), _HIGHEST)
         if self._pool:
             base = (matched.sum(0) + strength * base) / (tried.sum(0) + strength)
         rates = (matched + strength * base) / (tried + strength)
@@ -141,12 +149,12 @@ class _Rates:
     def state_dict(self) -> dict[str, Any]:
         if self._waiting:
             self._refresh()
-        return {"counts": self._counts.tolist()}
+        return {"counts": self._counts.tolist(), "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         counts = np.asarray(state["counts"], np.float64)
         if counts.shape != self._counts.shape:
             raise ValueError(f"match counts have shape {counts.shape}, not {self._counts.shape}")
-        self._counts = counts
+        self._counts, self._calls = counts, int(state["calls"])
         self._waiting, self._waiting_nodes = [], 0
         self.rates = self._estimate()

@@ -44,11 +44,19 @@ def test_no_closed_set_is_worth_more(tree, shape):
     for _ in range(25):
         counts, survival, parents = draft(rng, 3, 3, tree)
         n = len(survival)
-        steps = {"linear": np.arange(n + 1), "stair": np.ceil(np.arange(n + 1) / 3) * 3, "flat": np.zeros(n + 1)}
+        steps = {
+            "linear": np.arange(n + 1),
+            "stair": np.ceil(np.arange(n + 1) / 3) * 3,
+            "flat": np.zeros(n + 1),
+        }
         costs, rate = 2e-4 + 6e-5 * steps[shape], float(rng.uniform(1e3, 2e4))
         keep = best_of_all(survival, costs, rate)
         assert is_closed(keep, counts, parents)
-        worth = [float(s[k].sum()) - rate * costs[k.sum()] for s in [survival] for k in closed_sets(counts, parents)]
+        worth = [
+            float(s[k].sum()) - rate * costs[k.sum()]
+            for s in [survival]
+            for k in closed_sets(counts, parents)
+        ]
         assert survival[keep].sum() - rate * costs[keep.sum()] == pytest.approx(max(worth), abs=1e-5)
 
 
@@ -59,7 +67,9 @@ def test_a_chain_alone_is_decided_alike():
         survival = np.cumprod(rng.uniform(0.4, 1.0, n)).astype(np.float32)
         costs = np.cumsum(rng.uniform(0, 1e-4, n + 1))
         rate = float(rng.uniform(1e3, 2e4))
-        assert best_of_chain(survival.tolist(), costs.tolist(), rate) == best_of_all(survival, costs, rate).sum()
+        assert (
+            best_of_chain(survival.tolist(), costs.tolist(), rate) == best_of_all(survival, costs, rate).sum()
+        )
 
 
 def test_repeated_with_the_rate_achieved_it_finds_the_best_ratio_of_totals():

@@ -86,7 +86,9 @@ def test_exploration_decays_with_the_steps_of_its_own_bucket():
     play(selector, 4, EQUAL, times=100)
     assert selector.epsilon(4) == pytest.approx(0.4 * 0.99**100)
     assert selector.epsilon(1) == 0.4
-    explored = [name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]]
+    explored = [
+        name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]
+    ]
     assert 0.25 * 2000 < len(explored) < 0.35 * 2000  # a quarter of the draws falls on the best arm
     assert set(explored) == set(NAMES[1:])
 
@@ -123,7 +125,8 @@ def test_state_survives_a_round_trip_through_json():
 
 
 @pytest.mark.parametrize(
-    "text", ["4_1", "a_1_2", "4_1_5_6", "", "0_1_2", "0_2_1", "33_1_4", "4_5_6", "4_0_3", "4_1_6", "4_1_1", "-1_1_1"]
+    "text",
+    ["4_1", "a_1_2", "4_1_5_6", "", "0_1_2", "0_2_1", "33_1_4", "4_5_6", "4_0_3", "4_1_6", "4_1_1", "-1_1_1"],
 )
 def test_what_is_no_arm_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"rollout\.speculation\.bandit\.arms"):
@@ -133,8 +136,18 @@ def test_what_is_no_arm_is_refused_by_name(text):
 def test_arms_and_buckets_are_checked():
     assert parse_arm("0_1_1", "eagle") == NO_DRAFT
     arm = parse_arm("6_2_12", "suffix", 0.1)
-    assert (arm.kind, arm.draft_len, arm.topk, arm.num_verify_tokens, arm.min_survival) == ("suffix", 6, 2, 12, 0.1)
-    for arms, thresholds, path in (([], (1,), "arms"), (ARMS[:1] * 2, (1,), "arms"), (ARMS, (3, 3), "thresholds")):
+    assert (arm.kind, arm.draft_len, arm.topk, arm.num_verify_tokens, arm.min_survival) == (
+        "suffix",
+        6,
+        2,
+        12,
+        0.1,
+    )
+    for arms, thresholds, path in (
+        ([], (1,), "arms"),
+        (ARMS[:1] * 2, (1,), "arms"),
+        (ARMS, (3, 3), "thresholds"),
+    ):
         with pytest.raises(ConfigError, match=rf"rollout\.speculation\.bandit\.{path}"):
             BucketedEpsilonGreedy(arms, thresholds)
     late = BucketedEpsilonGreedy(ARMS, (4, 8))

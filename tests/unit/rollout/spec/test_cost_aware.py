@@ -25,12 +25,12 @@ def speed(selector, running, world, warm, steps, seed=0):
 
 
 def steps_at(running):
-    return max(150, 1600 // running)
+    return max(120, 1200 // running)
 
 
 @cache
 def best_fixed(running, world):
-    fixed = [FixedSelector(DraftStrategy("eagle", length)) for length in (1, 2, 3, 4, 6, 8)]
+    fixed = [FixedSelector(DraftStrategy("eagle", length)) for length in (1, 2, 3, 5, 8)]
     return max(speed(s, running, world, 100, steps_at(running)) for s in fixed)
 
 
@@ -121,6 +121,26 @@ def test_select_changes_nothing_that_decides():
     assert rates[0][0] / rates[0][1] == pytest.approx(rates[1][0] / rates[1][1], rel=0.05)
 
 
+def test_follows_the_strategy_of_another_rank():
+    """Rank 0 of a tensor-parallel group decides; the others' clocks may have told them otherwise."""
+    leader, follower = CostAware("eagle", 8), CostAware("eagle", 8)
+    survival, depths = np.array([0.9, 0.8, 0.9], np.float32), np.array([1, 2, 1], np.int32)
+    disagreed = 0
+    for step in range(400):
+        running = 64 >> step // 60
+        strategy, other = leader.select(running), follower.select(running)
+        disagreed += strategy.kind == "eagle" != other.kind
+        counts = np.bincount([0, 0, min(1, running - 1)], minlength=running).astype(np.int32)
+        rows, tokens, drafting = running, 1, 0.0
+        if strategy.kind != "none":
+            keep, _ = (s.admit(strategy, running, survival, depths, counts, None) for s in (leader, follower))
+            rows, tokens, drafting = running + int(keep.sum()), 3, 1e-5
+        emitted = np.full(running, tokens, np.int32)
+        leader.observe(strategy, running, rows, emitted, drafting, 1e-4 + 1e-6 * rows)
+        follower.observe(strategy, running, rows, emitted, 100 * drafting, 1e-4 + 1e-6 * rows)
+    assert disagreed > 100
+
+
 def test_one_slow_step_does_not_end_drafting():
     selector, world = CostAware("eagle", 8), SpecWorld(noise=0.0, outliers=0.0)
     world.run(selector, 200, 1)
@@ -163,7 +183,8 @@ def test_state_survives_a_round_trip_through_json():
     world.drain(selector, lengths(1))
     other = CostAware("eagle", 8)
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    assert other.select(1) == selector.select(1) != NO_DRAFT  # nothing is measured again
+    first, second = other.select(1), selector.select(1)
+    assert first.kind == second.kind == "eagle"  # nothing is measured again
     assert speed(other, 1, "cpu", 0, 600) == pytest.approx(speed(selector, 1, "cpu", 0, 600), rel=0.08)
 
 

@@ -56,7 +56,10 @@ def test_never_falls_with_rows_or_requests():
 
 def test_finds_the_ridge_of_a_gpu():
     points = {
-        (B, T): 1e6 * float(gpu_seconds(B, T)) for B in (1, 16, 64) for T in (B, 2 * B, 4 * B, 8 * B) if T >= B
+        (B, T): 1e6 * float(gpu_seconds(B, T))
+        for B in (1, 16, 64)
+        for T in (B, 2 * B, 4 * B, 8 * B)
+        if T >= B
     }
     costs = measured(points, 20)
     assert costs.seconds(16, 128) < 1.06 * costs.seconds(16, 16)

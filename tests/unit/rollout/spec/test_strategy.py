@@ -38,7 +38,9 @@ def test_fixed_has_nothing_to_remember():
 
 
 def test_the_factory_builds_what_is_configured():
-    fixed = build_selector(SpeculationSection(selector="fixed", draft_len=5, topk=2, min_survival=0.2), "suffix")
+    fixed = build_selector(
+        SpeculationSection(selector="fixed", draft_len=5, topk=2, min_survival=0.2), "suffix"
+    )
     assert isinstance(fixed, FixedSelector)
     assert fixed.select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
     bandit = build_selector(SpeculationSection(selector="beg_mab", min_survival=0.1), "eagle")
@@ -46,7 +48,9 @@ def test_the_factory_builds_what_is_configured():
     assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1)
     aware = build_selector(SpeculationSection(min_survival=0.3), "hybrid")
     assert isinstance(aware, CostAware) and aware.kind == "hybrid"
-    assert aware.select(1).kind == "none"  # finds its own least survival, from measurements that it does not have yet
+    assert (
+        aware.select(1).kind == "none"
+    )  # finds its own least survival, from measurements that it does not have yet
 
 
 def test_arms_that_cannot_be_are_named():

@@ -60,7 +60,13 @@ def test_an_unseen_depth_leans_on_the_others():
 def test_a_few_counts_move_a_cell_little():
     table = Calibrator(D, G, np.full(G, 0.8), refresh_every=1)
     table.observe(np.array([0]), np.array([5]), np.array([False]))
-    assert 0.7 < table.rates[0, 5] < 0.8
+    assert 0.68 < table.rates[0, 5] < table.rates[0, 6] < 0.8
+
+
+def test_a_few_counts_tell_how_good_the_drafter_is_as_a_whole():
+    table = Calibrator(D, G, np.full(G, 0.8), refresh_every=1)
+    table.observe(np.arange(D), np.arange(D), np.zeros(D, bool))  # gaps from 8 on were never seen
+    assert 0.3 < table.rates[0, 20] < 0.65
 
 
 def test_follows_a_changing_policy():
@@ -86,15 +92,15 @@ def test_depths_beyond_the_last_count_as_the_last():
     assert table.rates[7, 3] > before + 0.05
 
 
-def test_rates_change_only_every_nth_call_and_are_replaced():
+def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
     table = Calibrator(D, G, refresh_every=4)
-    first = table.rates
-    kept = first.copy()
-    for call in range(4):
-        assert table.rates is first, call
+    changes = []
+    for _ in range(80):
+        before, kept = table.rates, table.rates.copy()
         table.observe(np.array([0]), np.array([0]), np.array([True]))
-    assert table.rates is not first
-    np.testing.assert_array_equal(first, kept)  # a drafter may still be reading it
+        changes.append(table.rates is not before)
+        np.testing.assert_array_equal(before, kept)  # a drafter may still be reading it
+    assert all(changes[:4]) and sum(changes[40:]) == 10
 
 
 def test_what_is_given_may_be_reused_by_its_owner():
