@@ -56,7 +56,9 @@ def test_training_raises_acceptance_on_held_out_prompts(run: Path, ranks: int) -
     assert after["bases"] == before["bases"] > 0
     for position in range(3):
         assert after["overlap"][position] > before["overlap"][position] + 0.05
-    assert after["overlap"] == pytest.approx(json.loads((run / name / "eval.json").read_text())["overlap"], rel=1e-6)
+    assert after["overlap"] == pytest.approx(
+        json.loads((run / name / "eval.json").read_text())["overlap"], rel=1e-6
+    )
     saved = load_drafter(run / name, ModelConfig.from_hf(run / "model"))
     assert saved.trained_steps == 60
 
