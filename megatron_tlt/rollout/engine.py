@@ -12,6 +12,7 @@ import torch
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.eagle_torch import TorchEagle
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
@@ -71,6 +72,7 @@ class Engine:
         self.speculator: Speculator | None = None
         if drafting is not None and drafting.section.drafter != "none":
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
+        self._share_graphs(limits, drafting)
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._arrivals = 0
@@ -218,6 +220,17 @@ class Engine:
             return None
         pool = self.runner.decoder.pool
         return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
+
+    def _share_graphs(self, limits: SchedulerLimits, drafting: Drafting | None) -> None:
+        """Lets the trained drafter's steps run as graphs in the policy's pool."""
+        decoder, speculator = self.runner.decoder, self.speculator
+        if not isinstance(decoder, PooledDecoder) or speculator is None or speculator.eagle is None:
+            return
+        assert drafting is not None
+        eagle = speculator.eagle
+        if isinstance(eagle.decoder, TorchEagle):
+            longest = limits.max_context + drafting.section.draft_len
+            eagle.decoder.use_graphs(eagle.kv, decoder.pool.run_step, limits.max_running, longest)
 
     def _note(self, running: int, now: float) -> None:
         """Records a change of the number of running requests: a point of the curve, not one a step."""

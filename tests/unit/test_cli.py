@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tlt.cli import _parse
+from megatron_tlt.cli import _parse, main
 
 
 def test_overrides_stand_before_and_behind_options():
@@ -18,7 +18,11 @@ def test_what_is_neither_option_nor_override_is_refused(rest, capsys):
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
-def test_generate_takes_no_overrides(capsys):
-    with pytest.raises(SystemExit):
-        _parse(["generate", "--model", "m", "--prompts", "p", "--out", "o", "a.b=1"])
-    assert "unrecognized arguments: a.b=1" in capsys.readouterr().err
+def test_generate_takes_engine_settings_only(capsys):
+    command = ["generate", "--model", "m", "--prompts", "p", "--out", "o"]
+    args = _parse([*command, "rollout.numerics=invariant", "--n", "2", "rollout.speculation.drafter=suffix"])
+    assert args.overrides == ["rollout.numerics=invariant", "rollout.speculation.drafter=suffix"]
+    assert main([*command, "train.num_steps=1"]) == 2
+    assert "must look like rollout.key=value" in capsys.readouterr().err
+    assert main([*command, "rollout.speculation.drafter=eagle"]) == 2
+    assert "rollout.speculation.drafter_path" in capsys.readouterr().err

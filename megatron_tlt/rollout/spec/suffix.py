@@ -63,15 +63,14 @@ class SuffixDrafter:
         """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing is added any more.
 
         Without `coupled` drafts do not use the sampling noise: block verification must not see it twice. Raises
-        ConfigError without a C compiler or with too great a depth, BackendError if the library cannot be built.
+        ConfigError without a C compiler, BackendError if the library cannot be built.
         """
         if find_compiler() is None:
             allowed = (
                 "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose another drafter)"
             )
             raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
-        if section.depth > MAX_DEPTH:
-            raise ConfigError.of("rollout.speculation.suffix.depth", section.depth, f"at most {MAX_DEPTH}")
+        assert section.depth <= MAX_DEPTH, "the configuration refuses it"
         self._lib, self._rows, self._history = suffix_library(), rows, history
         self._most_bytes = section.history_mib << 20
         self._pool = self._lib.tlt_suffix_new(section.depth, len(rows.is_stop), self._most_bytes)

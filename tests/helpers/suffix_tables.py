@@ -1,0 +1,178 @@
+"""Suffix drafters outside an engine: the C functions with Python's arguments, and a table of running requests."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_tlt.config.speculation import SuffixSection
+from megatron_tlt.models.suffix_abi import STEPS, TRUNK, suffix_library
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.types import DraftStrategy, SamplingParams
+from tests.helpers.naive_suffix import NaiveCounts, distribution, ranking
+
+V = 7  # few enough that no list of candidates is cut
+CHAIN = DraftStrategy("suffix", 6)
+
+
+class Pool:
+    """The C functions, with Python's arguments."""
+
+    def __init__(self, depth: int, vocab: int = V, max_bytes: int = 1 << 26):
+        self.lib = suffix_library()
+        self.pool = self.lib.tlt_suffix_new(depth, vocab, max_bytes)
+        self.trie = self.lib.tlt_suffix_trie(self.pool)
+
+    def sequence(self, after: int = -1, weight: int = 1) -> int:
+        return self.lib.tlt_suffix_sequence(self.pool, self.trie, after, weight)
+
+    def append(self, sequence: int, tokens: list[int] | np.ndarray) -> int:
+        array = np.asarray(tokens, np.int32)
+        return self.lib.tlt_suffix_append(self.pool, self.trie, sequence, array.ctypes.data, len(array))
+
+    def count(self, string: list[int]) -> int:
+        array = np.asarray(string, np.int32)
+        return self.lib.tlt_suffix_count(self.pool, self.trie, array.ctypes.data, len(array))
+
+    @property
+    def nodes(self) -> int:
+        return self.lib.tlt_suffix_nodes(self.pool, self.trie)
+
+    @property
+    def bytes(self) -> int:
+        return self.lib.tlt_suffix_bytes(self.pool)
+
+    def __del__(self) -> None:
+        self.lib.tlt_suffix_free(self.pool)
+
+
+class Table:
+    """A drafter with its rows, fed by hand; `naive` follows along."""
+
+    def __init__(
+        self, depth: int = 4, history: AnswerHistory | None = None, mib: int = 64, coupled: bool = True
+    ):
+        self.rows = RunningRows(8, 64, 4, V)
+        section = SuffixSection(depth=depth, history_mib=mib)
+        self.drafter = SuffixDrafter(section, self.rows, history, coupled)
+        self.naive: dict[str, NaiveCounts] = {}
+        self.common = NaiveCounts(depth)
+        self.depth = depth
+        self.tail = min(4, depth)  # what the common trie sees of a prompt
+
+    def start(self, request: Request) -> None:
+        self.rows.start(request, [0], len(request.prompt), 0)
+        self.drafter.start(request)
+
+    def admit(self, request: Request) -> None:
+        """Starts a request for the first time, also for `naive`."""
+        self.start(request)
+        prompt = request.prompt.tolist()
+        if request.dataset_id not in self.naive:
+            self.naive[request.dataset_id] = NaiveCounts(self.depth)
+            self.naive[request.dataset_id].add([], prompt)
+            self.common.add([], prompt[-self.tail :])
+        self.naive[request.dataset_id].add(prompt, request.output)
+        self.common.add(prompt[-self.tail :], request.output)
+
+    def stop(self, request: Request) -> None:
+        self.drafter.stop(request)
+        self.rows.stop(request)
+
+    def text(self, row: int) -> list[int]:
+        request = self.rows.requests[row]
+        length = int(self.rows.output_len[row])
+        return request.prompt.tolist() + self.rows.outputs[request.slot, :length].tolist()
+
+    def extend(self, runs: list[list[int]]) -> None:
+        for request, run in zip(self.rows.requests, runs, strict=True):
+            text = self.text(request.row)
+            self.naive[request.dataset_id].add(text, run)
+            self.common.add(text[max(0, len(request.prompt) - self.tail) :], run)
+        tokens = np.array([t for run in runs for t in run], np.int32)
+        counts = np.array([len(run) for run in runs], np.int32)
+        self.drafter.extend(self.rows, tokens, counts)
+        self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
+
+    def propose(self, strategy: DraftStrategy = CHAIN, lengths: list[int] | None = None) -> Draft:
+        wanted = lengths if lengths is not None else [strategy.draft_len] * self.rows.num_rows
+        return self.drafter.propose(self.rows, np.array(wanted, np.int32), strategy)
+
+
+def make_request(
+    order: int, prompt: list[int], output: list[int], temperature: float = 1.0, name: str = "q"
+) -> Request:
+    params = SamplingParams(temperature=temperature, max_tokens=400, seed=3)
+    request = Request(
+        np.array(prompt, np.int32), params, order // 4, order % 4, order, frozenset(), dataset_id=name
+    )
+    request.output, request.logprobs = list(output), [0.0] * len(output)
+    return request
+
+
+def repetitive(rng: random.Random, length: int) -> list[int]:
+    """Random text with phrases that come again."""
+    phrases = [[rng.randrange(V) for _ in range(rng.randint(1, 6))] for _ in range(3)]
+    text: list[int] = []
+    while len(text) < length:
+        text += rng.choice(phrases) if rng.random() < 0.8 else [rng.randrange(V)]
+    return text[:length]
+
+
+def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noisy_ok: bool = True) -> int:
+    """Every node's token, depth, parent and kind, from the naive distribution. Returns how many were compared."""
+    at, rates = 0, table.drafter._calibration.rates
+    for row, request in enumerate(table.rows.requests):
+        count = int(draft.counts[row])
+        nodes = range(at, at + count)
+        trunk = [i for i in nodes if i - at == draft.depths[i] - 1]
+        text, hidden = table.text(row), max(0, len(request.prompt) - table.tail)
+        siblings = []
+        survival = 1.0
+        for place, i in enumerate(trunk):
+            shares, longest = distribution(table.naive[request.dataset_id], table.common, text, hidden)
+            position = int(table.rows.output_len[row]) + place
+            noisy = noisy_ok and request.params.temperature > 0
+            ranked = ranking(shares, request.key, position, noisy)
+            score = {t: s for s, t in ranked}
+            assert score[int(draft.tokens[i])] >= ranked[0][0] - 1e-4, "not the best candidate"
+            context = sum(longest >= bound for bound in (3, 5, 8, 12))
+            size = sum(len(shares) >= bound for bound in (2, 3, 5, 9))
+            assert draft.feature[i] % (STEPS * STEPS) == context * STEPS + size
+            rate = float(rates[draft.feature[i]])
+            for rank, (s, _) in list(enumerate(ranked))[1 : strategy.topk]:
+                siblings.append(
+                    (
+                        place + 1,
+                        place - 1,
+                        s,
+                        survival * float(rates[TRUNK + (rank - 1) * 8 + min(7, int(rate * 8))]),
+                    )
+                )
+            survival *= rate
+            assert draft.survival[i] == pytest.approx(survival, rel=1e-5)
+            text.append(int(draft.tokens[i]))
+            for k in range(at + len(trunk), at + count):
+                if draft.depths[k] == place + 1:
+                    assert (
+                        draft.tokens[k] in [t for _, t in ranked[1 : strategy.topk]]
+                        or abs(ranked[0][0] - ranked[-1][0]) < 1e-3
+                    )
+        if len(trunk) < strategy.draft_len:
+            assert not distribution(table.naive[request.dataset_id], table.common, text, hidden)[0], (
+                "stopped too early"
+            )
+        assert count - len(trunk) == len(siblings)
+        for i, (depth, parent, _, survives) in zip(range(at + len(trunk), at + count), siblings, strict=True):
+            assert draft.depths[i] == depth
+            assert draft.parents is not None
+            assert draft.parents[i] == parent
+            assert draft.survival[i] == pytest.approx(survives, rel=1e-5)
+        at += count
+    return at

@@ -1,0 +1,247 @@
+"""The suffix drafter in all that befalls it in an engine: preemption, history, memory, hostile text, bad input."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.models.suffix_abi import (
+    BAD_HANDLE,
+    BAD_TOKEN,
+    FEATURES,
+    NO_MEMORY,
+    STEPS,
+    TRUNK,
+)
+from megatron_tlt.rollout.spec import suffix
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.suffix_rates import MatchRates
+from megatron_tlt.types import DraftStrategy, PastAnswer, SamplingParams
+from tests.helpers.naive_suffix import NaiveCounts
+from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
+
+
+def test_a_preempted_request_is_not_read_twice() -> None:
+    rng = random.Random(1)
+    runs = [[repetitive(rng, rng.randint(1, 4)) for _ in range(2)] for _ in range(40)]
+    tables = [Table(), Table()]
+    for number, table in enumerate(tables):
+        requests = [make_request(i, [1, 2, 3], [i]) for i in range(2)]
+        for request in requests:
+            table.admit(request)
+        for step, run in enumerate(runs):
+            by_request = dict(zip(requests, run, strict=True))
+            table.extend([by_request[r] for r in table.rows.requests])
+            if number and step % 7 == 3:
+                table.stop(requests[step % 2])
+                table.start(requests[step % 2])
+    counts = [
+        [t.drafter._lib.tlt_suffix_nodes(t.drafter._pool, q.trie) for q in t.drafter._questions.values()]
+        for t in tables
+    ]
+    assert counts[0] == counts[1]
+    for table in tables:
+        assert check_against_naive(table, table.propose(), CHAIN) > 0
+
+
+def test_a_request_that_went_on_elsewhere_catches_up() -> None:
+    """Its output grew while it had no row here: `start` reads the rest."""
+    table = Table()
+    request = make_request(0, [1, 2, 3], [0])
+    table.admit(request)
+    table.extend([[4, 5, 4, 5]])
+    table.stop(request)
+    table.naive["q"].add([1, 2, 3, *request.output], [6, 4, 5])
+    table.common.add([1, 2, 3, *request.output], [6, 4, 5])
+    request.output += [6, 4, 5]
+    request.logprobs += [0.0] * 3
+    table.start(request)
+    assert check_against_naive(table, table.propose(), CHAIN) > 0
+
+
+def test_siblings_history_and_prompt_are_read() -> None:
+    history = AnswerHistory(2, 4, 1)
+    history.remember([PastAnswer("q", np.array([0, 5, 5, 6], np.int32), 1.0, 9)])
+    past = Table(history=history)
+    past.start(make_request(0, [1, 2, 3], [0]))
+    assert past.propose().tokens.tolist() == [5, 5, 6]
+    sibling = Table()
+    sibling.admit(make_request(0, [1, 2, 3], [0]))
+    sibling.extend([[4, 6, 6, 1]])
+    sibling.admit(make_request(1, [1, 2, 3], [0]))
+    draft = sibling.propose(lengths=[0, 4])
+    assert draft.tokens.tolist() == [4, 6, 6, 1]
+    prompt = Table()
+    prompt.admit(make_request(0, [1, 2, 3, 4, 5, 6], [2]))
+    assert prompt.propose(lengths=[4]).tokens.tolist() == [3, 4, 5, 6]
+
+
+def test_better_answers_weigh_more() -> None:
+    history = AnswerHistory(1, 4, 1)
+    answers = [
+        PastAnswer("q", np.array([0, t, t], np.int32), s, 9) for t, s in ((4, 0.0), (5, 1.0), (6, 0.5))
+    ]
+    history.remember(answers)
+    assert suffix._weights(history.of("q")) == [3, 2, 1]
+    assert suffix._weights(answers[:1] * 3) == [2, 2, 2]
+    assert suffix._weights([PastAnswer("q", np.empty(0, np.int32), np.nan, 1), *answers]) == [2] * 4
+    table = Table(history=history)
+    table.start(make_request(0, [1, 2, 3], [0], temperature=0.0))
+    assert table.propose().tokens.tolist()[:2] == [5, 5]
+
+
+def test_after_a_call_the_form_of_answers_is_still_known() -> None:
+    table = Table(depth=6)
+    first = make_request(0, [1, 2, 3], [0], name="one")
+    table.admit(first)
+    table.extend([[4, 5, 6, 5, 4]])
+    before = table.drafter.num_bytes
+    table.stop(first)
+    table.drafter.end_generate()
+    assert table.drafter.num_bytes < before
+    table.start(make_request(0, [6, 6, 2, 3], [0], temperature=0.0, name="two"))
+    assert table.propose().tokens.tolist()[:5] == [4, 5, 6, 5, 4]
+
+
+def test_memory_stays_in_its_bounds_and_nothing_breaks() -> None:
+    table, rng = Table(depth=12, mib=1), np.random.default_rng(0)
+    peak, drafted = 0, 0
+    for call in range(6):
+        requests = [make_request(4 * call + i, [1, 2, 3], [0], name=str(i)) for i in range(2)]
+        for request in requests:
+            request.params = SamplingParams(max_tokens=1 << 14)
+            table.start(request)
+        for _ in range(50):
+            tokens = rng.integers(0, V, 200).astype(np.int32)
+            counts = np.array([100, 100], np.int32)
+            table.drafter.extend(table.rows, tokens, counts)
+            table.rows.advance_many(tokens, np.zeros(200, np.float32), counts, 1 << 14)
+            draft = table.propose()
+            drafted += draft.num_nodes
+            peak = max(peak, table.drafter.num_bytes)
+        for request in requests:
+            table.stop(request)
+        table.drafter.end_generate()
+    assert 700_000 < peak <= 1 << 20
+    assert table.drafter.num_bytes < 1 << 19
+    assert drafted > 1000
+
+
+def test_a_renewed_trie_keeps_the_newest_half() -> None:
+    pool, naive = Pool(5), NaiveCounts(5)
+    rng = random.Random(0)
+    texts = [repetitive(rng, 100) for _ in range(10)]
+    for text in texts:
+        base = pool.sequence()
+        pool.append(base, text[:10])
+        pool.append(pool.sequence(base), text[10:])
+    assert pool.lib.tlt_suffix_renew(pool.pool, pool.trie) == 10
+    for text in texts[5:]:
+        naive.add([], text[:10])
+        naive.add(text[:10], text[10:])
+    for context, after in naive.follow.items():
+        for token in range(V):
+            assert pool.count([*context, token]) == after.get(token, 0)
+    before = pool.bytes
+    pool.lib.tlt_suffix_drop(pool.pool, pool.trie)
+    assert pool.bytes == 0 < before
+
+
+@pytest.mark.parametrize("name", ["same", "alternating", "period", "random"])
+def test_adversarial_text_costs_no_more_than_other(name: str) -> None:
+    n = 100_000
+    pool = Pool(12, vocab=1000)
+    text = {
+        "same": np.zeros(n),
+        "alternating": np.arange(n) % 2,
+        "period": np.arange(n) % 13,
+        "random": np.random.default_rng(0).integers(0, 1000, n),
+    }[name].astype(np.int32)
+    sequence = pool.sequence()
+    assert pool.append(sequence, text) == 0
+    assert pool.nodes <= 2 * n
+    if name == "same":
+        assert pool.nodes == 14  # the root and one node a length
+        assert pool.count([0] * 13) == n - 12
+    if name == "alternating":
+        assert pool.count([0, 1]) == n // 2
+        assert pool.nodes <= 2 * 13 + 1
+    assert pool.append(sequence, text[:1]) == 0
+
+
+def test_invalid_input_is_refused_and_changes_nothing() -> None:
+    table = Table()
+    table.admit(make_request(0, [1, 2, 3], [0]))
+    before = table.propose().tokens.tolist()
+    for bad in (-1, V, 1 << 30):
+        with pytest.raises(BackendError, match="outside the vocabulary"):
+            table.drafter.extend(table.rows, np.array([4, bad], np.int32), np.array([2], np.int32))
+    assert table.propose().tokens.tolist() == before
+    with pytest.raises(BackendError, match="outside the vocabulary"):
+        table.start(make_request(1, [1, V], [0], name="other"))
+    pool = Pool(3)
+    assert pool.append(pool.sequence(), [V]) == BAD_TOKEN
+    assert pool.append(99, [1]) == BAD_HANDLE
+    assert pool.sequence(after=55) == BAD_HANDLE
+    assert Pool(3, max_bytes=10).trie == NO_MEMORY
+
+
+def test_equal_calls_give_equal_drafts() -> None:
+    def play() -> list[list[int]]:
+        rng, table, seen = random.Random(7), Table(), []
+        for order in range(6):
+            table.admit(make_request(order, [1, 2, order % 3], [0], name=str(order % 3)))
+        for _ in range(30):
+            draft = table.propose(DraftStrategy("suffix", 4, 2))
+            seen.append([*draft.counts.tolist(), *draft.tokens.tolist(), *draft.feature.tolist()])
+            accepted = np.array([rng.random() < 0.5 for _ in range(draft.num_nodes)], bool)
+            table.drafter.observe(draft, np.ones(draft.num_nodes, bool), accepted)
+            table.extend([repetitive(rng, rng.randint(1, 4)) for _ in range(6)])
+        return seen
+
+    assert play() == play()
+
+
+def test_survival_learns_from_verdicts() -> None:
+    table, rng = Table(), random.Random(0)
+    table.admit(make_request(0, [1, 2], [0]))
+    table.extend([repetitive(rng, 200)])
+    first = table.propose()
+    for _ in range(200):
+        draft = table.propose()
+        everything = np.ones(draft.num_nodes, bool)
+        table.drafter.observe(draft, everything, everything)
+    assert table.propose().survival[-1] > max(0.85, float(first.survival[-1]))
+    learned = table.drafter.state_dict()
+    for _ in range(400):
+        draft = table.propose()
+        table.drafter.observe(draft, np.ones(draft.num_nodes, bool), np.zeros(draft.num_nodes, bool))
+    assert table.propose().survival[0] < 0.5
+    table.drafter.load_state_dict(learned)
+    assert table.propose().survival[-1] > 0.85
+
+
+def test_match_rates_start_sensibly_and_fade() -> None:
+    rates = MatchRates()
+    kinds = rates.rates[:TRUNK].reshape(-1, STEPS, STEPS)
+    assert kinds[-1, -1, 0] > 0.95  # one candidate behind a long context
+    assert kinds[0, 0, -1] < 0.1  # one of many behind a short one
+    assert (np.diff(kinds, axis=0) > 0).all()
+    assert rates.rates.shape == (FEATURES,)
+    assert (rates.rates > 0).all()
+    assert (rates.rates < 1).all()
+    for matched in (True, False):
+        for _ in range(100):
+            rates.observe(np.full(128, 7), np.ones(128, bool), np.full(128, matched))
+    assert rates.rates[7] < 0.4  # the older half of the verdicts weighs less
+    with pytest.raises(ValueError, match="match counts"):
+        rates.load_state_dict({"tried": [1.0], "matched": [1.0]})
+
+
+def test_configuration_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "find_compiler", lambda: None)
+    with pytest.raises(ConfigError, match=r"rollout\.speculation\.drafter.*C compiler"):
+        Table()
