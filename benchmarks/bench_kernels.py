@@ -5,7 +5,9 @@
 Random Qwen2-layout models of about 10M and 60M parameters, 512 cached positions a sequence. The variants
 of a row take turns (A B A B), medians are printed, minimum and maximum are in the JSON. `limit` is the
 time that the step's weights would take at the speed of a bare matrix product of PyTorch, without
-attention.
+attention. A second table feeds several rows a sequence, as the verification of a draft does, to a random
+model of the demo policy's shape (2.4M parameters, 150 cached positions): what matters there is the ratio
+to one row.
 """
 
 from __future__ import annotations
@@ -34,25 +36,26 @@ MODELS = {
     "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
     "60M": ModelConfig("qwen2", 16384, 640, 10, 10, 2, 64, 2048, qkv_bias=True, tie_word_embeddings=True),
 }
+DEMO = ModelConfig("qwen3", 288, 128, 12, 4, 2, 32, 384, qk_norm=True, tie_word_embeddings=True)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCK = 16
 
 
-def make_step(decoder: Decoder, batch: int, context: int) -> Callable[[], object]:
-    """A decode step of `batch` sequences at `context` cached positions."""
-    per_sequence = context // BLOCK + 1
+def make_step(decoder: Decoder, batch: int, context: int, rows: int = 1) -> Callable[[], object]:
+    """A step of `rows` next tokens of each of `batch` sequences at `context` cached positions."""
+    per_sequence = (context + rows - 1) // BLOCK + 1
     kv = decoder.new_kv_cache(batch * per_sequence, BLOCK)
     kv.data.fill_(0)
     order = torch.randperm(batch * per_sequence, dtype=torch.int32).view(batch, per_sequence)
-    at = torch.full((batch,), context, dtype=torch.int32)
+    at = torch.arange(context, context + rows)
     inputs = DecoderInput(
-        token_ids=torch.arange(batch, dtype=torch.int32),
-        positions=at,
-        slot_mapping=(order[:, context // BLOCK] * BLOCK + context % BLOCK).to(torch.int32),
-        query_start=torch.arange(batch + 1, dtype=torch.int32),
-        context_lens=at + 1,
+        token_ids=torch.arange(batch * rows, dtype=torch.int32) % decoder.config.vocab_size,
+        positions=at.repeat(batch).to(torch.int32),
+        slot_mapping=(order[:, at // BLOCK] * BLOCK + at % BLOCK).flatten().to(torch.int32),
+        query_start=torch.arange(0, batch * rows + 1, rows, dtype=torch.int32),
+        context_lens=torch.full((batch,), context + rows, dtype=torch.int32),
         block_tables=order.contiguous(),
-        logit_rows=torch.arange(batch, dtype=torch.int32),
+        logit_rows=torch.arange(batch * rows, dtype=torch.int32),
     )
     return lambda: decoder.forward(inputs, kv)
 
@@ -128,9 +131,40 @@ def bench_steps(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def bench_rows(args: argparse.Namespace) -> list[dict]:
+    """Native steps of 1, 2, ... rows a sequence, one thread; the row counts take turns."""
+    records = []
+    torch.set_num_threads(1)
+    for dtype in args.dtypes:
+        decoder = make_decoder(DEMO, DTYPES[dtype], "native", 1)
+        for batch in (1, 8):
+            steps = {str(r): make_step(decoder, batch, 150, r) for r in args.rows}
+            times = interleaved(steps, args.seconds / 3)
+            one = statistics.median(times[str(args.rows[0])])
+            for rows in args.rows:
+                t = times[str(rows)]
+                ms = statistics.median(t)
+                records.append(
+                    {
+                        "model": "demo",
+                        "dtype": dtype,
+                        "batch": batch,
+                        "rows": rows,
+                        "ms": ms,
+                        "min_ms": min(t),
+                    }
+                )
+                print(
+                    f"demo {dtype} 1 thread  B={batch:<3} rows {rows:<3} {ms:8.3f} ms (min {min(t):.3f})"
+                    f"  {ms / one:5.2f} of {args.rows[0]} row(s)",
+                    flush=True,
+                )
+    return records
+
+
 def bench_sampling(args: argparse.Namespace) -> list[dict]:
     rows = []
-    for vocab in (4096, 151936):
+    for vocab in (288, 4096, 151936):
         for batch in (1, 16):
             logits = torch.randn(batch, vocab) * 3
             temperature, keys = torch.ones(batch), torch.arange(batch, dtype=torch.int64)
@@ -152,13 +186,16 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--kernels", nargs="+", default=["native", "torch"], choices=["native", "torch"])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8, 12], help="rows a sequence, second table"
+    )
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=1.5, help="time for each variant of a row")
     parser.add_argument("--no-limit", dest="limit", action="store_false")
     args = parser.parse_args()
     if args.quick:
         args.models, args.seconds = ["10M"], 0.5
-    rows = bench_steps(args) + bench_sampling(args)
+    rows = bench_steps(args) + bench_rows(args) + bench_sampling(args)
     summary = {
         f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
         for r in rows

@@ -83,6 +83,11 @@ class NativeDecoder:
         """The embedding table [V, H] and the packed LM head, where they stay: weights are loaded in place."""
         return self._embed, self._layers.extra
 
+    @property
+    def structure(self) -> Forward:
+        """The model as C sees it, with its buffers and its rotary table, which grows."""
+        return self._forward
+
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:

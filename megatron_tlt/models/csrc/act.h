@@ -71,19 +71,6 @@ INLINE vf act_fma(const int kind, vf acc, vf a, vf b) {
 #endif
 }
 
-/* One step over K for one row: acc += a * b, where b holds one k (fp32) or a pair of k (bf16) per lane.
- * `a` points at the row's value(s) for this step. */
-INLINE vf act_mac(const int kind, vf acc, const char *a, vu b) {
-    if (kind == KIND_F32) return vfma(vset(*(const float *)a), (vf)b, acc);
-    if (kind == KIND_WIDE) {
-        acc = vfma(vset(((const float *)a)[0]), (vf)(b << 16), acc);
-        return vfma(vset(((const float *)a)[1]), (vf)(b & 0xffff0000u), acc);
-    }
-    uint32_t pair;
-    memcpy(&pair, a, 4);
-    return vdp_bf16(vsetu(pair), b, acc);
-}
-
 /* Bytes of a row per K step: one fp32, one bf16 pair, or two floats. */
 INLINE long act_step_bytes(const int kind) { return kind == KIND_WIDE ? 8 : 4; }
 

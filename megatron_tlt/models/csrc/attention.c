@@ -23,6 +23,7 @@
 #define CHUNK_TILES (CHUNK / TILE)
 #define SCORE_TILES 4    /* key tiles a score kernel takes at once */
 #define VALUE_VECTORS 4  /* vectors of D a value kernel takes at once */
+#define MAX_V (SCORE_TILES * TV) /* vectors of sums for each query */
 #define AHEAD 6          /* value tiles to prefetch ahead */
 #define PATH_TILES ((TLT_MAX_BRANCH + TILE) / TILE + 1) /* tiles that a root and a branch under it may touch */
 
@@ -45,76 +46,81 @@ typedef struct {
     char key[PATH_TILES][TILE * TLT_MAX_HEAD_DIM * 4], value[PATH_TILES][TILE * TLT_MAX_HEAD_DIM * 4];
 } __attribute__((aligned(64))) Overlay;
 
+/* One step over K of M queries, `stride` bytes apart, times V vectors that lie where `column` says. The shorter side is
+ * held in registers, the longer one passes through. */
+INLINE void attend_step(const int kind, const int M, const int V, vf (*acc)[MAX_V], const char *row, const long stride,
+                        const char *const *column) {
+    const int halves = act_halves(kind);
+    ALL for (int half = 0; half < halves; half++, row += 4) {
+        vf a[12], b[MAX_V];
+        if (M >= V) {
+            ALL for (int v = 0; v < V; v++) b[v] = act_column(kind, half, column[v]);
+            ALL for (int m = 0; m < M; m++) {
+                a[m] = act_row(row + m * stride);
+                ALL for (int v = 0; v < V; v++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
+            }
+        } else {
+            ALL for (int m = 0; m < M; m++) a[m] = act_row(row + m * stride);
+            ALL for (int v = 0; v < V; v++) {
+                b[v] = act_column(kind, half, column[v]);
+                ALL for (int m = 0; m < M; m++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
+            }
+        }
+    }
+}
+
 /* score[m][tile t .. t+NT) = query[m] . keys, for M queries. */
 INLINE void score_kernel(const int kind, const int M, const int NT, Work *w, long t, long steps) {
-    vf acc[12][SCORE_TILES * TV];
-    const char *k[SCORE_TILES], *next[SCORE_TILES];
-    const long step_bytes = act_step_bytes(kind);
-#pragma GCC unroll 16
-    for (int i = 0; i < NT; i++) {
+    const int V = NT * TV;
+    vf acc[12][MAX_V];
+    const char *k[SCORE_TILES], *next[SCORE_TILES], *q = w->query[0];
+    ALL for (int i = 0; i < NT; i++) {
         k[i] = w->tile[t + i];
         next[i] = w->tile[t + 2 * NT + i];
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < NT * TV; v++) acc[m][v] = vzero();
-    const char *q = w->query[0];
-    for (long d = 0; d < steps; d++, q += step_bytes) {
-        vu b[SCORE_TILES * TV];
-#pragma GCC unroll 16
-        for (int v = 0; v < NT * TV; v++) b[v] = vloadu32(k[v / TV] + d * TILE * 4 + (v % TV) * VW * 4);
-#pragma GCC unroll 16
-        for (int i = 0; i < NT; i++) __builtin_prefetch(next[i] + d * TILE * 4, 0, 2);
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-            for (int v = 0; v < NT * TV; v++) acc[m][v] = act_mac(kind, acc[m][v], q + m * sizeof w->query[0], b[v]);
+    ALL for (int m = 0; m < M; m++)
+        ALL for (int v = 0; v < V; v++) acc[m][v] = vzero();
+    for (long d = 0; d < steps; d++, q += act_step_bytes(kind)) {
+        const char *column[MAX_V];
+        ALL for (int v = 0; v < V; v++) column[v] = k[v / TV] + d * TILE * 4 + (v % TV) * VW * 4;
+        ALL for (int i = 0; i < NT; i++) __builtin_prefetch(next[i] + d * TILE * 4, 0, 2);
+        attend_step(kind, M, V, acc, q, sizeof w->query[0], column);
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < NT * TV; v++) vstore(&w->score[m][t * TILE + v * VW], acc[m][v]);
+    ALL for (int m = 0; m < M; m++)
+        ALL for (int v = 0; v < V; v++) vstore(&w->score[m][t * TILE + v * VW], acc[m][v]);
 }
 
 /* acc[m][first .. first + NC vectors) += weights[m] . values over positions [from, count) of the chunk. */
 INLINE void value_kernel(const int kind, const int M, const int NC, Work *w, long first, long dim, long from,
                          long count) {
-    vf acc[12][VALUE_VECTORS];
+    vf acc[12][MAX_V];
     const long per_tile = kind == KIND_F32 ? TILE : TILE / 2, step_bytes = act_step_bytes(kind);
     const long steps = act_steps(kind, count), skip = kind == KIND_F32 ? from : from / 2;
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < NC; v++) acc[m][v] = vload(&w->acc[m][(first + v) * VW]);
+    ALL for (int m = 0; m < M; m++)
+        ALL for (int v = 0; v < NC; v++) acc[m][v] = vload(&w->acc[m][(first + v) * VW]);
     const char *p = (const char *)w->weight[0] + skip * step_bytes;
     for (long done = skip, inside = skip, t = 0; done < steps; t++, inside = 0) {
         const char *value = w->tile[w->tiles + t] + first * VW * 4 + inside * dim * 4;
         const long ahead = w->tile[w->tiles + t + AHEAD] - w->tile[w->tiles + t];
         const long end = done + per_tile - inside < steps ? done + per_tile - inside : steps;
         for (; done < end; done++, p += step_bytes, value += dim * 4) {
-            vu b[VALUE_VECTORS];
-#pragma GCC unroll 16
-            for (int v = 0; v < NC; v++) {
-                b[v] = vloadu32(value + v * VW * 4);
-                if (v * VW % 16 == 0) __builtin_prefetch(value + ahead + v * VW * 4, 0, 2); /* once a line */
+            const char *column[MAX_V];
+            vu half_pair[VALUE_VECTORS];
+            ALL for (int v = 0; v < NC; v++) {
+                column[v] = value + v * VW * 4;
+                if (v * VW % 16 == 0) __builtin_prefetch(column[v] + ahead, 0, 2); /* once a line */
             }
             if (kind != KIND_F32 && (2 * done + 1 == count || 2 * done < from)) {
                 /* The pair's other position may never have been written: it must not even be multiplied by 0. */
                 const uint32_t mine = 2 * done < from ? 0xffff0000u : 0xffffu;
-#pragma GCC unroll 16
-                for (int v = 0; v < NC; v++) b[v] &= mine;
+                for (int v = 0; v < NC; v++) half_pair[v] = vloadu32(value + v * VW * 4) & mine;
+                ALL for (int v = 0; v < NC; v++) column[v] = (const char *)&half_pair[v];
             }
-#pragma GCC unroll 16
-            for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-                for (int v = 0; v < NC; v++) acc[m][v] = act_mac(kind, acc[m][v], p + m * sizeof w->weight[0], b[v]);
+            attend_step(kind, M, NC, acc, p, sizeof w->weight[0], column);
         }
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 16
-        for (int v = 0; v < NC; v++) vstore(&w->acc[m][(first + v) * VW], acc[m][v]);
+    ALL for (int m = 0; m < M; m++)
+        ALL for (int v = 0; v < NC; v++) vstore(&w->acc[m][(first + v) * VW], acc[m][v]);
 }
 
 #define CASES(M, WIDE_T, WIDE_C) \
@@ -144,7 +150,7 @@ typedef void (*ValueFn)(int, Work *, long, long, long);
 #if VW == 16
 CASES(1, 4, 4) CASES(2, 4, 4) CASES(3, 4, 4) CASES(4, 4, 4)
 #else
-CASES(1, 4, 4) CASES(2, 2, 4) CASES(3, 2, 4) CASES(4, 1, 2)
+CASES(1, 4, 4) CASES(2, 3, 4) CASES(3, 2, 4) CASES(4, 1, 3)
 #endif
 #if MQ == 4
 static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4};

@@ -47,19 +47,34 @@ static void embed_unit(void *arg, long row) {
     tlt_norm_row(r, row, m->layer[0].input_norm);
 }
 
-/* One head: optional norm, rotation of the two halves; `out` is zero-padded to Dp. */
+/* One head: optional norm, rotation of the two halves; `out` is zero-padded to Dp. Halves that are not whole vectors
+ * pass through padded copies, one lane's arithmetic is the same either way. */
 static void rotate(const Run *r, const float *in, const float *weight, const float *rope, float *out) {
     const long d = r->m->head_dim, half = d / 2;
-    float x[TLT_MAX_HEAD_DIM] = {0}, w[TLT_MAX_HEAD_DIM] = {0}, y[TLT_MAX_HEAD_DIM];
-    memcpy(x, in, (size_t)d * sizeof(float));
-    if (weight) {
-        memcpy(w, weight, (size_t)d * sizeof(float));
-        rms_norm(x, w, d, r->dp, r->m->eps, KIND_F32, y, 0);
-        memcpy(x, y, (size_t)d * sizeof(float));
+    float x[TLT_MAX_HEAD_DIM], w[TLT_MAX_HEAD_DIM];
+    if (d % VW) {
+        memcpy(x, in, (size_t)d * sizeof(float));
+        memset(x + d, 0, (size_t)(r->dp - d) * sizeof(float));
+        in = x;
+        if (weight) {
+            memcpy(w, weight, (size_t)d * sizeof(float));
+            memset(w + d, 0, (size_t)(r->dp - d) * sizeof(float));
+            weight = w;
+        }
     }
-    for (long i = 0; i < half; i++) {
-        out[i] = x[i] * rope[i] - x[i + half] * rope[half + i];
-        out[i + half] = x[i + half] * rope[i] + x[i] * rope[half + i];
+    if (weight) {
+        rms_norm(in, weight, d, (d + VW - 1) / VW * VW, r->m->eps, KIND_F32, x, 0);
+        in = x;
+    }
+    long i = 0;
+    for (; i + VW <= half; i += VW) {
+        vf a = vload(in + i), b = vload(in + half + i), c = vload(rope + i), s = vload(rope + half + i);
+        vstore(out + i, a * c - b * s);
+        vstore(out + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        out[i] = in[i] * rope[i] - in[i + half] * rope[half + i];
+        out[i + half] = in[i + half] * rope[i] + in[i] * rope[half + i];
     }
     memset(out + d, 0, (size_t)(r->dp - d) * sizeof(float));
 }

@@ -147,12 +147,13 @@ INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, 
     }
 }
 
-/* out = rows [row, row+m) times panels [panel, panel+np), whole panels, without the epilogues that `args` lacks. */
+/* out = (out if `add`) + rows [row, row+m) times whole panels [panel, panel+np) + (bias if given). */
 static void product(const Gemm *g, long row, long m, long panel, long np, float *out, long out_stride,
                     const float *bias, int add) {
     const KernelFn *table = g->kind == KIND_F32 ? F32_TABLE[m - 1] : BF16_TABLE[m - 1];
     const long steps = act_steps(g->kind, g->k), bytes = steps * NR * 4, a_stride = g->a_stride * act_bytes(g->kind);
-    KernelArgs args = {(const char *)g->a + row * a_stride, a_stride, NULL, bytes, steps, 0, out, out_stride, bias, add};
+    const char *a = (const char *)g->a + row * a_stride;
+    KernelArgs args = {a, a_stride, NULL, bytes, steps, 0, out, out_stride, bias, add};
     for (long most = panels_per_call(m), done; np > 0; np -= done, panel += done) {
         if (most > np) most = np;
         args.w = (const char *)g->w + panel * bytes;

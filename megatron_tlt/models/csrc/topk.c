@@ -1,26 +1,19 @@
 /* The best few of keyed, perturbed scores, for drafting.
  *
- * The noise of token v at output position t of a request is the sampler's (gumbel.h), with the row key
- * mix(request key ^ t * P), P below, as the engine makes it. Scores are sample.c's, too: logits / T + G, and plain
- * logits where T is 0. Large vocabularies are cut at fixed places and combined in order, so threads change nothing.
+ * The noise of token v at output position t of a request is the sampler's (gumbel.h), with the row key of keys.h.
+ * Scores are sample.c's, too: logits / T + G, and plain logits where T is 0. Large vocabularies are cut at fixed
+ * places and combined in order, so threads change nothing.
  */
 #include "topk.h"
 
 #include <math.h>
 
 #include "gumbel.h"
+#include "keys.h"
 #include "pool.h"
 #include "tlt.h"
 
 #define PIECE 4096 /* tokens per unit of work */
-#define POSITION_FACTOR 0xE7037ED1A0B428DBull
-
-/* The splitmix64 finaliser. */
-static uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
 
 INLINE int any(vi mask) {
     uint64_t words[VW / 2], all = 0;
@@ -45,7 +38,7 @@ static void topk_piece(const TopKRows *t, int64_t row, int64_t piece, int64_t pi
     const int32_t request = t->which[row];
     const int64_t first = piece * PIECE, count = t->vocab - first < PIECE ? t->vocab - first : PIECE;
     const float *logits = t->logits + t->at[row] * t->stride + first, temperature = t->temperature[request];
-    const uint64_t key = mix(t->keys[request] ^ (uint64_t)(t->positions[request] + t->ahead) * POSITION_FACTOR);
+    const uint64_t key = row_key(t->keys[request], t->positions[request] + t->ahead);
     const vf divisor = vset(temperature > 0 ? temperature : 1.0f);
     TopK best;
     float score[PIECE + VW];
