@@ -39,9 +39,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "eagle 1": {"drafter": "eagle", "selector": "fixed", "draft_len": 1},
     "eagle 2": {"drafter": "eagle", "selector": "fixed", "draft_len": 2},
     "eagle 4": {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    "eagle 6": {"drafter": "eagle", "selector": "fixed", "draft_len": 6},
+    "eagle 5": {"drafter": "eagle", "selector": "fixed", "draft_len": 5},
+    "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
+    "eagle 11": {"drafter": "eagle", "selector": "fixed", "draft_len": 11},
     "eagle 4 top2": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "topk": 2},
-    "hybrid 4": {"drafter": "hybrid", "selector": "fixed", "draft_len": 4},
+    "hybrid 5": {"drafter": "hybrid", "selector": "fixed", "draft_len": 5},
+    "hybrid 11": {"drafter": "hybrid", "selector": "fixed", "draft_len": 11},
 }
 FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fixed")
 

@@ -33,12 +33,14 @@ class Fused(Structure):
     """`TltFused`."""
 
     _fields_ = [
-        *_fields(c_int32, "rows nodes is_tree wants_hidden max_blocks num_blocks block_size emitted"),
+        *_fields(
+            c_int32, "rows nodes is_tree wants_hidden max_blocks num_blocks block_size emitted last_position"
+        ),
         ("sample_seconds", c_double),
         *_fields(c_void_p, "token_ids positions output_len block_tables keys temperature"),
-        *_fields(c_void_p, "counts tokens depths parents kv"),
+        *_fields(c_void_p, "counts tokens parents kv"),
         *_fields(c_void_p, "ints row_keys row_temperature bytes logits hidden sampling"),
-        *_fields(c_void_p, "out_tokens out_counts out_index out_logprobs out_hidden"),
+        *_fields(c_void_p, "out_tokens out_index out_counts out_logprobs out_hidden"),
         *_fields(c_void_p, "accepted reached drawn_logprobs"),
     ]
 
@@ -59,15 +61,9 @@ class RowArrays:
 Emitted = tuple[np.ndarray, np.ndarray, Tensor | None]
 
 
-@dataclass(slots=True)
-class Verified:
-    """What became of a draft."""
-
-    emitted: Emitted
-    counts: np.ndarray  # int32 [D], tokens that each row emits
-    index: np.ndarray  # int32 [E], the fed rows that they are drawn at
-    accepted: np.ndarray  # bool [N], the node's token was emitted
-    reached: np.ndarray  # bool [N], the node's parent was emitted
+# Tokens that each row emits int32 [D], the fed rows they are drawn at int32 [E], and of the nodes bool [N]: the node's
+# token was emitted, its parent was emitted.
+Verdict = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @cache
@@ -104,30 +100,27 @@ class NativeStep:
             self._make_room(count)
         fused = self._fused
         fused.rows, fused.nodes, fused.is_tree = count, 0, 0
-        self._call(0)
+        self._call()
         return self._emitted(count, wants_hidden)
 
     def verify(
         self,
         counts: np.ndarray,
         tokens: np.ndarray,
-        depths: np.ndarray,
         parents: np.ndarray | None = None,
         wants_hidden: bool = False,
-    ) -> Verified:
+    ) -> tuple[Emitted, Verdict]:
         """Feeds the first D rows their tokens and their drafted nodes, and emits what the policy agrees with.
 
-        `counts` int32 [D] nodes of each row; `tokens`, `depths` (from 1) and, unless all are chains, `parents` (index
-        within the row's nodes, -1: the root; before its children) int32 [N]. Node i of a row is cached at the slot of
-        its position + 1 + i; accepted branches are moved to where plain decoding would have put them. Mutates the
-        cache. Raises BackendError as `NativeDecoder.forward`, and for a draft that is no tree.
+        `counts` int32 [D] nodes of each row; `tokens` and, unless all are chains, `parents` (index within the row's
+        nodes, -1: the root; before its children) int32 [N]. Node i of a row is cached at the slot of its position
+        + 1 + i; accepted branches are moved to where plain decoding would have put them. Mutates the cache. Raises
+        BackendError as `NativeDecoder.forward`, and for a draft that is no tree.
         """
         rows, nodes = len(counts), len(tokens)
         if not nodes:
             ones, none = np.ones(rows, np.int32), np.empty(0, bool)
-            return Verified(
-                self.decode(rows, wants_hidden), ones, np.arange(rows, dtype=np.int32), none, none
-            )
+            return self.decode(rows, wants_hidden), (ones, np.arange(rows, dtype=np.int32), none, none)
         if rows + nodes > self._room:
             self._make_room(rows + nodes)
         fused = self._fused
@@ -135,18 +128,13 @@ class NativeStep:
         fused.is_tree = parents is not None
         self._counts[:rows] = counts
         self._tokens[:nodes] = tokens
-        self._depths[:nodes] = depths
         if parents is not None:
             self._parents[:nodes] = parents
-        self._call(nodes)
+        self._call()
         emitted: int = fused.emitted
-        return Verified(
-            self._emitted(emitted, wants_hidden),
-            self._out_counts[:rows].copy(),
-            self._out_index[:emitted].copy(),
-            self._accepted[:nodes].copy(),
-            self._reached[:nodes].copy(),
-        )
+        accepted, reached = self._verdicts[:, :nodes].copy()
+        verdict = (self._out_counts[:rows].copy(), self._out_index[:emitted].copy(), accepted, reached)
+        return self._emitted(emitted, wants_hidden), verdict
 
     def _emitted(self, count: int, wants_hidden: bool) -> Emitted:
         hidden = None
@@ -156,7 +144,7 @@ class NativeStep:
                 hidden = hidden.view(torch.bfloat16)
         return self._out_tokens[:count].copy(), self._out_logprobs[:count].copy(), hidden
 
-    def _call(self, nodes: int) -> None:
+    def _call(self) -> None:
         if not self._decoder.complete:
             raise BackendError("forward before all weights were loaded")
         fused = self._fused
@@ -164,10 +152,8 @@ class NativeStep:
             raise BackendError(f"native step of {fused.rows} rows, there are {len(self._rows.block_tables)}")
         fused.kv = self._kv.data.data_ptr()
         code = self._run(*self._arguments)
-        if code == BAD_POSITION:
-            deepest = int(self._depths[:nodes].max(initial=0))
-            if self._forward.grow_rope(int(self._rows.positions[: fused.rows].max()) + deepest + 1):
-                code = self._run(*self._arguments)
+        if code == BAD_POSITION and self._forward.grow_rope(fused.last_position + 1):
+            code = self._run(*self._arguments)
         if code:
             raise BackendError(f"native step refused: {ERRORS.get(code, code)}")
         self.sample_seconds = fused.sample_seconds
@@ -187,12 +173,12 @@ class NativeStep:
         """Buffers for steps of `needed` fed rows and some more."""
         self._room = room = needed + needed // 4 + 16
         model = self._forward.model
-        ints = np.empty((_INTS + 7, room + 1), np.int32)
+        ints = np.empty((_INTS + 6, room + 1), np.int32)
+        self._counts, self._tokens, self._parents = ints[_INTS : _INTS + 3]
+        self._out_tokens, self._out_index, self._out_counts = ints[_INTS + 3 :]
         flags = np.empty((4, room + 1), bool)
-        self._counts, self._tokens, self._depths, self._parents = ints[_INTS : _INTS + 4]
-        self._out_tokens, self._out_counts, self._out_index = ints[_INTS + 4 :]
+        self._verdicts = flags[2:]
         self._out_logprobs = np.empty(room, np.float32)
-        self._accepted, self._reached = flags[2:]
         self._out_hidden, hidden = np.empty(
             (2, room, model.hidden), np.int16 if self._is_bf16 else np.float32
         )
@@ -205,9 +191,20 @@ class NativeStep:
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
             "hidden": hidden,
+            "accepted": flags[2],
+            "reached": flags[3],
         }
-        ours = "counts tokens depths parents out_tokens out_counts out_index out_logprobs out_hidden accepted reached"
-        arrays = scratch | {name: getattr(self, f"_{name}") for name in ours.split()}
+        ours = (
+            "counts",
+            "tokens",
+            "parents",
+            "out_tokens",
+            "out_index",
+            "out_counts",
+            "out_logprobs",
+            "out_hidden",
+        )
+        arrays = scratch | {name: getattr(self, f"_{name}") for name in ours}
         self._keep = scratch  # nobody else does
         for name, array in arrays.items():
             setattr(self._fused, name, array.ctypes.data)

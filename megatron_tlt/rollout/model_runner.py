@@ -15,11 +15,14 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.native import NativeDecoder
+from megatron_tlt.models.native_step import NativeStep, RowArrays
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.verify import Accepted
 
@@ -80,11 +83,18 @@ class ModelRunner:
         )  # decoding steps go through graphs
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
+        self.native_step = _native_step(decoder, kv, rows, sampler, tp)
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
-        self.copy_blocks(batch)
+        if batch.copies:
+            self.copy_blocks(batch)
+        native = self.native_step
+        if native is not None and batch.is_decode and not self.rows.num_masked:
+            tokens, logprobs, hidden = native.decode(batch.num_decode, self.keep_hidden)
+            self._count_native(native, started)
+            return StepResult(tokens, logprobs, None, hidden)
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
         output = self.decoder.forward(inputs, self.kv)
         ran = time.perf_counter()
@@ -111,6 +121,12 @@ class ModelRunner:
         nobody reads). Mutates the cache.
         """
         started = time.perf_counter()
+        native = self.native_step
+        if native is not None and verifier is coupled and not self.rows.num_masked:
+            emitted, verdict = native.verify(draft.counts, draft.tokens, draft.parents, self.keep_hidden)
+            self._count_native(native, started)
+            tokens, logprobs, hidden = emitted
+            return StepResult(tokens, logprobs, verdict[0], hidden), Accepted(*verdict)
         inputs, starts = self._verify_input(draft)
         output = self.decoder.forward(inputs, self.kv)
         ran = time.perf_counter()
@@ -122,6 +138,11 @@ class ModelRunner:
         hidden = output.hidden[torch.from_numpy(accepted.index)] if self.keep_hidden else None
         self.sample_seconds += time.perf_counter() - ran
         return StepResult(tokens, logprobs, accepted.counts, hidden), accepted
+
+    def _count_native(self, native: NativeStep, started: float) -> None:
+        sampling = native.sample_seconds
+        self.sample_seconds += sampling
+        self.forward_seconds += time.perf_counter() - started - sampling
 
     def _verify_input(self, draft: Draft) -> tuple[DecoderInput, np.ndarray]:
         """The roots and their nodes as one ragged batch, and where each row's block starts [D]."""
@@ -282,6 +303,19 @@ class ModelRunner:
         )
         first = batch.first_draws if batch.chunks else []
         return running.join(_first_rows(first)) if first else running
+
+
+def _native_step(
+    decoder: DecoderLike, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
+) -> NativeStep | None:
+    """Decoding steps as one C call, where one rank has the whole model and nothing needs to see the logits.
+
+    Steps with masked rows or another verifier than `coupled` still take the long way.
+    """
+    if not isinstance(decoder, NativeDecoder) or tp.size > 1 or not sampler.is_native:
+        return None
+    fields = (rows.token_ids, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
+    return NativeStep(decoder, kv, RowArrays(*fields))
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:

@@ -14,6 +14,8 @@ import numpy as np
 
 from megatron_tlt.rollout.request import Request
 
+FEW_ROWS = 6  # so many at most are handled one by one
+
 
 class RunningRows:
     """Structure of arrays. Everything a pure decoding step reads or writes is preallocated here."""
@@ -41,6 +43,7 @@ class RunningRows:
         self.num_masked = 0
         self.num_watched = 0  # rows with stop strings
         self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
+        self.stop_tokens: set[int] = set()  # the same, for few tokens
         inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.slots, self.keys)
         params = (self.temperature, self.top_k, self.top_p, self.min_p)
         self._row_arrays: tuple[np.ndarray, ...] = (*inputs, *params)
@@ -81,6 +84,7 @@ class RunningRows:
         for token in request.stop_token_ids:
             if 0 <= token < len(self.is_stop):
                 self.is_stop[token] = True
+                self.stop_tokens.add(token)
 
     def stop(self, request: Request) -> list[int]:
         """Takes `request` out, its output filled in; returns its blocks. The last row moves into the hole."""
@@ -98,50 +102,88 @@ class RunningRows:
         request.row = request.slot = -1
         return blocks
 
-    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Appends one token to every row; returns bool [D], rows that may be at their end (a superset)."""
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
+        """Appends one token to every row; returns the rows that may be at their end (a superset), in order."""
         count = len(self.requests)
+        if count <= FEW_ROWS:
+            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            return [
+                row for row, (token, logprob) in enumerate(drawn) if self._append_one(row, token, logprob)
+            ]
         at = self.write_at[:count]
         self._flat_outputs[at] = tokens
         self._flat_logprobs[at] = logprobs
         at += 1
         self.token_ids[:count] = tokens
         self.counters[:, :count] += 1
-        ended: np.ndarray = self.output_len[:count] >= self.limit[:count]
-        ended |= self.is_stop[tokens]
-        return ended
+        return self._at_end(tokens)
 
     def advance_many(
         self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, block_size: int
-    ) -> np.ndarray:
+    ) -> list[int]:
         """Appends `counts` int32 [D] tokens (at least one each, flat in `tokens`) to the rows; returns as `advance`.
 
         The caller has seen to it that no stop token stands before a row's last one and that `limit` is kept.
         """
-        count, total = len(self.requests), len(tokens)
+        count = len(self.requests)
+        if count <= FEW_ROWS:
+            ended, end = [], 0
+            for row, length in enumerate(counts.tolist()):
+                start, end = end, end + length
+                if self._append_run(row, tokens[start:end], logprobs[start:end], block_size):
+                    ended.append(row)
+            return ended
         ends = np.cumsum(counts)
         at = self.write_at[:count]
-        if count == 1:
-            first = int(at[0])
-            self._flat_outputs[first : first + total] = tokens
-            self._flat_logprobs[first : first + total] = logprobs
-        else:
-            where = np.repeat(at - (ends - counts), counts) + np.arange(total)
-            self._flat_outputs[where] = tokens
-            self._flat_logprobs[where] = logprobs
+        where = np.repeat(at - (ends - counts), counts) + np.arange(len(tokens))
+        self._flat_outputs[where] = tokens
+        self._flat_logprobs[where] = logprobs
         at += counts
         last = tokens[ends - 1]
         self.token_ids[:count] = last
         self.counters[:, :count] += counts
-        positions = self.positions[:count]
-        block, offset = np.divmod(positions, block_size)
+        block, offset = np.divmod(self.positions[:count], block_size)
         # Where a block opens (offset 0) its number is not known yet: the scheduler gives one before the next step.
         np.minimum(block, self.num_blocks[:count] - 1, out=block)
         tables = self.block_tables[np.arange(count), block]
         self.slot_mapping[:count] = tables * block_size + offset
-        ended: np.ndarray = self.output_len[:count] >= self.limit[:count]
+        return self._at_end(last)
+
+    def _at_end(self, last: np.ndarray) -> list[int]:
+        """Rows whose newest token, `last` [D], may be the end."""
+        count = len(last)
+        ended = self.output_len[:count] >= self.limit[:count]
         ended |= self.is_stop[last]
-        return ended
+        rows: list[int] = ended.nonzero()[0].tolist()
+        return rows
+
+    def _append_one(self, row: int, token: int, logprob: float) -> bool:
+        """`advance` of one row: numbers cost less than arrays of a few elements."""
+        at, length = self.write_at.item(row), self.output_len.item(row) + 1
+        self._flat_outputs[at], self._flat_logprobs[at] = token, logprob
+        self.write_at[row] = at + 1
+        self.token_ids[row] = token
+        self.positions[row] += 1
+        self.context_lens[row] += 1
+        self.slot_mapping[row] += 1
+        self.output_len[row] = length
+        return length >= self.limit.item(row) or self.is_stop.item(token)
+
+    def _append_run(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, block_size: int) -> bool:
+        """`advance_many` of one row."""
+        count, token, at = len(tokens), tokens.item(-1), self.write_at.item(row)
+        position, length = self.positions.item(row) + count, self.output_len.item(row) + count
+        self._flat_outputs[at : at + count] = tokens
+        self._flat_logprobs[at : at + count] = logprobs
+        self.write_at[row] = at + count
+        self.token_ids[row] = token
+        self.positions[row] = position
+        self.context_lens[row] = position + 1
+        self.output_len[row] = length
+        block, offset = divmod(position, block_size)
+        block = min(block, self.num_blocks.item(row) - 1)  # as above
+        self.slot_mapping[row] = self.block_tables.item(row, block) * block_size + offset
+        return length >= self.limit.item(row) or self.is_stop.item(token)
 
     def add_block(self, row: int, block: int) -> None:
         """Appends a block to a row's table."""

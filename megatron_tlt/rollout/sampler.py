@@ -99,12 +99,17 @@ class Sampler:
         self._native = native if device.type == "cpu" else None
         self._count = count_near_ties
 
+    @property
+    def is_native(self) -> bool:
+        """Whether rows without masks are drawn in C, and nothing is counted."""
+        return self._native is not None and not self._count
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` float32 [R, V], on its device.
 
         A row's result never depends on the other rows: each step below works row by row.
         """
-        if self._native is not None and not self._count:
+        if self.is_native:
             temperature, keys = torch.from_numpy(rows.temperature), torch.from_numpy(rows.keys)
             token, logprob = self._sample_native(logits, temperature, keys)
             if rows.is_masked:

@@ -21,7 +21,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.request import Prefill, Request
-from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.rows import FEW_ROWS, RunningRows
 from megatron_tlt.types import FinishReason
 
 
@@ -98,18 +98,30 @@ class Scheduler:
         """
         rows, size = self.rows, self.blocks.block_size
         count = rows.num_rows
+        if count <= FEW_ROWS:
+            fits = [self._reserve_row(row, wanted) for row, wanted in enumerate(nodes.tolist())]
+            return np.array(fits, np.int32)
         positions, have = rows.positions[:count], rows.num_blocks[:count]
         room = rows.block_tables.shape[1] * size - 1 - positions
         nodes = np.minimum(nodes, room)
-        missing = (positions + nodes) // size + 1 - have
-        if not (missing > 0).any():
+        missing = (positions + nodes) // size + 1 > have
+        if np.count_nonzero(missing):
+            for row in missing.nonzero()[0].tolist():
+                nodes[row] = self._reserve_row(row, nodes.item(row))
+        return nodes
+
+    def _reserve_row(self, row: int, nodes: int) -> int:
+        """`reserve` of one row."""
+        rows, size = self.rows, self.blocks.block_size
+        position = rows.positions.item(row)
+        nodes = min(nodes, rows.block_tables.shape[1] * size - 1 - position)
+        missing = (position + nodes) // size + 1 - rows.num_blocks.item(row)
+        if missing <= 0:
             return nodes
         self._reserved = True
-        for row in np.flatnonzero(missing > 0).tolist():
-            wanted = min(int(missing[row]), self.blocks.num_free)
-            for block in self.blocks.allocate(wanted):
-                rows.add_block(row, block)
-        return np.minimum(nodes, rows.num_blocks[:count] * size - 1 - positions)
+        for block in self.blocks.allocate(min(missing, self.blocks.num_free)):
+            rows.add_block(row, block)
+        return min(nodes, rows.num_blocks.item(row) * size - 1 - position)
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Takes the step's tokens; returns the requests that ended, by order, their blocks free again."""
@@ -140,10 +152,14 @@ class Scheduler:
         """Gives a block to each row whose next position opens one; preempts latest arrivals if it must."""
         rows = self.rows
         count, size = rows.num_rows, self.blocks.block_size
-        opens = np.flatnonzero(rows.positions[:count] % size == 0)
-        if not len(opens):
+        positions = rows.positions[:count]
+        if count <= 4 * FEW_ROWS:
+            opens = [row for row, position in enumerate(positions.tolist()) if position % size == 0]
+        else:
+            opens = (positions % size == 0).nonzero()[0].tolist()
+        if not opens:
             return
-        requests = [rows.requests[row] for row in opens.tolist()]
+        requests = [rows.requests[row] for row in opens]
         if len(requests) > self.blocks.num_free:
             requests.sort(key=lambda r: r.order)  # the oldest are served first
         for request in requests:
@@ -229,23 +245,22 @@ class Scheduler:
         if result.counts is None:
             tokens = result.tokens[:count]
             ended = rows.advance(tokens, result.logprobs[:count])
-            if rows.num_watched:
-                for request in rows.requests:
-                    if request.stop_strings is not None and request.stop_strings.push(
-                        int(tokens[request.row])
-                    ):
-                        request.finish_reason = "stop"
-                        ended[request.row] = True
+            for request in rows.requests if rows.num_watched else ():
+                if request.stop_strings is not None and request.stop_strings.push(tokens.item(request.row)):
+                    request.finish_reason = "stop"
         else:
             ended = rows.advance_many(result.tokens, result.logprobs, result.counts, self.blocks.block_size)
-            for request in rows.requests if rows.num_watched else ():
-                ended[request.row] |= request.finish_reason is not None
+        if rows.num_watched:
+            stopped = [r.row for r in rows.requests if r.finish_reason is not None]
+            ended = sorted({*ended, *stopped})
         if self._reserved:
             self._return_unused()
-        if not ended.any():
-            return []
-        finished = []
-        for row in np.flatnonzero(ended).tolist():
+        return self._end(ended) if ended else []
+
+    def _end(self, ended: list[int]) -> list[Request]:
+        """Takes out the rows of `ended` that are at their end; returns their requests."""
+        rows, finished = self.rows, []
+        for row in ended:
             request = rows.requests[row]
             last = int(rows.token_ids[row])
             request.finish_reason = _finish_reason(request, last, int(rows.output_len[row]))
@@ -262,9 +277,9 @@ class Scheduler:
         """
         assert result.counts is not None
         rows = self.rows
-        hits = rows.is_stop[result.tokens]
-        if not (rows.num_watched or hits.any()):
+        if not rows.num_watched and rows.stop_tokens.isdisjoint(result.tokens.tolist()):
             return
+        hits = rows.is_stop[result.tokens]
         ends = np.cumsum(result.counts)
         counts = result.counts.copy()
         affected = set(np.searchsorted(ends, np.flatnonzero(hits), side="right").tolist())
@@ -282,8 +297,9 @@ class Scheduler:
         self._reserved = False
         count = rows.num_rows
         need = -(-rows.positions[:count] // size)  # `_grow` opens the next block when it is due
-        for row in np.flatnonzero(rows.num_blocks[:count] > need).tolist():
-            self.blocks.free(rows.drop_blocks(row, int(need[row])))
+        unused = rows.num_blocks[:count] > need
+        for row in unused.nonzero()[0].tolist():
+            self.blocks.free(rows.drop_blocks(row, need.item(row)))
 
     def _leave(self, request: Request) -> None:
         """Takes a running request out of its row and frees its blocks."""

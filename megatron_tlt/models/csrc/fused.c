@@ -19,21 +19,23 @@ typedef struct {
     int32_t *token, *position, *slot, *parent, *start, *identity, *drawn, *from, *to, *depth;
     uint8_t *branch, *emitted;
     long count;
+    int all_drawn;
 } Fed;
 
 static Fed fed_in(const TltFused *f) {
     const long n = f->rows + f->nodes + 1;
     int32_t *at = f->ints;
     return (Fed){at,         at + n,     at + 2 * n, at + 3 * n, at + 4 * n,  at + 5 * n,
-                 at + 6 * n, at + 7 * n, at + 8 * n, at + 9 * n, f->bytes, f->bytes + n, 0};
+                 at + 6 * n, at + 7 * n, at + 8 * n, at + 9 * n, f->bytes,   f->bytes + n, 0,          0};
 }
 
 /* Appends one fed row of request `r`: a token `depth` below the root, cached `offset` positions behind it. */
-static void feed_row(const TltFused *f, Fed *t, long r, int32_t token, long depth, long offset, long parent) {
+static void feed_row(TltFused *f, Fed *t, long r, int32_t token, long depth, long offset, long parent) {
     const long i = t->count++, cached = f->positions[r] + offset;
     const long block = f->block_tables[r * f->max_blocks + cached / f->block_size];
     t->token[i] = token;
     t->position[i] = (int32_t)(f->positions[r] + depth);
+    if (t->position[i] > f->last_position) f->last_position = t->position[i];
     t->slot[i] = (int32_t)(block * f->block_size + cached % f->block_size);
     t->parent[i] = (int32_t)parent;
     t->depth[i] = (int32_t)depth;
@@ -42,9 +44,9 @@ static void feed_row(const TltFused *f, Fed *t, long r, int32_t token, long dept
     f->row_temperature[i] = f->temperature[r];
 }
 
-/* The root and the nodes of request `r`, which begin at `node`. Fields of a draft are checked; what is fed is checked
- * by the forward. */
-static int feed_request(const TltFused *f, Fed *t, long r, long node, long count) {
+/* The root and the nodes of request `r`, which begin at `node`. Tokens, positions, slots and blocks are checked by the
+ * forward. */
+static int feed_request(TltFused *f, Fed *t, long r, long node, long count) {
     const long root = t->count;
     if (f->positions[r] < 0) return TLT_BAD_POSITION;
     if (((long)f->positions[r] + count) / f->block_size >= f->max_blocks) return TLT_BAD_BLOCK;
@@ -54,14 +56,14 @@ static int feed_request(const TltFused *f, Fed *t, long r, long node, long count
         const long above = f->is_tree ? f->parents[node] : i - 1;
         if (above < -1 || above >= i) return TLT_BAD_PARENT;
         const long parent = root + 1 + above;
-        if (f->depths[node] != t->depth[parent] + 1) return TLT_BAD_PARENT;
-        feed_row(f, t, r, f->tokens[node], f->depths[node], i + 1, parent);
+        feed_row(f, t, r, f->tokens[node], t->depth[parent] + 1, i + 1, parent);
     }
     return TLT_OK;
 }
 
-static int lay(const TltFused *f, Fed *t) {
+static int lay(TltFused *f, Fed *t) {
     long node = 0;
+    f->last_position = 0;
     for (long r = 0; r < f->rows; r++) {
         const long count = f->nodes ? f->counts[r] : 0;
         if (count < 0 || count > f->nodes - node) return TLT_BAD_SHAPE;
@@ -93,46 +95,60 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     return tlt_forward(m, &s, threads, 0);
 }
 
-/* Request `r`: emits its root and, from there, each first node whose token is the one drawn at its parent. */
-static void follow(TltFused *f, const Fed *t, long r, long *moved) {
+/* Emits fed row `i`: the token drawn there, its log-probability and hidden state. A team has drawn all rows at once; one
+ * thread draws only where the path goes. Returns the token. */
+static int32_t emit(const TltModel *m, TltFused *f, const Fed *t, long i) {
+    const long at = f->emitted++;
+    const size_t width = (size_t)m->hidden * (m->is_bf16 ? 2 : 4);
+    f->out_index[at] = (int32_t)i;
+    if (t->all_drawn) {
+        f->out_tokens[at] = t->drawn[i];
+        f->out_logprobs[at] = f->drawn_logprobs[i];
+    } else {
+        tlt_keyed_sample(f->logits + i * m->vocab, 1, m->vocab, m->vocab, f->row_temperature + i, f->row_keys + i,
+                         f->out_tokens + at, f->out_logprobs + at, f->sampling, 1);
+    }
+    if (f->wants_hidden) memcpy((char *)f->out_hidden + at * width, (const char *)f->hidden + i * width, width);
+    return f->out_tokens[at];
+}
+
+/* Request `r`: emits its root and, from there, each first node that holds the token drawn at its parent. */
+static void follow(const TltModel *m, TltFused *f, const Fed *t, long r, long *moved) {
     const long root = t->start[r], first = f->emitted;
     long last = root;
-    for (long i = root; i < t->start[r + 1]; i++) {
-        const long parent = t->parent[i], node = i - r - 1;
-        t->emitted[i] = i == root || (parent == last && t->drawn[parent] == t->token[i]);
-        if (i > root) {
-            f->reached[node] = t->emitted[parent];
-            f->accepted[node] = t->emitted[i];
-        }
-        if (!t->emitted[i]) continue;
-        const long within = f->emitted - first;
+    int32_t next = emit(m, f, t, root);
+    t->emitted[root] = 1;
+    for (long i = root + 1; i < t->start[r + 1]; i++) {
+        const long parent = t->parent[i], node = i - r - 1, within = f->emitted - first;
+        const int is_next = parent == last && t->token[i] == next;
+        f->reached[node] = t->emitted[parent];
+        f->accepted[node] = t->emitted[i] = (uint8_t)is_next;
+        if (!is_next) continue;
         if (i - root != within) { /* a branch: plain decoding would have cached it elsewhere */
             t->from[*moved] = t->slot[i];
             t->to[(*moved)++] = t->slot[root + within];
         }
         last = i;
-        f->out_index[f->emitted++] = (int32_t)i;
+        next = emit(m, f, t, i);
     }
     f->out_counts[r] = (int32_t)(f->emitted - first);
 }
 
-/* Tokens, log-probabilities and hidden states of the emitted rows. */
-static void gather(const TltModel *m, const TltFused *f, const Fed *t) {
-    const size_t width = (size_t)m->hidden * (m->is_bf16 ? 2 : 4);
-    for (long i = 0; i < f->emitted; i++) {
-        const long at = f->out_index[i];
-        f->out_tokens[i] = t->drawn[at];
-        f->out_logprobs[i] = f->drawn_logprobs[at];
-        if (f->wants_hidden) memcpy((char *)f->out_hidden + i * width, (const char *)f->hidden + at * width, width);
-    }
+static int verify(const TltModel *m, TltFused *f, Fed *t, int threads) {
+    long moved = 0;
+    t->all_drawn = threads > 1;
+    if (t->all_drawn)
+        tlt_keyed_sample(f->logits, t->count, m->vocab, m->vocab, f->row_temperature, f->row_keys, t->drawn,
+                         f->drawn_logprobs, f->sampling, threads);
+    f->emitted = 0;
+    for (long r = 0; r < f->rows; r++) follow(m, f, t, r, &moved);
+    return moved ? tlt_copy_slots(f->kv, m, f->num_blocks, f->block_size, t->from, t->to, moved) : TLT_OK;
 }
 
-static int verify(const TltModel *m, TltFused *f, const Fed *t) {
-    long moved = 0;
-    f->emitted = 0;
-    for (long r = 0; r < f->rows; r++) follow(f, t, r, &moved);
-    gather(m, f, t);
-    return moved ? tlt_copy_slots(f->kv, m, f->num_blocks, f->block_size, t->from, t->to, moved) : TLT_OK;
+static void decode(const TltModel *m, TltFused *f, int threads) {
+    tlt_keyed_sample(f->logits, f->rows, m->vocab, m->vocab, f->row_temperature, f->row_keys, f->out_tokens,
+                     f->out_logprobs, f->sampling, threads);
+    f->emitted = f->rows;
 }
 
 static double now(void) {
@@ -148,11 +164,8 @@ int tlt_fused_step(const TltModel *m, TltFused *f, int threads) {
     if (!bad) bad = forward(m, f, &t, threads);
     if (bad) return bad;
     const double started = now();
-    const int plain = !f->nodes;
-    tlt_keyed_sample(f->logits, t.count, m->vocab, m->vocab, f->row_temperature, f->row_keys,
-                     plain ? f->out_tokens : t.drawn, plain ? f->out_logprobs : f->drawn_logprobs, f->sampling, threads);
-    f->emitted = f->rows;
-    if (!plain) bad = verify(m, f, &t);
+    if (f->nodes) bad = verify(m, f, &t, threads);
+    else decode(m, f, threads);
     f->sample_seconds = now() - started;
     return bad;
 }

@@ -9,15 +9,16 @@
  * The field order is repeated in native_step.py. */
 typedef struct {
     int32_t rows, nodes, is_tree, wants_hidden, max_blocks, num_blocks, block_size;
-    int32_t emitted;        /* out: E */
-    double sample_seconds;  /* out: from the end of the forward on */
+    int32_t emitted;       /* out: E */
+    int32_t last_position; /* out: the greatest that is fed */
+    double sample_seconds; /* out: from the end of the forward on */
     /* The rows, as the engine keeps them. */
     const int32_t *token_ids, *positions, *output_len; /* [D] to feed; its position; output position of the next */
     const int32_t *block_tables;                       /* [D][max_blocks] */
     const uint64_t *keys;                              /* [D] of the requests */
     const float *temperature;                          /* [D], 0: greedy */
-    /* The draft. Depths from 1; parents, of trees only, count within the row's nodes, -1: the root. */
-    const int32_t *counts, *tokens, *depths, *parents; /* [D], [N], [N], [N] */
+    /* The draft. Parents, of trees only, count within the row's nodes; -1: the root. */
+    const int32_t *counts, *tokens, *parents; /* [D], [N], [N] */
     void *kv;
     /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][H], tlt_sample_scratch_bytes(T, V) */
     int32_t *ints;
@@ -28,7 +29,7 @@ typedef struct {
     void *hidden;
     void *sampling;
     /* Out: what each row emits, the fed rows that it is drawn at, and the verdict on every node. */
-    int32_t *out_tokens, *out_counts, *out_index; /* [E], [D], [E] */
+    int32_t *out_tokens, *out_index, *out_counts; /* [E], [E], [D] */
     float *out_logprobs;                          /* [E] */
     void *out_hidden;                             /* [E][H] in the compute type, if wanted */
     uint8_t *accepted, *reached;                  /* [N] */

@@ -71,6 +71,10 @@ class Calibrator:
         """
         self._trunk.observe(depth, bucket, matched, weights)
 
+    def observe_cells(self, cells: np.ndarray, matched: np.ndarray) -> None:
+        """As `observe`, by cells int [n] = depth * G + bucket, each within the table."""
+        self._trunk.note(2 * cells + matched)
+
     def observe_siblings(
         self, rank: np.ndarray, bucket: np.ndarray, matched: np.ndarray, weights: np.ndarray | None = None
     ) -> None:
@@ -110,6 +114,10 @@ class _Rates:
         code += column
         code += code
         code += matched
+        self.note(code, weights)
+
+    def note(self, code: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """Keeps codes (cell, then matched) for the next refresh, and refreshes when it is due."""
         self._waiting.append((code, None if weights is None else np.array(weights, np.float64)))
         self._waiting_nodes += len(code)
         self._calls += 1

@@ -26,7 +26,7 @@ from megatron_tlt.rollout.spec.draft import Draft
 from tests.helpers.draft_trees import Tree, random_tree, slot
 from tests.helpers.tiny_models import Driver, random_weights
 
-V = 6  # so few that random drafts are right now and then
+V = 3  # so few that random drafts are right now and then
 CONFIGS = {
     "qwen3": ModelConfig("qwen3", V, 64, 2, 4, 4, 24, 90, qk_norm=True, tie_word_embeddings=True),
     "qwen2": ModelConfig("qwen2", V, 96, 2, 6, 2, 32, 200, qkv_bias=True, tie_word_embeddings=True),
@@ -165,7 +165,8 @@ def test_the_rotary_table_grows() -> None:
     rows.block_tables[0] = np.arange(320)
     rows.positions[0], rows.slot_mapping[0] = 4093, 4093
     made = Bench(decoder, rows, kv, kv.data.clone())
-    chain = Draft(np.array([4], np.int32), *[np.arange(1, 5, dtype=np.int32)] * 3)
+    depths = np.arange(1, 5, dtype=np.int32)
+    chain = Draft(np.array([4], np.int32), depths % V, np.ones(4, np.float32), depths)
     got, want = made.step(chain, 1, True), made.step(chain, 1, False)  # the first of them finds a short table
     assert got[:-1] == want[:-1] and torch.equal(got[-1], want[-1])
     rows.positions[0] = 4999
@@ -186,7 +187,7 @@ def break_slot(rows: RunningRows, draft: Draft) -> None:
 
 
 def break_block(rows: RunningRows, draft: Draft) -> None:
-    rows.block_tables[2, 0] = -1
+    rows.block_tables[5, 0] = -1
 
 
 def break_position(rows: RunningRows, draft: Draft) -> None:
@@ -202,12 +203,8 @@ def break_parent(rows: RunningRows, draft: Draft) -> None:
     draft.parents[0] = 0
 
 
-def break_depth(rows: RunningRows, draft: Draft) -> None:
-    draft.depths[1] += 1
-
-
 def break_counts(rows: RunningRows, draft: Draft) -> None:
-    draft.counts[0] += 1
+    draft.counts[-1] += 1
 
 
 BREAKS = {
@@ -218,7 +215,6 @@ BREAKS = {
     break_position: "position outside",
     break_length: "block table",
     break_parent: "parent",
-    break_depth: "parent",
     break_counts: "shape",
 }
 
@@ -226,10 +222,10 @@ BREAKS = {
 @pytest.mark.parametrize(("breaks", "error"), BREAKS.items(), ids=lambda x: getattr(x, "__name__", ""))
 def test_what_c_could_not_read_safely_is_refused(breaks, error: str) -> None:
     made = bench("qwen3", torch.float32)
-    tree = random_tree(random.Random(3), 3, 2, V)
+    tree = spread(random.Random(3), 3, 2)
     nodes = np.array([(t, d, p - 1) for t, d, p in zip(tree.tokens, tree.depths, tree.parents)][1:], np.int32)
-    tokens, depths, parents = np.tile(nodes, (3, 1)).T.copy()
-    draft = Draft(np.full(3, len(nodes), np.int32), tokens, tokens.astype(np.float32), depths, parents)
+    tokens, depths, parents = np.tile(nodes, (6, 1)).T.copy()
+    draft = Draft(np.full(6, len(nodes), np.int32), tokens, tokens.astype(np.float32), depths, parents)
     runner = made.runner()
     runner.verify(draft, coupled)
     made.kv.data.copy_(made.before)
@@ -245,7 +241,11 @@ def test_rows_that_c_cannot_read_and_missing_weights_are_refused() -> None:
     fields = [rows.token_ids, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature]
     with pytest.raises(BackendError, match="weights"):
         NativeStep(decoder, kv, RowArrays(*fields)).decode(1)
-    for at, wrong in ((0, rows.token_ids.astype(np.int64)), (3, rows.block_tables[:, :1]), (4, rows.positions)):
+    for at, wrong in (
+        (0, rows.token_ids.astype(np.int64)),
+        (3, rows.block_tables[:, :1]),
+        (4, rows.positions),
+    ):
         with pytest.raises(BackendError, match="must be contiguous"):
             NativeStep(decoder, kv, RowArrays(*fields[:at], wrong, *fields[at + 1 :]))
     decoder.load_weights(random_weights(CONFIGS["qwen3"]))
