@@ -5,16 +5,23 @@ decoding in the same round. A batch size b means: at most b requests run, and en
 long-tailed rollout starts 64 requests together and runs until the last has ended. Prompts, sampling and lengths are
 the quickstart's. Answers of all strategies are compared; a difference ends the benchmark with an error.
 
-    python benchmarks/bench_speculation.py [--quick] [--model DIR] [--drafter DIR] [--config FILE] --out r.json
+    python benchmarks/bench_speculation.py [--quick] [--layers 48] [--model DIR] [--drafter DIR] --out r.json
+
+`--layers N` makes the policy deeper by layers that change nothing (their output projections are zero): the same
+answers and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the regime of
+real policies, where a forward is bound by reading weights and further rows are nearly free.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +91,33 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
     overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
     config = load_config(args.config, overrides)
     return Side(name, build_backend(config.rollout, config.model, tokenizer=None, load_weights=True))
+
+
+def deepen(model: Path, layers: int, folder: Path) -> Path:
+    """A copy of the policy with `layers` layers, the added ones without effect: same logits, bit for bit."""
+    import torch
+
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.loader import iter_weights, save_hf
+
+    shallow = ModelConfig.from_hf(model)
+    deep = replace(shallow, num_layers=layers)
+    known, generator = dict(iter_weights(model, shallow)), torch.Generator().manual_seed(0)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in deep.parameter_shapes().items():
+            if name in known:
+                yield name, known[name]
+            elif "o_proj" in name or "down_proj" in name:
+                yield name, torch.zeros(shape)
+            else:
+                yield name, torch.randn(shape, generator=generator) * 0.05 + (len(shape) == 1)
+
+    save_hf(folder, deep, weights())
+    for file in model.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(file, folder)
+    return folder
 
 
 def open_prompts(args: argparse.Namespace) -> tuple[list[Prompt], SamplingParams]:
@@ -173,6 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--layers", type=int, help="deepen the policy to so many layers, same answers")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--strategies", nargs="+", choices=[*STRATEGIES], default=[*STRATEGIES])
     parser.add_argument("--repeats", type=int, default=7)
@@ -188,6 +223,14 @@ def main() -> None:
     if args.quick:
         args.batches, args.repeats = [1, 8], 3
         args.strategies = ["plain", "ours", "suffix 4", "eagle 2", "eagle 4"]
+    with tempfile.TemporaryDirectory() as folder:
+        if args.layers:
+            args.model = deepen(args.model, args.layers, Path(folder))
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Measures, prints and writes."""
     sides = [open_side(name, args) for name in args.strategies]
     prompts, params = open_prompts(args)
     rows: list[dict[str, Any]] = []
