@@ -8,7 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_tlt.config.load import load_config
+from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native import keyed_sample
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
@@ -16,6 +22,7 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import Answers, answer_all, make_engine, random_jobs, small_config
 from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.mpi import ROOT
 from tests.helpers.speculating import speculating_engine
 from tests.helpers.tiny_models import random_weights
 
@@ -171,3 +178,21 @@ def test_stop_strings_cut_a_run():
     attach(engine, OracleDrafter(known, config.vocab_size, 0.0, False), RandomSelector("oracle", 8, 1))
     assert run(engine) == expected
     assert any(reason == "stop" for *_, reason in expected)
+
+
+@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
+def test_trained_drafter_of_the_demo_policy(topk):
+    """The asset belongs to the policy (accept length far above 1), and changes nothing."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/demo-policy'}"])
+    model = ModelConfig.from_hf(config.model.path)
+    tokenizer = HFTokenizer(config.model.path)
+    prompts = build_prompts(config.data, "eval", tokenizer, 0).next_batch(3)
+    params = SamplingParams(max_tokens=80, stop_token_ids=tokenizer.eos_token_ids, seed=1)
+    jobs = [(p.prompt_id, list(p.token_ids), params, 2) for p in prompts]
+    weights = list(iter_weights(config.model.path, model))
+    expected = answer_all(speculating_engine(model, weights, budget=256, drafter="none"), jobs)
+    saved = load_drafter(ROOT / "assets/demo-drafter", model)
+    options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5, "topk": topk}
+    engine = speculating_engine(model, weights, budget=256, drafter_weights=saved.weights, **options)
+    assert answer_all(engine, jobs) == expected
+    assert engine.take_stats().speculation.accept_length > 3

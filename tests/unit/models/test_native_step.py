@@ -203,8 +203,16 @@ def break_parent(rows: RunningRows, draft: Draft) -> None:
     draft.parents[0] = 0
 
 
-def break_counts(rows: RunningRows, draft: Draft) -> None:
+def break_more(rows: RunningRows, draft: Draft) -> None:
     draft.counts[-1] += 1
+
+
+def break_fewer(rows: RunningRows, draft: Draft) -> None:
+    draft.counts[-1] -= 1
+
+
+def break_negative(rows: RunningRows, draft: Draft) -> None:
+    draft.counts[0], draft.counts[1] = -1, draft.counts[0] + draft.counts[1] + 1
 
 
 BREAKS = {
@@ -215,7 +223,9 @@ BREAKS = {
     break_position: "position outside",
     break_length: "block table",
     break_parent: "parent",
-    break_counts: "shape",
+    break_more: "shape",
+    break_fewer: "shape",
+    break_negative: "shape",
 }
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.native import NativeDecoder, keyed_sample
+from megatron_tlt.models.native_step import NativeStep
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.kv_cache import choose_num_blocks, free_memory
-from megatron_tlt.rollout.model_runner import _Upload
+from megatron_tlt.rollout.model_runner import Verifier, _Upload
 from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.types import SamplingParams
+from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
+from tests.helpers.engines import small_config
 from tests.helpers.fake_decoder import FakeDecoder, NullDecoder
+from tests.helpers.tiny_models import random_weights
 
 CPU = torch.device("cpu")
 
@@ -85,3 +92,45 @@ def test_the_decision_code_runs_without_torch():
         "from megatron_tlt.rollout import block_manager, request, scheduler"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def native_engine(decoder: NativeDecoder, **options) -> Engine:
+    sample = partial(keyed_sample, threads=1)
+    return Engine(decoder, SchedulerLimits(4, 64, 128, 131), 64, 16, native_sample=sample, **options)
+
+
+def test_steps_in_one_call_are_taken_where_nothing_needs_the_logits(monkeypatch: pytest.MonkeyPatch):
+    """Masked rows, other verifiers and near-ties take the long way; the answers are the same."""
+    config = small_config("qwen3")
+    decoder = NativeDecoder(config)
+    decoder.load_weights(random_weights(config, seed=5))
+    assert native_engine(decoder, count_near_ties=True).runner.native_step is None
+    assert make_engine(FakeDecoder()).runner.native_step is None
+    calls: list[str] = []
+    for name in ("decode", "verify"):
+        inner = getattr(NativeStep, name)
+        monkeypatch.setattr(NativeStep, name, lambda *a, f=inner, n=name: (calls.append(n), f(*a))[1])
+
+    def answers(params: SamplingParams, in_one: bool, verifier: Verifier | None = None) -> list[list[int]]:
+        engine = native_engine(decoder)
+        if not in_one:
+            engine.runner.native_step = None
+        if verifier is not None:
+            attach(
+                engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3)
+            ).verifier = verifier
+        engine.add([1, 2, 3], params, 0, num_samples=3)
+        return [r.output for r in engine.run()]
+
+    open_params = SamplingParams(max_tokens=20, ignore_eos=True)
+    masked = SamplingParams(max_tokens=20, ignore_eos=True, top_k=5)
+    for params, verifier, expected in (
+        (open_params, None, {"decode"}),
+        (open_params, coupled, {"decode", "verify"}),
+        (open_params, partial(coupled), {"decode"}),  # not known to be the coupled one
+        (masked, None, set()),
+        (masked, coupled, set()),
+    ):
+        calls.clear()
+        assert answers(params, True, verifier) == answers(params, False)
+        assert set(calls) == expected
