@@ -8,8 +8,8 @@ the quickstart's. Answers of all strategies are compared; a difference ends the 
     python benchmarks/bench_speculation.py [--quick] [--layers 48] [--model DIR] [--drafter DIR] --out r.json
 
 `--layers N` makes the policy deeper by layers that change nothing (their output projections are zero): the same
-answers and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the regime of
-real policies, where a forward is bound by reading weights and further rows are nearly free.
+answers and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the
+regime of real policies, where a forward is bound by reading weights and further rows are nearly free.
 """
 
 from __future__ import annotations

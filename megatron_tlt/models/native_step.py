@@ -78,15 +78,17 @@ class NativeStep:
     """Decoding steps over one cache and one set of rows. Buffers grow with the largest step. Not thread-safe."""
 
     def __init__(self, decoder: NativeDecoder, kv: KVCache, rows: RowArrays):
-        """Raises BackendError for rows that C could not read, and for a tensor-parallel decoder."""
+        """`kv` and `rows` keep their memory. Raises BackendError for rows that C could not read, and for a decoder that
+        has only a part of the model.
+        """
         forward = decoder.structure
         if forward.model.tp != 1:
             raise BackendError("a step in one call needs the whole model: this decoder has a part of it")
         self.sample_seconds = 0.0  # of the last step: what followed its forward
-        self._decoder, self._forward, self._kv, self._rows = decoder, forward, kv, rows
-        self._fused = Fused(
-            max_blocks=rows.block_tables.shape[1], num_blocks=kv.num_blocks, block_size=kv.block_size
-        )
+        self._decoder, self._forward, self._kv, self._rows = decoder, forward, kv.data, rows
+        self._most_rows, max_blocks = rows.block_tables.shape
+        sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
+        self._fused = Fused(kv=kv.data.data_ptr(), **sizes)
         self._point_at_rows()
         self._run = _fused_step()
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
@@ -132,8 +134,12 @@ class NativeStep:
             self._parents[:nodes] = parents
         self._call()
         emitted: int = fused.emitted
-        accepted, reached = self._verdicts[:, :nodes].copy()
-        verdict = (self._out_counts[:rows].copy(), self._out_index[:emitted].copy(), accepted, reached)
+        verdict = (
+            self._out_counts[:rows].copy(),
+            self._out_index[:emitted].copy(),
+            self._accepted[:nodes].copy(),
+            self._reached[:nodes].copy(),
+        )
         return self._emitted(emitted, wants_hidden), verdict
 
     def _emitted(self, count: int, wants_hidden: bool) -> Emitted:
@@ -145,12 +151,11 @@ class NativeStep:
         return self._out_tokens[:count].copy(), self._out_logprobs[:count].copy(), hidden
 
     def _call(self) -> None:
+        fused = self._fused
         if not self._decoder.complete:
             raise BackendError("forward before all weights were loaded")
-        fused = self._fused
-        if fused.rows > len(self._rows.block_tables):
-            raise BackendError(f"native step of {fused.rows} rows, there are {len(self._rows.block_tables)}")
-        fused.kv = self._kv.data.data_ptr()
+        if fused.rows > self._most_rows:
+            raise BackendError(f"native step of {fused.rows} rows, there are {self._most_rows}")
         code = self._run(*self._arguments)
         if code == BAD_POSITION and self._forward.grow_rope(fused.last_position + 1):
             code = self._run(*self._arguments)
@@ -177,7 +182,7 @@ class NativeStep:
         self._counts, self._tokens, self._parents = ints[_INTS : _INTS + 3]
         self._out_tokens, self._out_index, self._out_counts = ints[_INTS + 3 :]
         flags = np.empty((4, room + 1), bool)
-        self._verdicts = flags[2:]
+        self._accepted, self._reached = flags[2:]
         self._out_logprobs = np.empty(room, np.float32)
         self._out_hidden, hidden = np.empty(
             (2, room, model.hidden), np.int16 if self._is_bf16 else np.float32
@@ -191,20 +196,11 @@ class NativeStep:
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
             "hidden": hidden,
-            "accepted": flags[2],
-            "reached": flags[3],
         }
-        ours = (
-            "counts",
-            "tokens",
-            "parents",
-            "out_tokens",
-            "out_index",
-            "out_counts",
-            "out_logprobs",
-            "out_hidden",
+        names = (
+            "counts tokens parents out_tokens out_index out_counts out_logprobs out_hidden accepted reached"
         )
-        arrays = scratch | {name: getattr(self, f"_{name}") for name in ours}
+        arrays = scratch | {name: getattr(self, f"_{name}") for name in names.split()}
         self._keep = scratch  # nobody else does
         for name, array in arrays.items():
             setattr(self._fused, name, array.ctypes.data)
