@@ -46,9 +46,10 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
 
 
 def share_answers(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
-    """Tells every engine of all ranks' scored answers: the next visit of a question may come to any of them.
+    """Tells every engine of all ranks' scored answers, also those that nobody trains on: the next visit of a question
+    may come to any engine.
 
-    Collective where the engines keep a history; which is the same on all ranks.
+    Collective where the engines keep a history, which all of them do or none: they share one configuration.
     """
     if not backend.wants_history:
         return

@@ -125,8 +125,8 @@ class RLTrainer:
                 self.world.barrier()
             with self._phase("score"):
                 scored = self._score(prompts, samples)
-                kept += scored
                 share_answers(self.world, self.backend, scored)
+                kept += [g for g in scored if self.algorithm.keep_group(self.algorithm.shaped(g))]
                 ids = sorted(
                     i
                     for part in self.world.all_gather_object([g.prompt.prompt_id for g in kept])
@@ -140,12 +140,12 @@ class RLTrainer:
             return groups, self.assembler.collect(groups)
 
     def _score(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleGroup]:
-        """Groups worth training on. Ranks of one engine hold the same samples: its first one scores them."""
+        """Judged groups. Ranks of one engine hold the same samples: its first one scores them."""
         if self.tp_rank:
             return []
         groups = group_samples(prompts, samples)
         self.rewards.score(groups)
-        return [g for g in groups if self.algorithm.keep_group(self.algorithm.shaped(g))]
+        return groups
 
     def _reward_kl(self, parts: list[list[TrainSequence]]) -> list[np.ndarray] | None:
         """Per-token KL to the reference where it is part of the reward; None otherwise."""

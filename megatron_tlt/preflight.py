@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import open_source
-from megatron_tlt.errors import ConfigError, ConfigProblem, RewardError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.planning.report import find_problems, render_check
 from megatron_tlt.rewards.build import check_user_functions
+from megatron_tlt.rollout.spec.strategy import build_selector
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks import Device
     from megatron_tlt.distributed.world import World
+
+_DRAFTER_PATH = "rollout.speculation.drafter_path"
 
 
 def check_report(config: Config, ranks: int | None) -> str:
@@ -25,6 +28,7 @@ def check_report(config: Config, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
     problems = find_problems(config, shape, num_ranks, None, positions) + input_problems(config)
+    problems += speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
@@ -38,7 +42,7 @@ def check_on(config: Config | SftConfig, world: World) -> None:
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems += find_problems(config, shape, world.size, device, positions)
     if isinstance(config, Config):
-        problems += input_problems(config)
+        problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
 
@@ -52,7 +56,7 @@ def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | N
 
 
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Model, prompts and records that are not on this machine."""
+    """Model, drafter, prompts and records that are not on this machine."""
     problems = []
     if not (Path(config.model.path) / "config.json").is_file():
         allowed = "must be a Hugging Face directory with a config.json"
@@ -62,9 +66,34 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     else:
         held_out = config.data.eval.path if config.data.eval is not None else None
         named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
+        if config.rollout.speculation.uses_eagle:
+            named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
     for field, path in named.items():
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))
+    return problems
+
+
+def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
+    """Bandit arms that cannot be, and a drafter on this machine that is none or is another model's.
+
+    Without a `shape` (no model directory here) the drafter is not looked at.
+    """
+    section = config.rollout.speculation
+    problems: list[ConfigProblem] = []
+    try:
+        build_selector(section, section.drafter)
+    except ConfigError as error:
+        problems += error.problems
+    path = section.drafter_path
+    if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
+        # Here, for it needs torch, and no other check does.
+        from megatron_tlt.drafter.checkpoint import check_drafter
+
+        try:
+            check_drafter(path, shape)
+        except CheckpointError as error:
+            problems.append(ConfigProblem(_DRAFTER_PATH, path, str(error)))
     return problems
 
 

@@ -23,6 +23,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.native_build import find_compiler
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.scheduler import SchedulerLimits
@@ -168,10 +169,11 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
 def _history(rollout: RolloutSection) -> AnswerHistory | None:
     """Earlier answers, where somebody reads them: the suffix drafter, or the order of prompts."""
     section = rollout.speculation.suffix
-    is_drafting = rollout.speculation.drafter in ("suffix", "hybrid")
-    if not section.history_epochs or not (is_drafting or rollout.order == "longest_first"):
+    is_read = rollout.speculation.uses_suffix and section.history_epochs > 0
+    if not is_read and rollout.order == "arrival":
         return None
-    return AnswerHistory(section.history_epochs, section.history_answers, section.history_mib)
+    answers = section.history_answers if is_read else 0  # the order of prompts needs lengths only
+    return AnswerHistory(max(1, section.history_epochs), answers, section.history_mib)
 
 
 def _eagle(
@@ -179,7 +181,7 @@ def _eagle(
 ) -> EagleDecoder | None:
     """The trained drafter around the policy's decoder, its weights loaded."""
     section = rollout.speculation
-    if section.drafter not in ("eagle", "hybrid"):
+    if not section.uses_eagle:
         return None
     assert section.drafter_path is not None  # `_check`
     eagle = build_eagle(decoder, rollout.threads, tp)
@@ -200,7 +202,11 @@ def _check(
     rollout: RolloutSection, model: ModelSection, config: ModelConfig, tp: TensorParallel | None
 ) -> None:
     """Everything that sizes an engine wrongly, at once."""
-    problems = list(check_speculation(rollout.speculation))
+    section = rollout.speculation
+    problems = list(check_speculation(section))
+    if section.uses_suffix and find_compiler() is None:
+        allowed = "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose none or eagle)"
+        problems.append(ConfigProblem("rollout.speculation.drafter", section.drafter, allowed))
     if model.max_context > config.max_position_embeddings:
         allowed = f"at most {config.max_position_embeddings}, the positions of the model in {model.path}"
         problems.append(ConfigProblem("model.max_context", model.max_context, allowed))

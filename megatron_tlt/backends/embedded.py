@@ -126,15 +126,20 @@ class EmbeddedBackend:
             self._history.remember(answers)
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned, for checkpoints: it only makes the engine faster."""
+        """What speculation has learned and how long answers were, JSON-able. It changes the engine's speed only, and
+        the order of prompts, which a resumed run must repeat (docs/numerics.md says what depends on it).
+        """
         speculator = self.engine.speculator
-        return {} if speculator is None else speculator.state_dict()
+        state = {} if speculator is None else speculator.state_dict()
+        return state if self._history is None else {**state, "history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave; nothing of another drafter or selector."""
         speculator = self.engine.speculator
-        if speculator is not None and state:
+        if speculator is not None and "drafter" in state:
             speculator.load_state_dict(state)
+        if self._history is not None and "history" in state:
+            self._history.load_state_dict(state["history"])
 
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""

@@ -21,6 +21,16 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 
 RootT = TypeVar("RootT", Config, SftConfig)
 
+# Fields of `rollout` that say nothing to `generate`, and what does.
+_SAID_ELSEWHERE = {
+    "tp": "all ranks are one engine",
+    "samples_per_prompt": "use --n",
+    **{
+        name: f"use --{name.replace('_', '-')}"
+        for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
+    },
+}
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[RootT] = Config) -> RootT:  # type: ignore[assignment]
     """The configuration in `path` with `overrides` (`"a.b.c=value"`, values typed as in YAML) on top.
@@ -54,10 +64,19 @@ def build_config(
 
 
 def load_engine(overrides: Sequence[str]) -> RolloutSection:
-    """The rollout section from overrides alone (`"rollout.a.b=value"`). Raises ConfigError with all problems."""
-    outside = [o for o in overrides if not o.startswith("rollout.")]
-    if outside:
-        raise ConfigError([ConfigProblem("override", o, "must look like rollout.key=value") for o in outside])
+    """The rollout section of `generate` from overrides alone (`"rollout.a.b=value"`).
+
+    Raises ConfigError with all problems, also for fields that `generate` takes from options of its own or not at all.
+    """
+    problems = []
+    for override in overrides:
+        root, _, rest = override.partition(".")
+        if root != "rollout" or not rest:
+            problems.append(ConfigProblem("override", override, "must look like rollout.key=value"))
+        elif elsewhere := _SAID_ELSEWHERE.get(rest.partition("=")[0]):
+            problems.append(ConfigProblem("override", override, f"not read by generate: {elsewhere}"))
+    if problems:
+        raise ConfigError(problems)
     section = build_config({"model": {"path": ""}}, overrides, Config).rollout
     if problems := list(check_speculation(section.speculation)):
         raise ConfigError(problems)

@@ -67,15 +67,27 @@ class SpeculationSection(Section):
     bandit: BanditSection = BanditSection()
     """The bandit."""
 
+    @property
+    def uses_eagle(self) -> bool:
+        """Whether a trained drafter is part of it."""
+        return self.drafter in ("eagle", "hybrid")
+
+    @property
+    def uses_suffix(self) -> bool:
+        """Whether the suffix drafter is part of it."""
+        return self.drafter in ("suffix", "hybrid")
+
 
 def check_speculation(section: SpeculationSection) -> Iterator[ConfigProblem]:
     """What does not go together; arms are checked where they are parsed (`rollout.spec.strategy`)."""
     at = "rollout.speculation"
-    if section.drafter in ("eagle", "hybrid") and section.drafter_path is None:
+    if section.uses_eagle and section.drafter_path is None:
         allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
     if section.verify == "block" and section.topk > 1:
-        yield ConfigProblem(f"{at}.topk", section.topk, "must be 1 with verify 'block', which verifies chains")
+        yield ConfigProblem(
+            f"{at}.topk", section.topk, "must be 1 with verify 'block', which verifies chains"
+        )
     if section.verify == "block" and section.drafter == "hybrid":
         yield ConfigProblem(f"{at}.drafter", "hybrid", "must be 'suffix' or 'eagle' with verify 'block'")
     if section.verify == "block" and section.selector == "beg_mab" and section.drafter != "none":

@@ -28,9 +28,7 @@ class DraftSequence:
     prompt_len: int
     offset: int = 0  # position of the first token, in a window of a longer sequence
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
-    answer_at: int | None = (
-        None  # position of the answer's first token; default: prompt_len, right unless a window
-    )
+    answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
 
     @property
     def answer_start(self) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import check_eagle_tensors
+from megatron_tlt.models.eagle import check_eagle_shapes, check_eagle_tensors
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
 KIND = "eagle"
@@ -47,7 +47,7 @@ def save_drafter(
     An older one in `directory` is replaced once the new one is on disk; config.json is taken away first and comes
     last, so that a crash leaves a directory that is refused, never a mixture. Raises CheckpointError for wrong tensors.
     """
-    check_eagle_tensors(dict(weights), config)
+    check_eagle_tensors(weights, config)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
@@ -75,18 +75,33 @@ def load_drafter(directory: str | Path, config: ModelConfig) -> SavedDrafter:
     Raises CheckpointError for a directory that is none, and one that names every tensor that does not fit.
     """
     root = Path(directory)
-    about = _read_about(root / CONFIG)
-    if about.get("drafter") != KIND:
-        raise CheckpointError(f"{root / CONFIG} does not describe an {KIND} drafter")
+    about = check_drafter(root, config)
     try:
         weights = load_file(str(root / WEIGHTS))
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
+    return SavedDrafter(weights, int(about.get("policy_version", 0)), int(about.get("trained_steps", 0)))
+
+
+def check_drafter(directory: str | Path, config: ModelConfig) -> dict[str, Any]:
+    """Whether `load_drafter` could load it, from config.json (returned) and the weights' header alone.
+
+    Raises CheckpointError as `load_drafter` does.
+    """
+    root = Path(directory)
+    about = _read_about(root / CONFIG)
+    if about.get("drafter") != KIND:
+        raise CheckpointError(f"{root / CONFIG} does not describe an {KIND} drafter")
     try:
-        check_eagle_tensors(weights, config)
+        with safe_open(str(root / WEIGHTS), "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
+    try:
+        check_eagle_shapes(shapes, config)
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
-    return SavedDrafter(weights, int(about.get("policy_version", 0)), int(about.get("trained_steps", 0)))
+    return about
 
 
 def _read_about(file: Path) -> dict[str, Any]:

@@ -99,8 +99,9 @@ class FrozenHeadLoss(torch.autograd.Function):
             gradient[part], more = _rows_loss(drafted[part], target[part], head, weights)
             sums += more
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(sums[1], sums[2])
-        return sums[0], sums[1], sums[2]
+        loss, ce, accept = (value.clone() for value in sums)
+        ctx.mark_non_differentiable(ce, accept)
+        return loss, ce, accept
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

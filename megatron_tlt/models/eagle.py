@@ -10,7 +10,7 @@ Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head siz
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -182,15 +182,20 @@ class EagleModel(nn.Module):
         return outputs
 
 
-def check_eagle_tensors(given: dict[str, Tensor], config: ModelConfig) -> None:
+def check_eagle_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> None:
     """Raises CheckpointError that names every missing, unexpected and misshapen tensor of a drafter."""
+    check_eagle_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, config)
+
+
+def check_eagle_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
+    """As `check_eagle_tensors`, from the shapes alone."""
     wanted = eagle_parameter_shapes(config)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(given[name].shape)}, the policy needs {shape}"
+        f"{name} has shape {given[name]}, the policy needs {shape}"
         for name, shape in wanted.items()
-        if name in given and tuple(given[name].shape) != shape
+        if name in given and given[name] != shape
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

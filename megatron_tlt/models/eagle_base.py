@@ -23,10 +23,8 @@ from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 
-DEPTHS, BUCKETS = (
-    8,
-    32,
-)  # of the match-rate table: draft positions (the last stands for all deeper), gap buckets
+DEPTHS = 8  # draft positions of the match-rate table; the last stands for all deeper ones
+BUCKETS = 32  # of the gap between best and second candidate
 BUCKET_WIDTH = 0.25  # bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
 
 

@@ -34,10 +34,8 @@ from megatron_tlt.rollout.graph_capture import (
     Step,
 )
 
-_SMALL, _STRIDE = (
-    (1, 2, 4, 8),
-    8,
-)  # batch buckets: these, then multiples of the stride, then of larger powers of two
+_SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
+_STRIDE = 8  # then of larger powers of two
 _ROWS_EACH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FIRST_BLOCKS = 8  # smallest bucket of context; the next ones double
 _VERIFY_ROWS = 512

@@ -19,19 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.rollout.keys import MIX_A, MIX_B, TOKEN_STEP
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.rollout.masks import apply_masks
 
 NEAR_TIE = 1e-5
 _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of a uint64: torch multiplies and shifts int64 only."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-_A, _B, _STEP = _signed(MIX_A), _signed(MIX_B), _signed(TOKEN_STEP)
 
 
 class NativeSample(Protocol):
@@ -144,7 +136,7 @@ class Sampler:
 
     def _sample_part(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         temperature = torch.from_numpy(rows.temperature).to(self.device).unsqueeze(1)
-        keys = torch.from_numpy(rows.keys.view(np.int64)).to(self.device)
+        keys = key_tensor(rows.keys, self.device)
         scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)
         allowed = scores
         at = np.flatnonzero(rows.masked)
@@ -162,24 +154,3 @@ class Sampler:
             best = perturbed.topk(min(2, perturbed.shape[1]), dim=-1).values
             self.near_ties += int((best[:, 0] - best[:, -1] <= NEAR_TIE).sum()) if best.shape[1] > 1 else 0
         return perturbed.argmax(dim=-1)
-
-
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Noise float32 [R, V] of row keys int64 [R] (the bits of a uint64), on the keys' device."""
-    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=keys.device) * _STEP
-    z = keys.unsqueeze(1) + ids
-    z = (z ^ _shift(z, 30)) * _A
-    z = (z ^ _shift(z, 27)) * _B
-    z = z ^ _shift(z, 31)
-    bits = _shift(z, 40)
-    # m + 1/2 does not fit fp32 in the upper half: u would round to 1 and G to infinity once in 2^24 draws.
-    # There 1 - u is exact instead.
-    unit = 2.0**-24
-    low = ((bits.float() + 0.5) * unit).log()
-    high = torch.log1p(-((((1 << 24) - 1 - bits).float() + 0.5) * unit))
-    return -torch.log(-torch.where(bits >= 1 << 23, high, low))
-
-
-def _shift(z: Tensor, count: int) -> Tensor:
-    """Logical (zero-filling) right shift of int64."""
-    return (z >> count) & ((1 << (64 - count)) - 1)

@@ -62,6 +62,18 @@ def test_stopped_after_every_step_equals_uninterrupted(whole):
     assert values[0] == values[1] and len(values[0]) == 4
 
 
+def test_a_speculating_run_stopped_and_resumed_equals_a_plain_one(whole):
+    """What the selector and the drafter learned comes back from the manifest, and cannot be seen in the weights."""
+    config, run_dir = str(whole / "tiny.yaml"), whole / "speculating"
+    options = [f"train.run_dir={run_dir}", "rollout.speculation.drafter=suffix"]
+    train_many(whole, [[config, [*options, f"train.num_steps={n}"]] for n in (2, 4)])
+    last = "checkpoints/step-000004"
+    assert_same_checkpoint(whole / "run" / last, run_dir / last)
+    manifest = json.loads((run_dir / last / "manifest.json").read_text())
+    assert manifest["extra"]["engine"]["drafter"] == "suffix"
+    assert sum(row["engine/spec_row_steps"] for row in rows(run_dir)) > 0
+
+
 def test_killed_at_a_random_moment_equals_uninterrupted(whole):
     run_dir = whole / "killed"
     command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]

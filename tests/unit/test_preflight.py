@@ -1,10 +1,17 @@
 """Problems of inputs are found together with those of the layout."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_tlt.config.root import Config
+from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
 from megatron_tlt.preflight import check_report, input_problems, missing_files
+from tests.helpers.tiny_drafters import random_drafter
+from tests.helpers.tiny_models import random_weights
 
 ARCHITECTURE = {
     "family": "qwen3",
@@ -42,6 +49,50 @@ def test_tasks_rewards_and_layout_are_wrong_at_once():
     assert {"data.train.tasks.0.name", "rewards.functions"} <= paths
     assert any(path.startswith("data.train.tasks.1") for path in paths)
     assert any("actor.tp" in path for path in paths)
+
+
+EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position_embeddings=256)
+
+
+def with_drafter(folder, **speculation) -> Config:
+    spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
+    save_hf(folder / "model", EAGLE, random_weights(EAGLE))
+    return make(
+        model={"path": str(folder / "model"), "max_context": 256},
+        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
+        rollout={"speculation": spec, "max_tokens": 128},
+    )
+
+
+def test_a_drafter_that_is_not_there_is_missing(tmp_path):
+    config = with_drafter(tmp_path)
+    assert [(p.path, p.value) for p in missing_files(config)] == [
+        ("rollout.speculation.drafter_path", str(tmp_path / "drafter"))
+    ]
+    assert "not on this machine: rollout.speculation.drafter_path" in check_report(config, 1)
+    assert missing_files(with_drafter(tmp_path, drafter="suffix")) == []
+
+
+def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
+    config = with_drafter(tmp_path)
+    save_drafter(tmp_path / "drafter", EAGLE, random_drafter(EAGLE))
+    assert missing_files(config) == []
+    assert "Ranks: 1" in check_report(config, 1)
+    wider = replace(EAGLE, intermediate_size=64)
+    save_drafter(tmp_path / "drafter", wider, random_drafter(wider))
+    with pytest.raises(ConfigError, match=r"drafter_path.*layer\.mlp\.up_proj\.weight has shape \(64, 32\)"):
+        check_report(config, 1)
+    (tmp_path / "drafter" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"drafter_path.*config\.json cannot be read"):
+        check_report(config, 1)
+
+
+def test_bandit_arms_are_checked_before_a_run():
+    bandit = {"selector": "beg_mab", "drafter": "suffix", "bandit": {"arms": ["4_1_5", "4_9_5"]}}
+    with pytest.raises(
+        ConfigError, match=r"bandit\.arms = '4_9_5': draft length must be at most 32 and topk"
+    ):
+        check_report(make(rollout={"speculation": bandit}), 4)
 
 
 def test_missing_files_are_named_by_their_fields():

@@ -126,6 +126,14 @@ class BucketedEpsilonGreedy:
                 best = (draw & 0x7FF) % len(self.arms)
         return self.arms[best]
 
+    def rest(self, running: int) -> int:
+        """See `StrategySelector.rest`: none."""
+        return 0
+
+    def rate(self, running: int) -> float:
+        """See `StrategySelector.rate`: unknown."""
+        return 0.0
+
     def admit(
         self,
         strategy: DraftStrategy,

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_tlt.types import PastAnswer
 
-_OVERHEAD = 200  # bytes of an answer beside its tokens, about
+_OVERHEAD = 200  # bytes of a question, and of an answer beside its tokens, about
 
 
 @dataclass(slots=True)
@@ -30,7 +30,10 @@ class AnswerHistory:
     """Of each question the best answers of its latest visits. The questions told of longest ago are forgotten first."""
 
     def __init__(self, epochs: int, answers: int, mib: int):
-        """At most `answers` answers of a question, from its last `epochs` visits; at most `mib` MiB in all."""
+        """At most `answers` answers of a question, from its last `epochs` visits; at most `mib` MiB in all.
+
+        With `answers` 0 only lengths are kept.
+        """
         self._epochs, self._answers, self._most_bytes = epochs, answers, mib << 20
         self._questions: OrderedDict[str, _Question] = OrderedDict()  # told of longest ago first
         self._bytes = 0
@@ -41,7 +44,7 @@ class AnswerHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the kept answers take, about."""
+        """Memory of questions and kept answers, about."""
         return self._bytes
 
     def remember(self, answers: Sequence[PastAnswer]) -> None:
@@ -73,34 +76,21 @@ class AnswerHistory:
         return question.mean_length if question is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """All answers as a few arrays: tokens int32 [sum R], and columns of one element an answer or question."""
-        answers = [a for q in self._questions.values() for a in q.answers]
-        tokens = [a.token_ids for a in answers]
-        return {
-            "questions": list(self._questions),
-            "counts": np.array([len(q.answers) for q in self._questions.values()], np.int64),
-            "mean_lengths": np.array([q.mean_length for q in self._questions.values()], np.float64),
-            "tokens": np.concatenate(tokens) if tokens else np.empty(0, np.int32),
-            "lengths": np.array([len(t) for t in tokens], np.int64),
-            "scores": np.array([a.score for a in answers], np.float64),
-            "visits": np.array([a.visit for a in answers], np.int64),
-        }
+        """Expected lengths by question, JSON-able: a resumed run must start its prompts in the same order.
+
+        The answers are left out. They only make drafts better, come again with the next visits, and would fill
+        the manifest of every checkpoint.
+        """
+        return {"mean_lengths": {name: q.mean_length for name, q in self._questions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, in place of everything."""
         self._questions, self._bytes = OrderedDict(), 0
-        ends = np.cumsum(state["lengths"])
-        at = 0
-        for name, count, mean in zip(state["questions"], state["counts"], state["mean_lengths"], strict=True):
-            answers = []
-            for i in range(at, at + int(count)):
-                tokens = state["tokens"][ends[i] - state["lengths"][i] : ends[i]].copy()
-                answers.append(PastAnswer(name, tokens, float(state["scores"][i]), int(state["visits"][i])))
-            at += int(count)
-            self._keep(name, answers, float(mean))
+        for name, mean in state["mean_lengths"].items():
+            self._keep(name, [], float(mean))
 
     def _keep(self, name: str, answers: list[PastAnswer], mean_length: float) -> None:
-        size = sum(a.token_ids.nbytes + _OVERHEAD for a in answers)
+        size = _OVERHEAD + sum(a.token_ids.nbytes + _OVERHEAD for a in answers)
         self._questions[name] = _Question(answers, size, mean_length)
         self._bytes += size
 

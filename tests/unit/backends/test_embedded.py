@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from megatron_tlt.backends.build import build_backend, generate_file
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError, DataError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
@@ -20,7 +22,7 @@ from megatron_tlt.models.loader import save_hf
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import PastAnswer, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.tiny_models import random_weights
 
@@ -162,6 +164,54 @@ def test_wrong_sizes_are_found_together(model_dir: Path):
     assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.tp"]
 
 
+def test_a_drafter_in_c_needs_a_compiler(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron_tlt.backends.build.find_compiler", lambda: None)
+    speculation = SpeculationSection(drafter="hybrid", drafter_path="d")
+    rollout = RolloutSection(kernels="torch", speculation=speculation)
+    with pytest.raises(ConfigError, match=r"speculation\.drafter = 'hybrid': needs a C compiler"):
+        build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix"])
+def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
+    """The order is part of what a PyTorch decoder rounds by: a resumed run must repeat it."""
+    rollout = RolloutSection(kv_cache_mib=4, speculation=SpeculationSection(drafter=drafter))
+    model = ModelSection(path=str(model_dir), max_context=64)
+    backends = [build_backend(rollout, model, load_weights=True) for _ in range(2)]
+    for backend in backends[:1]:
+        backend.generate(PROMPTS, PARAMS, 2)
+        lengths = {"q3": 4, "q1": 9}
+        backend.remember([PastAnswer(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])
+    assert [p.dataset_id for p in backends[0]._ordered(PROMPTS)] == ["q1", "q3"]
+    assert [p.dataset_id for p in backends[1]._ordered(PROMPTS)] == ["q3", "q1"]
+    state = json.loads(json.dumps(backends[0].state_dict()))  # it stands in a checkpoint's manifest
+    backends[1].load_state_dict(state)
+    assert [p.dataset_id for p in backends[1]._ordered(PROMPTS)] == ["q1", "q3"]
+    backends[1].load_state_dict({})  # of a checkpoint from before there was any of this
+
+
+@pytest.mark.parametrize(
+    ("drafter", "epochs", "order", "wanted"),
+    [
+        ("none", 2, "arrival", None),
+        ("suffix", 0, "arrival", None),
+        ("suffix", 2, "arrival", 1),
+        ("none", 2, "longest_first", 0),
+        ("suffix", 0, "longest_first", 0),
+    ],
+)
+def test_history_is_kept_where_somebody_reads_it(model_dir: Path, drafter, epochs, order, wanted):
+    speculation = SpeculationSection(drafter=drafter, suffix=SuffixSection(history_epochs=epochs))
+    rollout = RolloutSection(kv_cache_mib=4, order=order, speculation=speculation)
+    backend = build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
+    assert backend.wants_history == (wanted is not None)
+    backend.remember([PastAnswer("q1", np.zeros(9, np.int32), 1.0, 1)])
+    assert [p.dataset_id for p in backend._ordered(PROMPTS[::-1])] == ["q1", "q3"]
+    if wanted is not None:
+        assert len(backend._history.of("q1")) == wanted
+        assert backend._history.expected_length("q1") == 9
+
+
 def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path):
     """Each sees another amount of free memory; schedulers of different pools would part."""
 
@@ -195,7 +245,9 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
     assert report["tokens_per_s"] > 0
     assert {"phase_seconds", "running_curve", "decoder"} <= report.keys()
     again = tmp_path / "again.jsonl"
-    generate_file(model_dir, prompts, again, params, CharTokenizer(), n=3, kernels="torch")
+    generate_file(
+        model_dir, prompts, again, params, CharTokenizer(), n=3, rollout=RolloutSection(kernels="torch")
+    )
     assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [
         a["token_ids"] for a in lines
     ]

@@ -126,6 +126,13 @@ def test_model_positions_limit_the_context():
     assert "model.max_context" not in paths(max_positions=512)
 
 
+def test_a_trained_drafter_needs_cache_too():
+    fits = ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=224"]  # 480 tokens of 2 KiB in four layers
+    eagle = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]
+    assert paths(*fits) == set()
+    assert paths(*fits, *eagle) == {"rollout.kv_cache_mib"}
+
+
 def test_no_shape_skips_its_checks():
     config = build_config(BASE, ["actor.pp=2", "rollout.top_k=99999"])
     assert check_config(config, None, 4) == []

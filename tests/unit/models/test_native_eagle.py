@@ -27,6 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 CONFIGS = {
     "qwen2": ModelConfig("qwen2", 131, 96, 2, 6, 2, 32, 200, qkv_bias=True, tie_word_embeddings=True),
     "qwen3": ModelConfig("qwen3", 77, 68, 2, 4, 4, 24, 90, qk_norm=True, tie_word_embeddings=True),
+    # 72 columns of queries: keys begin in the middle of a panel of weights
+    "odd": ModelConfig("qwen2", 73, 72, 1, 3, 3, 24, 90, qkv_bias=True, tie_word_embeddings=True),
     "llama": ModelConfig("llama", 4200, 64, 1, 8, 1, 64, 96, max_position_embeddings=700),
 }
 
@@ -236,6 +238,16 @@ def test_more_sequences_than_rows_at_once() -> None:
     assert_same(rows, by_hand(drafter, pairs, chunks, [1] * count, params))
 
 
+def test_sequences_that_end_with_a_chunk_of_rows() -> None:
+    """Rows 100, 256, 257, 512 and 900 are the first ones of the next sequence: 256 are computed together."""
+    config, drafter = CONFIGS["odd"], make("odd")
+    chunks = [chunk(config, i, 1, 1 + n) for i, n in enumerate((100, 156, 1, 255, 388, 1))]
+    params = draft_params(6, [3, 4, 2, 1, 4, 3], want_logits=True)
+    fast, slow = Pairs(drafter, 6, seed=1), Pairs(drafter, 6, seed=2)
+    rows = drafter.draft(fast.input(chunks, [1] * 6), params, fast.kv)
+    assert_same(rows, by_hand(drafter, slow, chunks, [1] * 6, params))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("first", [1, 2, 15, 16, 17, 40, 513, 520])
 def test_nothing_before_the_first_visible_pair_is_read(first: int, dtype: torch.dtype) -> None:
@@ -335,6 +347,9 @@ def test_wrong_input_is_refused() -> None:
     parents = torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
     with pytest.raises(BackendError, match="parent"):
         drafter.forward(replace(good, batch=replace(good.batch, parents=parents)), pairs.kv)
+    wrong_rates = draft_params(1, 2, rates=np.ones((DEPTHS, BUCKETS - 1), np.float32))
+    with pytest.raises(BackendError, match="match rates"):
+        drafter.draft(good, wrong_rates, pairs.kv)
     for topk in (0, 5):
         with pytest.raises(BackendError, match="1 to 4"):
             drafter.draft(good, draft_params(1, 2, topk=topk), pairs.kv)

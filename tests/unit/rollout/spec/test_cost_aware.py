@@ -93,7 +93,7 @@ def test_while_drafting_plain_steps_are_measured_now_and_then():
     selector, world = CostAware("eagle", 8), SpecWorld()
     world.start([1 << 40])
     kinds = [world.step(selector)[0].kind for _ in range(1000)]
-    assert 5 <= kinds[100:].count("none") <= 10
+    assert 6 <= kinds[100:].count("none") <= 24
 
 
 def test_a_token_must_promise_more_where_rows_cost_more():

@@ -1,0 +1,82 @@
+"""What one rank of the loop does with judged answers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_tlt.algorithms.build import build_algorithm
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.config.root import Config
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.loop import RLTrainer
+from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup
+
+PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(3)]
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def enter(self, name: str, step: int) -> None:
+        """No board."""
+
+    def barrier(self) -> None:
+        """Nobody else."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Backend:
+    """Two answers of one token to each prompt; keeps what it is told."""
+
+    wants_history = True
+
+    def __init__(self) -> None:
+        self.told: list[PastAnswer] = []
+
+    def generate(self, prompts: list[Prompt], *_: Any) -> list[Sample]:
+        return [Sample(p.prompt_id, i, [7], [-1.0], "", "stop", 0) for p in prompts for i in range(2)]
+
+    def remember(self, answers: list[PastAnswer]) -> None:
+        self.told += answers
+
+
+class Rewards:
+    """Of prompt 1 one answer is right, of the others both."""
+
+    def score(self, groups: list[SampleGroup]) -> None:
+        for group in groups:
+            right = [group.prompt.prompt_id != 1 or s.sample_index == 0 for s in group.samples]
+            group.rewards = [RewardResult(float(r), r) for r in right]
+
+
+def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
+    section = AlgorithmSection(dynamic_sampling=True, max_sampling_rounds=1)
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "algorithm": section, "train": {"prompts_per_step": 3}}
+    )
+    backend = Backend()
+    parts: dict[str, Any] = {
+        "prompts": SimpleNamespace(next_batch=lambda n: PROMPTS[:n]),
+        "rewards": Rewards(),
+        "algorithm": build_algorithm(section, max_tokens=8),
+        "policy": SimpleNamespace(dims=Dims()),
+        "backend": backend,
+        "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
+    }
+    others = dict.fromkeys(("sync", "evaluator", "checkpoints", "params"))
+    trainer = RLTrainer(config, OneRank(), **parts, **others)  # type: ignore[arg-type]
+    groups, table = trainer._rollout()
+    assert [g.prompt.prompt_id for g in groups] == [1]
+    assert len(table.mini_batch) == 2
+    assert [(a.dataset_id, a.score) for a in backend.told] == [
+        ("q0", 1.0),
+        ("q0", 1.0),
+        ("q1", 1.0),
+        ("q1", 0.0),
+        ("q2", 1.0),
+        ("q2", 1.0),
+    ]
