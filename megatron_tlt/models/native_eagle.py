@@ -8,9 +8,10 @@ Legend: T pairs, S sequences, A of them still drafting, H hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from ctypes import byref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,8 +60,8 @@ class NativeEagle:
         self._eagle.pair = self._forward.buffer(pad(2 * h) + 64)
         self._input = EagleStep()
         self._loaded = False
-        self._call = DraftCall()
-        self._space = _Space(self._call, 1, 8, self._shard.vocab, h, self.dtype)
+        self._call, self._shape = DraftCall(), (0, 0, 0)
+        self._space = DraftSpace(self._call, 1, 8, self._shard.vocab, h, self.dtype)
         self._arguments = (byref(self._eagle), byref(self._input), byref(self._call))
 
     # -- weights and cache ----------------------------------------------------------------------------------
@@ -106,9 +107,12 @@ class NativeEagle:
         self._check(code)
         return DecoderOutput(self._shard.gather_logits(self._tp, logits, self.config.vocab_size), hidden)
 
-    def _point_at(self, inputs: EagleInput, kv: KVCache) -> None:
+    def _check_ready(self) -> None:
         if not self._loaded or not self.policy.complete:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
+
+    def _point_at(self, inputs: EagleInput, kv: KVCache) -> None:
+        self._check_ready()
         batch, here = inputs.batch, self._input
         fill_step(here.step, batch, kv)
         here.states = address("hidden", inputs.hidden, batch.token_ids.shape[0], self.dtype)
@@ -135,40 +139,74 @@ class NativeEagle:
         `batch.logit_rows` must be the last row of each sequence, and no sequence empty. Raises BackendError for that,
         for positions beyond the model or the block tables, and as `forward` does.
         """
-        most = min(MOST_CANDIDATES, self.config.vocab_size)
-        if not 1 <= params.topk <= most:
-            raise BackendError(f"drafts of {params.topk} candidates: there may be 1 to {most}")
-        if self._shard.size > 1:
+        if not self.is_whole:
+            self._check_topk(params.topk)
             return self._draft_in_steps(inputs, params, kv)
         self._point_at(inputs, kv)
         seqs, depth = self._input.step.seqs, max(params.max_len.tolist(), default=0)
-        space, call = self._prepare(params, seqs, depth), self._call
         logits = None
-        call.logits = None
         if params.want_logits:
             logits = np.zeros((seqs, depth, self.config.vocab_size), np.float32)
-            call.logits = logits.ctypes.data
-        code = self._lib.tlt_eagle_draft(*self._arguments, self.threads)
-        if code == BAD_POSITION:
-            longest = int(inputs.batch.positions.max()) + depth + 1
-            if self._grow_rope(min(longest, self.config.max_position_embeddings)):
-                code = self._lib.tlt_eagle_draft(*self._arguments, self.threads)
+        space = self.open_call(seqs, depth, params.topk, params.min_survival, params.rates, logits)
+        space.copy(params, seqs)
+        code = self.run_call(self._lib.tlt_eagle_draft, self._arguments[1])
+        if code == BAD_POSITION and self.grow_rope(int(inputs.batch.positions.max()) + 1, depth):
+            code = self.run_call(self._lib.tlt_eagle_draft, self._arguments[1])
         self._check(code)
         return space.results(seqs, depth, params.topk, logits)
 
-    def _prepare(self, params: DraftParams, seqs: int, depth: int) -> _Space:
-        """Points the call's structure at the parameters and at room for the results."""
+    def _check_topk(self, topk: int) -> None:
+        most = min(MOST_CANDIDATES, self.config.vocab_size)
+        if not 1 <= topk <= most:
+            raise BackendError(f"drafts of {topk} candidates: there may be 1 to {most}")
+
+    # -- for those who draft in C themselves ----------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the whole drafter, so that a draft is one call."""
+        return self._shard.size == 1
+
+    def open_call(
+        self,
+        seqs: int,
+        depth: int,
+        topk: int,
+        min_survival: float,
+        rates: np.ndarray,
+        logits: np.ndarray | None = None,
+    ) -> DraftSpace:
+        """Room for `seqs` drafts of `depth` tokens, which the next `run_call` fills; keys, positions, temperatures and
+        lengths are still to come. Raises BackendError before all weights are loaded and for wrong arguments.
+        """
+        self._check_ready()
+        self._check_topk(topk)
         call, space = self._call, self._space
         if space.seqs < seqs or space.depth < depth:
             seqs_now, depth_now = max(seqs, 2 * space.seqs), max(depth, space.depth)
-            space = _Space(call, seqs_now, depth_now, self._shard.vocab, self.config.hidden_size, self.dtype)
+            space = DraftSpace(
+                call, seqs_now, depth_now, self._shard.vocab, self.config.hidden_size, self.dtype
+            )
             self._space = space
-        space.copy(params, seqs)
-        call.topk, call.depth, call.min_survival = params.topk, depth, params.min_survival
-        at, nodes = space.address, 4 * seqs * depth
-        call.lengths, call.survival, call.tokens = at, at + 4 * seqs, at + 4 * seqs + nodes
-        call.gaps = at + 4 * seqs + nodes * (1 + params.topk)
+            self._shape = (0, 0, 0)
+        space.set_rates(rates)
+        call.min_survival = min_survival
+        if self._shape != (seqs, depth, topk):  # mostly it is the last draft's
+            self._shape = seqs, depth, topk
+            call.topk, call.depth = topk, depth
+            at, nodes = space.address, 4 * seqs * depth
+            call.lengths, call.survival, call.tokens = at, at + 4 * seqs, at + 4 * seqs + nodes
+            call.gaps = at + 4 * seqs + nodes * (1 + topk)
+        call.logits = None if logits is None else logits.ctypes.data
         return space
+
+    def run_call(self, function: Callable[..., int], source: Any) -> int:
+        """`function`(this drafter, `source`, the open call, threads): an error code."""
+        return function(self._arguments[0], source, self._arguments[2], self.threads)
+
+    def grow_rope(self, longest: int, depth: int) -> bool:
+        """Room for drafts of `depth` tokens behind `longest` positions; False if the table cannot grow so far."""
+        return self._grow_rope(min(longest + depth, self.config.max_position_embeddings))
 
     # -- drafting under tensor parallelism ------------------------------------------------------------------
 
@@ -253,7 +291,7 @@ class NativeEagle:
         return tokens, gaps
 
 
-class _Space:
+class DraftSpace:
     """Memory for drafts of up to `seqs` sequences and `depth` tokens, allocated once; `call` points into it."""
 
     def __init__(self, call: DraftCall, seqs: int, depth: int, vocab: int, hidden: int, dtype: torch.dtype):
@@ -275,22 +313,33 @@ class _Space:
     def copy(self, params: DraftParams, seqs: int) -> None:
         """Takes the parameters; their types may differ. Raises BackendError for wrong lengths."""
         given = (params.keys, params.output_positions, params.temperature, params.max_len)
-        if any(len(a) != seqs for a in given) or params.rates.shape != (DEPTHS, BUCKETS):
+        if any(len(a) != seqs for a in given):
             raise BackendError(
                 f"draft parameters of {[len(a) for a in given]} sequences, the input has {seqs}"
             )
         self._keys[:seqs], self._positions[:seqs] = params.keys, params.output_positions
         self._temperature[:seqs], self._max_len[:seqs] = params.temperature, params.max_len
-        self._rates[:] = params.rates
 
-    def results(self, seqs: int, depth: int, k: int, logits: np.ndarray | None) -> DraftRows:
-        """Copies of what C wrote."""
+    def set_rates(self, rates: np.ndarray) -> None:
+        """Takes the match rates [DEPTHS, BUCKETS]. Raises BackendError for another shape."""
+        if rates.shape != (DEPTHS, BUCKETS):
+            raise BackendError(f"match rates {list(rates.shape)}, not {[DEPTHS, BUCKETS]}")
+        self._rates[:] = rates
+
+    def results(
+        self, seqs: int, depth: int, k: int, logits: np.ndarray | None, count: int | None = None
+    ) -> DraftRows:
+        """Copies of what C wrote: of the first `count` drafts of a call that was opened for `seqs`."""
         nodes = seqs * depth
         a, b, c = seqs, seqs + nodes, seqs + nodes * (1 + k)
         out = self._out[: c + nodes * k].copy()
         floats, shape = out.view(np.float32), (seqs, depth, k)
         tokens, gaps = out[b:c].reshape(shape), floats[c:].reshape(shape)
-        return DraftRows(out[:a], tokens, gaps, floats[a:b].reshape(seqs, depth), logits)
+        lengths, survival = out[:a], floats[a:b].reshape(seqs, depth)
+        n = seqs if count is None else count
+        return DraftRows(
+            lengths[:n], tokens[:n], gaps[:n], survival[:n], None if logits is None else logits[:n]
+        )
 
 
 def _single_rows(

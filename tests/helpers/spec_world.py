@@ -42,6 +42,8 @@ class SpecWorld:
     draft_call: float = 30e-6  # a draft call, however long
     draft_row: float = 14e-6  # a drafted token
     catch_up_row: float = 10e-6  # a token that was decoded without the drafter
+    overhead: float = 0.0  # a step with drafts, beyond its forward: bookkeeping
+    cold: float = 1.0  # factor of a plain step that follows one with drafts
     quality: float = 1.0
     mean_gap: float = 3.0
     window: int = 256  # tokens of each request that it catches up with at most
@@ -50,6 +52,7 @@ class SpecWorld:
     by_position: bool = False
     clock: float = 0.0
     tokens: int = 0
+    was_drafting: bool = False
     behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self):
@@ -99,7 +102,8 @@ class SpecWorld:
         B = len(self.lengths)
         strategy = selector.select(B)
         if strategy.kind == "none":
-            seconds = float(self.step_seconds(B, B))
+            seconds = float(self.step_seconds(B, B)) * (self.cold if self.was_drafting else 1.0)
+            self.was_drafting = False
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
             selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, self.timed(seconds))
@@ -122,7 +126,8 @@ class SpecWorld:
             self.calibrator.observe(place[reached], bucket[reached], accepted[reached])
         counts = (accepted.sum(1) + 1).astype(np.int32)
         rows = B + int(fed.sum())
-        seconds = float(self.step_seconds(B, rows))
+        seconds = float(self.step_seconds(B, rows)) + self.overhead
+        self.was_drafting = True
         self._emit(counts, drafting + seconds)
         selector.observe(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds))
         return strategy, keep

@@ -85,31 +85,43 @@ static char *kv_plane(const Run *r, long layer, long which) {
     return (char *)s->kv + (layer * 2 + which) * tiles * tile_bytes(r->kind, r->dp);
 }
 
-/* Unit = one row: rotates its queries and its keys, writes keys and values into the cache. */
-static void rope_unit(void *arg, long row) {
+/* Unit = one row: rotates its queries. */
+static void query_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;
-    const TltStep *s = r->s;
-    const TltLayer *l = &m->layer[r->layer];
-    const long d = m->head_dim, bytes = tile_bytes(r->kind, r->dp);
-    char *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
-    const float *in = m->qkv_out + row * r->qkv_stride;
-    const float *rope = m->rope + (long)s->positions[r->first + row] * d;
-    const long slot = s->slots[r->first + row], block = slot / s->block_size, offset = slot % s->block_size;
+    const long d = m->head_dim;
+    const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)r->s->positions[r->first + row] * d;
     float tmp[TLT_MAX_HEAD_DIM];
     for (long h = 0; h < m->heads; h++) {
-        rotate(r, in + h * d, l->q_norm, rope, tmp);
+        rotate(r, in + h * d, m->layer[r->layer].q_norm, rope, tmp);
         long at = row * r->q_stride + h * r->dp;
         for (long i = 0; i < r->dp; i += VW) act_store(r->kind, m->q, at + i, vload(tmp + i));
     }
+}
+
+/* Unit = one row: rotates its keys, writes keys and values into the cache. */
+static void key_unit(void *arg, long row) {
+    const Run *r = arg;
+    const TltModel *m = r->m;
+    const TltStep *s = r->s;
+    const long d = m->head_dim, bytes = tile_bytes(r->kind, r->dp);
+    char *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
+    const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)s->positions[r->first + row] * d;
+    const long slot = s->slots[r->first + row], block = slot / s->block_size, offset = slot % s->block_size;
+    float tmp[TLT_MAX_HEAD_DIM];
     for (long h = 0; h < m->kv_heads; h++) {
         long tile = tile_index(m->kv_heads, s->block_size, h, block, offset / TILE);
-        rotate(r, in + (m->heads + h) * d, l->k_norm, rope, tmp);
+        rotate(r, in + (m->heads + h) * d, m->layer[r->layer].k_norm, rope, tmp);
         tlt_store_key(r->kind, keys + tile * bytes, offset % TILE, r->dp, tmp);
         memcpy(tmp, in + (m->heads + m->kv_heads + h) * d, (size_t)d * sizeof(float));
         memset(tmp + d, 0, (size_t)(r->dp - d) * sizeof(float));
         tlt_store_value(r->kind, values + tile * bytes, offset % TILE, r->dp, tmp);
     }
+}
+
+static void rope_unit(void *arg, long row) {
+    query_unit(arg, row);
+    key_unit(arg, row);
 }
 
 /* Unit = some rows of one sequence x one kv head. */
@@ -149,22 +161,50 @@ static void finish_half(Run *r, const float *weight) {
     if (weight || r->m->tp > 1) tlt_parallel(r->rows, norm_unit, r);
 }
 
-void tlt_run_layer(Run *r, long index) {
+/* A layer from attention on: queries are rotated, keys and values cached. */
+static void attend_and_mix(Run *r) {
     const TltModel *m = r->m;
-    const TltLayer *l = &m->layer[index];
+    const TltLayer *l = &m->layer[r->layer];
     const int add = m->tp > 1 ? EPI_STORE : EPI_ADD;
     const long gate_up_n = 2 * (((long)m->inter + NR - 1) / NR) * NR;
     float *sum = m->tp > 1 ? m->part : m->resid;
-    r->layer = index;
-    tlt_linear(r, m->x, r->hp, m->hidden, l->qkv, r->qkv_n, EPI_BIAS, l->qkv_bias, m->qkv_out, r->qkv_stride);
-    tlt_parallel(r->rows, rope_unit, r);
     tlt_parallel(r->units * m->kv_heads, attention_unit, r);
     tlt_linear(r, m->att, r->att_stride, r->att_n, l->o, m->hidden, add, NULL, sum, r->hp);
     finish_half(r, l->post_norm);
     if (r->failed) return;
     tlt_linear(r, m->x, r->hp, m->hidden, l->gate_up, gate_up_n, EPI_SILU, NULL, m->mid, r->mid_stride);
     tlt_linear(r, m->mid, r->mid_stride, m->inter, l->down, m->hidden, add, NULL, sum, r->hp);
-    finish_half(r, index + 1 < m->layers ? m->layer[index + 1].input_norm : NULL);
+    finish_half(r, r->layer + 1 < m->layers ? m->layer[r->layer + 1].input_norm : NULL);
+}
+
+/* Columns of whole panels [from, to) of queries, keys and values. */
+static void project(Run *r, long from, long to) {
+    const TltModel *m = r->m;
+    const TltLayer *l = &m->layer[r->layer];
+    const long bytes = act_steps(r->kind, m->hidden) * NR * 4, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
+    tlt_linear(r, m->x, r->hp, m->hidden, (const char *)l->qkv + from * bytes, end - from * NR, EPI_BIAS,
+               l->qkv_bias ? l->qkv_bias + from * NR : NULL, m->qkv_out + from * NR, r->qkv_stride);
+}
+
+void tlt_run_layer(Run *r, long index) {
+    r->layer = index;
+    project(r, 0, r->qkv_stride / NR);
+    tlt_parallel(r->rows, rope_unit, r);
+    attend_and_mix(r);
+}
+
+/* A panel may hold the last queries and the first keys: both halves compute it, each reads its own part. */
+void tlt_run_keys(Run *r, long index) {
+    r->layer = index;
+    project(r, r->att_n / NR, r->qkv_stride / NR);
+    tlt_parallel(r->rows, key_unit, r);
+}
+
+void tlt_run_queries(Run *r, long index) {
+    r->layer = index;
+    project(r, 0, (r->att_n + NR - 1) / NR);
+    tlt_parallel(r->rows, query_unit, r);
+    attend_and_mix(r);
 }
 
 /* Row `at` of x, as the caller wants it: [H] in the compute type. */

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "decoder.h"
+#include "eagle.h"
 #include "gemm.h"
 #include "pool.h"
 #include "topk.h"
@@ -37,13 +38,19 @@ static void pair_unit(void *arg, long row) {
 
 static void round_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
 
-/* One chunk, already planned. */
-static void run_chunk(EagleRun *g) {
+/* The chunk's pairs through fc: the residual stream, and x. */
+static void join_pairs(EagleRun *g) {
     Run *r = &g->r;
     const TltModel *m = r->m;
     tlt_parallel(r->rows, pair_unit, g);
     tlt_linear(r, g->e->pair, pair_stride(m), 2L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
     tlt_parallel(r->rows, round_unit, r);
+}
+
+/* One chunk, already planned. */
+static void run_chunk(EagleRun *g) {
+    Run *r = &g->r;
+    join_pairs(g);
     tlt_run_layer(r, 0);
     if (!r->failed) tlt_run_head(r);
 }
@@ -183,7 +190,45 @@ static void step_rows(EagleRun *g, Active *a, const TltStep *s) {
     for (long i = 0; i < a->count; i++) a->at[i] = (int32_t)i;
 }
 
-int tlt_eagle_draft(const TltEagle *e, const TltEagleStep *s, const TltDraft *d, int threads) {
+/* Moves the last rows of sequences [from, to), which end in this chunk, to its front, and plans them. */
+static void keep_last_rows(Run *r, long from, long to) {
+    const TltModel *m = r->m;
+    const long width = r->hp * act_bytes(r->kind);
+    for (long q = from; q < to; q++) {
+        const long row = r->s->query_start[q + 1] - 1 - r->first, i = q - from;
+        int32_t *u = m->units + 4 * i;
+        u[0] = (int32_t)i, u[1] = 1, u[2] = (int32_t)q, u[3] = 0;
+        if (row == i) continue;
+        memcpy(m->resid + i * r->hp, m->resid + row * r->hp, (size_t)r->hp * sizeof(float));
+        memcpy((char *)m->x + i * width, (char *)m->x + row * width, (size_t)width);
+    }
+}
+
+/* The caller's pairs, `s`. One layer: of all pairs but a sequence's last one only keys and values matter. */
+static void feed_for_draft(EagleRun *g, const Active *a, const TltStep *s) {
+    Run *r = &g->r;
+    TltStep last = *s; /* one row for each sequence */
+    last.positions = a->position;
+    last.logit_rows = a->identity;
+    for (long first = 0, from = 0, to = 0; first < s->tokens; first += r->m->max_rows, from = to) {
+        r->s = s;
+        r->first = first;
+        r->rows = s->tokens - first < r->m->max_rows ? s->tokens - first : r->m->max_rows;
+        join_pairs(g);
+        tlt_run_keys(r, 0);
+        while (to < s->seqs && s->query_start[to + 1] <= first + r->rows) to++;
+        if (to == from) continue;
+        keep_last_rows(r, from, to);
+        r->s = &last;
+        r->first = from;
+        r->rows = r->units = to - from;
+        tlt_run_queries(r, 0);
+        tlt_run_head(r);
+    }
+}
+
+int tlt_eagle_draft_at(const TltEagle *e, const TltEagleStep *s, const int32_t *state_of, const TltDraft *d,
+                       int threads) {
     const TltModel *m = &e->model;
     TltStep step = s->step;
     int bad = check_eagle(m, s);
@@ -192,7 +237,7 @@ int tlt_eagle_draft(const TltEagle *e, const TltEagleStep *s, const TltDraft *d,
     step.logits = d->last_logits;
     step.logits_stride = m->vocab;
     step.hidden = d->last_hidden;
-    EagleRun g = {.e = e, .states = s->states};
+    EagleRun g = {.e = e, .states = s->states, .state_of = state_of};
     tlt_run_setup(&g.r, m, &step, threads, 0);
     g.r.first_visible = s->first_visible;
     const size_t nodes = (size_t)step.seqs * d->depth, item = sizeof(float);
@@ -203,16 +248,21 @@ int tlt_eagle_draft(const TltEagle *e, const TltEagleStep *s, const TltDraft *d,
     for (long q = 0; q < step.seqs; q++) {
         d->lengths[q] = 0;
         a.identity[q] = (int32_t)q;
+        a.position[q] = (int32_t)last_position(&step, q);
         if (d->max_len[q] < 1) continue;
         a.seq[a.count] = a.at[a.count] = (int32_t)q;
         a.count++;
     }
     tlt_team_open(threads);
-    feed(&g);
+    feed_for_draft(&g, &a, &step);
     for (long l = 0; a.count; l++) {
         draw(d, m, &step, &a, l);
         if (a.count) step_rows(&g, &a, &step);
     }
     tlt_team_close();
     return TLT_OK;
+}
+
+int tlt_eagle_draft(const TltEagle *e, const TltEagleStep *s, const TltDraft *d, int threads) {
+    return tlt_eagle_draft_at(e, s, NULL, d, threads);
 }

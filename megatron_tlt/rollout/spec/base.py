@@ -17,7 +17,8 @@ class Drafter(Protocol):
     """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
 
     Life of a request: `start` when it gets its row (again after a preemption), `extend` after every step, or after
-    several plain ones, before anything is drafted or rows change, `stop` when it leaves its row. Tensor-parallel ranks make the same calls; rank 0's draft counts.
+    several plain ones, before anything is drafted or rows change, `stop` when it leaves its row. Tensor-parallel ranks
+    make the same calls; rank 0's draft counts.
     """
 
     kind: str
@@ -26,7 +27,7 @@ class Drafter(Protocol):
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
     def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Rows emitted `counts` int32 [B] tokens each, flat in `tokens` int32. The first B rows, before ended ones `stop`."""
+        """The first B rows emitted `counts` int32 [B] tokens each, flat in `tokens` int32; ended ones `stop` later."""
 
     def stop(self, request: Request) -> None:
         """`request` leaves its row; `request.slot` is still the one it had. Mutates the drafter."""

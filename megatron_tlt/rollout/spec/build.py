@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,7 +39,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     """
     section = drafting.section
     trained = _eagle(drafting, scheduler, runner)
-    drafter = _drafter(drafting, scheduler, trained)
+    drafter = _drafter(drafting, scheduler, trained, _clock(runner))
     speculator = Speculator(
         drafter,
         build_selector(section, drafter.kind),
@@ -47,6 +49,8 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
         runner.tp,
         trained,
         by_position=section.verify == "block",
+        window=section.window,
+        clock=_clock(runner),
     )
     scheduler.on_start, scheduler.on_stop = speculator.start, speculator.stop
     if trained is not None:
@@ -76,7 +80,14 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
     )
 
 
-def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None) -> Drafter:
+def _clock(runner: ModelRunner) -> Callable[[], float]:
+    """What strategies are compared by: on CPU this thread's own time, whatever else the machine is busy with."""
+    return time.thread_time if runner.device.type == "cpu" else time.perf_counter
+
+
+def _drafter(
+    drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None, clock: Callable[[], float]
+) -> Drafter:
     section = drafting.section
     if section.drafter == "eagle":
         assert trained is not None
@@ -89,7 +100,7 @@ def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | N
         return suffix
     from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 
-    return HybridDrafter(suffix, trained, len(scheduler.rows.limit))
+    return HybridDrafter(suffix, trained, len(scheduler.rows.limit), clock)
 
 
 def _verifier(section: SpeculationSection) -> Verifier:

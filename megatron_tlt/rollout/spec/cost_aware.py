@@ -26,13 +26,22 @@ from megatron_tlt.rollout.spec.costs import DraftCosts, StepCosts
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 _MEASURE = 5  # plain steps before the first draft in a regime
-_PLAIN_EVERY = 128  # steps with drafts between two plain ones: what they are compared with must stay true
-_BUDGET = 0.01  # of the time may go to finding out whether drafting pays again
+# Steps with drafts between two looks at plain ones, which drafts are compared with: at first few, then up to eight
+# times as many the clearer drafting wins.
+_SOON, _PLAIN_EVERY = 8, 96
+_LOOK = 2  # plain steps in a row; the first, whose data drafting threw out of the caches, does not count
+_REST = 7  # plain steps between two measured ones, where plain decoding has been measured often and drafting is off
+_BUDGET = 0.0075  # of the time may go to finding out whether drafting pays again
 _WORST = 20.0  # plain steps that a trial's price and the purse stay within: a debt beyond is forgiven
 _PATIENCE = (32, 1024)  # plain steps between trials of a regime: doubles with every failure
 _MARGIN = 0.99  # drafting goes on while its gain may well be above
 _SLOW, _QUICK = (1024.0, 64.0), (64.0, 8.0)  # memories: request-steps, and steps at least
-_TRIAL = 4  # steps with drafts before they may be judged
+_TRIAL = (4, 12)  # steps with drafts, and request-steps, before they may be judged
+_PROBE = (
+    0.5  # share of a trial that explores: prices are guesses, and guesses that are too high would stay so
+)
+_BOLD = 0.5  # what is asked of a drafted token then, in shares of what it would have to promise
+_PROBE_LENGTH = 4  # shortest drafts then: shorter ones hardly pay for their call
 # Request-steps with drafts, in 12 steps at most, that nothing is concluded from: prices are guesses.
 _BURN_IN = 160
 _SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
@@ -78,14 +87,22 @@ class Regime:
 
     plain_steps: int = 0
     since_plain: int = 0
+    look: int = 0  # plain steps still to come before drafting goes on
     slow: Tally = field(default_factory=Tally)
     quick: Tally = field(default_factory=Tally)  # sees at once that a drafter went bad
     extra: float = 0.0  # drafted tokens fed a request, running mean
     reach: float = 3.0  # longest draft that is any use; grows while all is admitted that was drafted
     is_on: bool = True  # drafting pays, as far as is known
-    trial: int = _TRIAL  # steps with drafts still to come before judgement
+    trial: int = _TRIAL[0]  # steps with drafts still to come before judgement
+    probe: int = _TRIAL[0] // 2  # those of them that explore
     waited: int = 0  # plain steps since drafting was given up
     patience: int = _PATIENCE[0]
+
+    def begin_trial(self, running: int) -> None:
+        """A trial begins afresh: the last one may have failed by its own short drafts. Mutates the regime."""
+        self.trial = _trial_steps(running)
+        self.probe = round(_PROBE * self.trial)
+        self.extra, self.reach = max(1.0, self.extra), max(3.0, self.reach)
 
     def may_pay(self) -> bool:
         """Whether neither memory tells that drafting loses: the slow one by a little, the quick one by much."""
@@ -130,6 +147,7 @@ class CostAware:
         self._debt = 0.0  # tokens decoded without the drafter, which it has to catch up with
         self._catch_up: float | None = None  # seconds for each of them
         self._last_running = 0
+        self._was_drafting = False
 
     # A step
 
@@ -139,9 +157,27 @@ class CostAware:
         if regime is None:
             regime = self._new_regime(running)
         self._drafted = 0
-        if regime.plain_steps < _MEASURE or not regime.is_on or regime.since_plain >= _PLAIN_EVERY:
+        if not regime.is_on or regime.look or regime.plain_steps < _MEASURE:
             return NO_DRAFT
         return self._priced(running, regime).strategy
+
+    def rest(self, running: int) -> int:
+        """See `StrategySelector.rest`."""
+        regime = self._regimes[running.bit_length()]
+        if regime.is_on or regime.plain_steps < 64 or regime.waited + _REST >= regime.patience:
+            return 0
+        regime.plain_steps += _REST
+        regime.waited += _REST
+        self._debt += _REST * running
+        if running in self._prices:
+            plain = self._prices[running].plain
+            self._purse = min(_WORST * plain, self._purse + _BUDGET * _REST * plain)
+        return _REST
+
+    def rate(self, running: int) -> float:
+        """See `StrategySelector.rate`."""
+        prices = self._prices.get(running)
+        return prices.rate if prices is not None else 0.0
 
     def admit(
         self,
@@ -159,12 +195,13 @@ class CostAware:
         self._drafted = nodes // strategy.topk
         if len(prices.costs) <= nodes:
             self._extend(prices, running, nodes)
+        rate = prices.rate * self._boldness(regime)
         if running == 1 and parents is None:
-            deepest = best_of_chain(survival.tolist(), prices.cost_list, prices.rate)
+            deepest = best_of_chain(survival.tolist(), prices.cost_list, rate)
             _note_reach(regime, nodes, deepest, 1 / 8)
             chosen: np.ndarray = np.arange(nodes) < deepest
             return chosen
-        keep = best_of_all(survival, prices.costs, prices.rate)
+        keep = best_of_all(survival, prices.costs, rate)
         if prices.age % 4 == 0:
             _note_reach(regime, int(depths.max()), int((depths * keep).max()), 1 / 3)
         return keep
@@ -179,7 +216,6 @@ class CostAware:
         step_seconds: float,
     ) -> None:
         """See `StrategySelector.observe`."""
-        self.step_costs.observe(running, rows_fed, step_seconds)
         regime = self._regimes.get(running.bit_length())
         if regime is None:
             regime = self._new_regime(running)
@@ -189,23 +225,29 @@ class CostAware:
         if strategy.kind == "none":
             self._observe_plain(regime, running, step_seconds)
             return
+        self.step_costs.observe(running, rows_fed, step_seconds)
         tokens = int(emitted[0]) if running == 1 else int(emitted.sum())
         self._observe_draft(regime, running, rows_fed, tokens, draft_seconds, step_seconds)
 
     def _observe_plain(self, regime: Regime, running: int, seconds: float) -> None:
-        regime.plain_steps += 1
-        regime.since_plain = 0
+        steps = regime.plain_steps = regime.plain_steps + 1
         self._debt += running
+        regime.waited += 1
+        regime.look, regime.since_plain = max(0, regime.look - 1), 0
+        was_drafting, self._was_drafting = self._was_drafting, False
+        if was_drafting and self.step_costs.is_known:
+            return
+        self.step_costs.observe(running, running, seconds)
         plain = self._priced(running, regime).plain
         self._earn(plain, seconds)
         if regime.is_on:
             return
-        regime.waited += 1
-        enough = regime.waited >= regime.patience and regime.plain_steps >= _MEASURE
+        enough = regime.waited >= regime.patience and steps >= _MEASURE
         if enough and self._purse >= self._trial_price(regime, running, plain):
-            regime.is_on, regime.trial = True, _TRIAL
+            regime.is_on = True
+            regime.begin_trial(running)
             for tally in (regime.slow, regime.quick):
-                tally.fade(_TRIAL * running / 4)  # what the trial shows outweighs what was
+                tally.fade(regime.trial * running / 4)  # what the trial shows outweighs what was
 
     def _earn(self, plain: float, seconds: float) -> None:
         """The purse fills with time, neither into a hoard of trials nor from a debt that would never be paid."""
@@ -215,7 +257,7 @@ class CostAware:
     def _trial_price(self, regime: Regime, running: int, plain: float) -> float:
         """Seconds that a trial is expected to lose: its drafts, and the drafter's catching up."""
         loss = max(0.01, 1.0 / max(regime.slow.gain, 0.2) - 1.0)
-        price = _TRIAL * loss * plain
+        price = _trial_steps(running) / _BOLD * loss * plain
         if self.draft_costs.is_known:
             catch_up = self._catch_up
             if catch_up is None:  # never seen: it is about what drafting as many tokens would cost
@@ -233,9 +275,14 @@ class CostAware:
         worth = tokens * prices.plain / running
         regime.extra += ((rows_fed - running) / running - regime.extra) * max(min(running, 32) / 128, 1 / 16)
         regime.since_plain += 1
+        self._was_drafting = True
+        often = _PLAIN_EVERY * min(8.0, max(1.0, regime.slow.gain) ** 2)
+        if regime.since_plain >= min(often, _SOON * 1.25 ** min(40, max(0, regime.plain_steps - _MEASURE))):
+            regime.look = _LOOK
         self._earn(prices.plain, spent)
-        if self._burn_in > 0:
+        if self._burn_in > 0 or regime.probe > 0:
             self._burn_in -= max(running, _BURN_IN // 12)
+            regime.probe, regime.trial = regime.probe - 1, regime.trial - 1
             prices.age = 0
             return
         regime.slow.add(worth, spent, running, _SLOW)
@@ -244,7 +291,7 @@ class CostAware:
         if regime.slow.gain < 1.0:
             self._purse -= spent - worth + draft - paid
         if regime.trial <= 0 and not regime.may_pay():
-            regime.is_on, regime.waited = False, 0
+            regime.is_on, regime.waited, regime.look = False, 0, 0
             regime.patience = min(_PATIENCE[1], 2 * regime.patience)
         elif regime.trial < -_PATIENCE[0]:
             regime.patience = _PATIENCE[0]
@@ -294,10 +341,15 @@ class CostAware:
         row = float(((costs[at + spans] - costs[at]) / spans).min())
         if self.draft_costs.is_known:
             prices.draft, prices.token = self.draft_costs.line(running, max(at, running))
-        # The first drafts are short: whether the drafter is any good is not known.
-        length = min(self._draft_len, 2 if self._burn_in > 0 else max(1, round(regime.reach)))
-        survival = min(_LOUDEST, prices.rate * (row + prices.token))
+        bold = self._boldness(regime)
+        length = min(self._draft_len, max(1 if bold == 1.0 else _PROBE_LENGTH, round(regime.reach)))
+        # Of a hybrid's tokens some cost nothing to draft: it knows itself which.
+        token = prices.token if self.kind != "hybrid" else 0.0
+        survival = min(_LOUDEST, bold * prices.rate * (row + token))
         prices.strategy = DraftStrategy(self.kind, length, self._topk, 0, survival)
+
+    def _boldness(self, regime: Regime) -> float:
+        return _BOLD if self._burn_in > 0 or regime.probe > 0 else 1.0
 
     def _extend(self, prices: _Prices, running: int, nodes: int) -> None:
         prices.costs = self.step_costs.curve(running, np.arange(running, running + nodes + 1))
@@ -316,6 +368,7 @@ class CostAware:
             regime.slow.fade(running)
             regime.quick.fade(running)
             regime.extra, regime.reach = other.extra, other.reach
+        regime.begin_trial(running)
         self._regimes[key] = regime
         return regime
 
@@ -341,11 +394,15 @@ class CostAware:
         self.step_costs.load_state_dict(state["steps"])
         self.draft_costs.load_state_dict(state["drafts"])
         self._catch_up, self._burn_in, self._purse = state["catch_up"], int(state["burn_in"]), state["purse"]
-        self._debt, self._last_running = 0.0, 0
+        self._debt, self._last_running, self._was_drafting = 0.0, 0, False
         self._prices, self._regimes = {}, {}
         for key, saved in state["regimes"].items():
             tallies = {name: Tally(**saved[name]) for name in ("slow", "quick")}
             self._regimes[int(key)] = Regime(**{**saved, **tallies})
+
+
+def _trial_steps(running: int) -> int:
+    return max(_TRIAL[0], _TRIAL[1] // running)
 
 
 def _note_reach(regime: Regime, drafted: int, admitted: int, share: float) -> None:

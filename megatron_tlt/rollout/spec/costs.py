@@ -48,8 +48,8 @@ _TICK = 1e-9  # seconds: a clock, a virtual one above all, may not have moved
 _FIRST = 5  # observations of a cell until its median counts as settled
 _CLIP = 0.12  # largest log residual believed at once: an outlier moves nothing much
 _FAR = 0.2  # log distance from the model that a cell of few measurements is doubted at
-_DRIFT = 1 / 64  # share of a settled cell's residual
-_RETURN = 1 - 1 / 1024  # drift fades: what lasts goes into the cells
+_DRIFT = 1 / 16  # share of a settled cell's residual
+_RETURN = 1 - 1 / 256  # drift fades: what lasts goes into the cells
 _SHARES = np.array([0.4, 0.1, 0.5])  # of c0, cB B and cT T in a step, until measurements say otherwise
 
 
@@ -92,12 +92,11 @@ class CostSurface:
         if cell.count <= _FIRST:
             cell.recent.append(log)
             cell.log = median(cell.recent)
-            self._stale += 16
+            self._stale += 2
         else:
             residual = min(_CLIP, max(-_CLIP, log - cell.log))
             cell.log += residual / min(cell.count, self._memory)
-            if cell.count > 16:
-                self._drift = self._drift * _RETURN + residual * _DRIFT
+            self._drift = self._drift * _RETURN + residual * _DRIFT
             self._stale += 1
 
     def _to_knot(self, at: tuple[int, int], B: int, T: int) -> float:
@@ -110,6 +109,8 @@ class CostSurface:
 
     def seconds(self, B: int, T: int) -> float:
         """Expected (median) seconds of a forward of B requests and T rows."""
+        if self._stale:
+            self._make_table()
         return float(self.curve(B, np.array([T]))[0])
 
     def curve(self, B: int, T: np.ndarray) -> np.ndarray:
@@ -125,7 +126,7 @@ class CostSurface:
 
     def refresh(self) -> None:
         """Takes in what was observed since the last time, if that is much. Mutates `version` and the table."""
-        if self._stale >= min(512, self._seen // 8) and self._seen:
+        if self._stale >= min(512, 2 + self._seen // 2):
             self._make_table()
 
     def _make_table(self) -> None:

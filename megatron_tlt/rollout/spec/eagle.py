@@ -29,9 +29,11 @@ from megatron_tlt.models.eagle_base import (
     EagleInput,
 )
 from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.native_pairs import DraftingRows, NativePairs, native_pairs
 from megatron_tlt.rollout.batch import Batch
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.backlog import RowsThen
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.noise import draft_keys
 from megatron_tlt.rollout.spec.survival import Calibrator
@@ -63,11 +65,9 @@ class EagleDrafter:
         self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
         self._first = np.ones(slots, np.int32)  # first position that the drafter sees
         self._want_probs = want_probs
-        self._one: _OneRow | None = None
-        if self._device.type == "cpu":
-            self._one = _OneRow(rows, block_size)
-        self._cells = np.minimum(np.arange(64), DEPTHS - 1).astype(np.int32) * BUCKETS
-        self._depths = np.arange(1, 65, dtype=np.int32)
+        here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
+        kept = DraftingRows(*here, self._synced, self._first)
+        self._native = native_pairs(decoder, self.kv, kept, self._ring, window)
         self.calibrator = Calibrator(DEPTHS, BUCKETS)
 
     # Following the policy
@@ -118,15 +118,12 @@ class EagleDrafter:
         self._ring[request.slot * self._window + cached % self._window] = request.carry
         request.carry = None
 
-    def take_hidden(self, rows: RunningRows, counts: np.ndarray, hidden: Tensor) -> None:
+    def take_hidden(self, rows: RunningRows | RowsThen, counts: np.ndarray, hidden: Tensor) -> None:
         """Before a commit: rows emit `counts` int32 [B] tokens, drawn from `hidden` [sum(counts), H]."""
+        if self._native is not None:
+            self._native.take_hidden(rows.slots, rows.positions, counts, hidden)
+            return
         count = rows.num_rows
-        if count == 1:
-            start = (int(rows.positions[0]) + 1) % self._window
-            if start + len(hidden) <= self._window:
-                at_once = int(rows.slots[0]) * self._window + start
-                self._ring[at_once : at_once + len(hidden)] = hidden
-                return
         slots, positions = rows.slots[:count], rows.positions[:count]
         if len(hidden) == count:  # one token each
             at = slots * self._window + (positions + 1) % self._window
@@ -158,10 +155,15 @@ class EagleDrafter:
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`."""
-        count = rows.num_rows
-        active = np.flatnonzero(lengths > 0)
+        if not lengths.any():
+            return Draft.empty(rows.num_rows)
+        if self._native is not None:
+            return self._propose_native(self._native, rows, lengths, strategy)
+        # A row whose last pair is cached already has nothing to start from.
+        new = self._synced[rows.slots[: len(lengths)]] < rows.positions[: len(lengths)]
+        active = np.flatnonzero((lengths > 0) & new)
         if not len(active):
-            return Draft.empty(count)
+            return Draft.empty(rows.num_rows)
         keys = rows.keys[active]
         if self._want_probs:  # drafts that are verified without shared noise must not share it
             keys = draft_keys(keys, rows.output_len[active])
@@ -175,30 +177,26 @@ class EagleDrafter:
             min_survival=strategy.min_survival,
             want_logits=self._want_probs,
         )
-        pairs = self._pairs_of_one(int(active[0])) if len(active) == 1 else None
-        if pairs is None:
-            pairs = self._missing_pairs(rows, active)
-        drafted = self.decoder.draft(pairs, params, self.kv)
+        drafted = self.decoder.draft(self._missing_pairs(rows, active), params, self.kv)
         self._synced[rows.slots[active]] = rows.positions[active]
-        if count == 1 and strategy.topk == 1 and drafted.logits is None:
-            return self._to_draft_of_one(drafted)
         return self._to_draft(drafted, active, rows, strategy.topk)
 
-    def _pairs_of_one(self, row: int) -> EagleInput | None:
-        """`_missing_pairs` of a single row without copies; None where its hidden states are not in one piece."""
-        if self._one is None:
-            return None
-        rows, window = self._rows, self._window
-        slot, last = int(rows.slots[row]), int(rows.positions[row])
-        synced = int(self._synced[slot])
-        first = max(synced + 1, last - window + 1)
-        start, count = first % window, last - first + 1
-        if start + count > window:
-            return None
-        if first > synced + 1:
-            self._first[slot] = first
-        at = slot * window + start
-        return self._one.pairs(row, first, last, int(self._first[slot]), self._ring[at : at + count])
+    def _propose_native(
+        self, native: NativePairs, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy
+    ) -> Draft:
+        """The same in one call."""
+        rates, least, keys = self.calibrator.rates, strategy.min_survival, None
+        if strategy.topk == 1 and not self._want_probs:
+            counts, tokens, survival, depths, feature = native.chains(rows.outputs, lengths, rates, least)
+            return Draft(counts, tokens, survival, depths, None, feature)
+        if self._want_probs:
+            keys = draft_keys(rows.keys[: len(lengths)], rows.output_len[: len(lengths)])
+        active, drafted = native.rows(
+            rows.outputs, lengths, strategy.topk, rates, least, keys, self._want_probs
+        )
+        if not len(active):
+            return Draft.empty(len(lengths))
+        return self._to_draft(drafted, active, rows, strategy.topk)
 
     def _missing_pairs(self, rows: RunningRows, active: np.ndarray) -> EagleInput:
         """The pairs between the drafter's last one and each row's root, as one ragged batch."""
@@ -251,14 +249,6 @@ class EagleDrafter:
         )
         return trunk if topk == 1 else self._with_siblings(trunk, drafted, active)
 
-    def _to_draft_of_one(self, drafted: DraftRows) -> Draft:
-        """`_to_draft` of one row and one chain: few numbers, few calls."""
-        length = int(drafted.lengths[0])
-        bucket = np.minimum(drafted.gaps[0, :length, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
-        bucket += self._cells[:length]
-        tokens, survival = drafted.tokens[0, :length, 0], drafted.survival[0, :length]
-        return Draft(drafted.lengths, tokens, survival, self._depths[:length], None, bucket)
-
     def _with_siblings(self, trunk: Draft, drafted: DraftRows, active: np.ndarray) -> Draft:
         """Adds the second to K-th candidates beside every token of the trunk, as leaves behind it."""
         rates = self.calibrator.sibling_rates  # [K - 1, BUCKETS]
@@ -298,47 +288,6 @@ class EagleDrafter:
         self.calibrator.observe(place[trunk], bucket[trunk], matched[trunk])
         if not trunk.all():
             self.calibrator.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])
-
-
-class _OneRow:
-    """The pairs of one row as views of what is there anyway, on CPU: a lone request has no time for more."""
-
-    def __init__(self, rows: RunningRows, block_size: int):
-        self._rows, self._size = rows, block_size
-        self._range = np.arange(rows.block_tables.shape[1] * block_size + 1, dtype=np.int32)
-        self._numbers = np.zeros(5, np.int32)
-        fields = torch.from_numpy(self._numbers)
-        # [0, pairs], [context], [last pair], [first visible]
-        self._bounds, self._context, self._last, self._first = (
-            fields[:2],
-            fields[2:3],
-            fields[3:4],
-            fields[4:5],
-        )
-        self._tables = torch.from_numpy(rows.block_tables)
-
-    def pairs(self, row: int, first: int, last: int, visible: int, hidden: Tensor) -> EagleInput:
-        """Pairs `first .. last` of `row` with their `hidden` states; valid until the next call."""
-        rows, size = self._rows, self._size
-        count, drawn = last - first + 1, int(rows.output_len[row])
-        positions = self._range[first : last + 1]
-        table = rows.block_tables[row]
-        begin, end = first // size, last // size
-        if begin == end:
-            slots = positions + np.int32((int(table[begin]) - begin) * size)
-        else:
-            slots = table[positions // size] * size + positions % size
-        self._numbers[1:] = count, last + 1, count - 1, visible
-        batch = DecoderInput(
-            torch.from_numpy(rows.outputs[int(rows.slots[row]), drawn - count : drawn]),
-            torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            self._bounds,
-            self._context,
-            self._tables[row : row + 1],
-            self._last,
-        )
-        return EagleInput(batch, hidden, self._first)
 
 
 def _probabilities(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:

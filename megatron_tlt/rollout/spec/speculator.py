@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.backlog import Backlog
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats
 
@@ -32,6 +34,26 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.strategy import StrategySelector
 
 Reserve = Callable[[np.ndarray], np.ndarray]
+Clock = Callable[[], float]
+_MOST_BEHIND = 16  # plain steps that drafters are told of at once
+_PAUSE = 0.25  # share of a step that what follows it may have taken; beyond, the engine waited for its caller
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that the selector has not heard of: it ends when the next one begins."""
+
+    strategy: DraftStrategy
+    rows_fed: int
+    counts: np.ndarray
+    draft_seconds: float
+    began: float
+    told: float
+
+    def seconds(self, now: float) -> float:
+        """Of all but the draft: also of schedule, commit and what the drafter learns, which drafts make dearer."""
+        own = self.told - self.began
+        return own + min(now - self.told, _PAUSE * own) - self.draft_seconds
 
 
 class Speculator:
@@ -47,30 +69,54 @@ class Speculator:
         tp: TensorParallel,
         eagle: EagleDrafter | None = None,
         by_position: bool = False,
+        window: int = _MOST_BEHIND,
+        clock: Clock = time.perf_counter,
     ):
-        """`eagle` is the drafter, or the part of it, that wants hidden states. `by_position`: decisions must not know
-        the drafted tokens (block verification), so survival is the mean acceptance at each position.
+        """`eagle` is the drafter, or the part of it, that wants hidden states, of the last `window` tokens at most.
+        `by_position`: decisions must not know the drafted tokens (block verification), so survival is the mean
+        acceptance at each position. `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.selector, self.verifier, self.eagle = drafter, selector, verifier, eagle
         self._counters = SpeculationCounters()
         self._rows, self._reserve, self._tp = rows, reserve, tp
         self._max_tokens = len(rows.token_ids)
         self._by_position = PositionRates() if by_position else None
-        self._strategy, self._draft_seconds = NO_DRAFT, 0.0
+        self._strategy, self._draft_seconds, self._began = NO_DRAFT, 0.0, 0.0
+        self._step: _Step | None = None
+        self._rest, self._is_resting = [0, 0], False  # plain steps to come unobserved, and of how many rows
+        self._behind = Backlog(rows, min(_MOST_BEHIND, window))
+        self._clock = clock
+        self._ones = np.ones(len(rows.limit), np.int32)
 
     def plan(self) -> Draft | None:
         """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
+        if self._step is not None:
+            self._settle(self._clock())
         rows = self._rows
-        running = rows.num_rows
-        strategy = self._agree_strategy(self.selector.select(running))
+        if self._may_rest(rows.num_rows):
+            return None
+        self._began = self._clock()  # what the selector learns at times is no part of a step
+        strategy = self._agree_strategy(self.selector.select(rows.num_rows))
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
+            if self._tp.size == 1:  # ranks' selectors agree on strategies only
+                self._rest = [self.selector.rest(rows.num_rows), rows.num_rows]
             return None
-        started = time.perf_counter()
+        started = self._clock()
+        self._catch_up()
+        if self._tp.size == 1 and isinstance(self.drafter, HybridDrafter):  # other ranks' clocks differ
+            self.drafter.rate = self.selector.rate(rows.num_rows)
         lengths = self._reserve(self._wanted(strategy)) // strategy.topk
         draft = self._propose(rows, lengths, strategy)
-        self._draft_seconds = time.perf_counter() - started
+        self._draft_seconds = self._clock() - started
         return draft if draft.num_nodes else None
+
+    def _may_rest(self, running: int) -> bool:
+        """Whether this is a plain step that the selector need not hear of. Counts it."""
+        left, rows = self._rest
+        self._is_resting = left > 0 and rows == running
+        self._rest[0] = left - 1 if self._is_resting else 0
+        return self._is_resting
 
     def _wanted(self, strategy: DraftStrategy) -> np.ndarray:
         """Nodes int32 [B] that each row may draft: an answer's last token is never drafted but drawn."""
@@ -100,33 +146,43 @@ class Speculator:
 
         Mutates drafter, selector and counters.
         """
-        rows, strategy = self._rows, self._strategy
-        running = rows.num_rows
-        counts = result.counts
+        running, strategy = self._rows.num_rows, self._strategy
+        tokens, counts, fed = result.tokens, result.counts, running
         if counts is None:
-            counts = np.ones(running, np.int32)
-        emitted = len(result.tokens) if result.counts is not None else running
-        self.selector.observe(
-            strategy,
-            running,
-            running + (draft.num_nodes if draft is not None else 0),
-            counts,
-            self._draft_seconds,
-            seconds,
-        )
-        self._counters.step(strategy if draft is not None else NO_DRAFT, self._draft_seconds)
+            counts, tokens = self._ones[:running], tokens[:running]
         if draft is not None and accepted is not None:
+            fed += draft.num_nodes
             self.drafter.observe(draft, accepted.reached, accepted.accepted)
             if self._by_position is not None:
                 self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
-            self._counters.add(draft, accepted, running, emitted, seconds)
-        self._follow(result.tokens[:emitted], counts, result.hidden)
+            self._counters.step(strategy, self._draft_seconds)
+            self._counters.add(draft, accepted, running, len(tokens), seconds)
+            self._follow(tokens, counts, result.hidden)
+        else:
+            self._counters.plain(self._draft_seconds)
+            if self._behind.add(tokens, result.hidden if self.eagle is not None else None):
+                self._catch_up()
+            if self._is_resting:
+                return
+        self._step = _Step(strategy, fed, counts, self._draft_seconds, self._began, self._clock())
 
     def told_mixed(self, result: StepResult, running: int) -> None:
         """A step with prefill chunks gave one token to each of the `running` rows."""
+        self._settle()
+        self._catch_up()
         if running:
-            hidden = result.hidden
-            self._follow(result.tokens[:running], np.ones(running, np.int32), hidden)
+            self._follow(result.tokens[:running], self._ones[:running], result.hidden)
+
+    def _settle(self, now: float | None = None) -> None:
+        """Tells the selector of the last step, which ended `now`, or when `told` did."""
+        step = self._step
+        if step is not None:
+            self._step = None
+            seconds = step.seconds(step.told if now is None else now)
+            running = len(step.counts)
+            self.selector.observe(
+                step.strategy, running, step.rows_fed, step.counts, step.draft_seconds, seconds
+            )
 
     def _follow(self, tokens: np.ndarray, counts: np.ndarray, hidden: Tensor | None) -> None:
         self.drafter.extend(self._rows, tokens, counts)
@@ -134,16 +190,29 @@ class Speculator:
             assert hidden is not None
             self.eagle.take_hidden(self._rows, counts, hidden[: len(tokens)])
 
+    def _catch_up(self) -> None:
+        """Tells the drafters of the plain steps that they are behind; their rows are still the first ones."""
+        if not len(self._behind):
+            return
+        told = self._behind.take()
+        self.drafter.extend(self._rows, told.tokens, told.counts)
+        if self.eagle is not None:
+            assert told.hidden is not None
+            self.eagle.take_hidden(told.rows, told.counts, told.hidden)
+
     def start(self, request: Request) -> None:
-        """A request got its row."""
+        """A request got its row, behind those that were there."""
+        self._catch_up()
         self.drafter.start(request)
 
     def stop(self, request: Request) -> None:
-        """A request leaves its row."""
+        """A request is about to leave its row."""
+        self._catch_up()
         self.drafter.stop(request)
 
     def end_generate(self) -> None:
         """No request is left: what was kept for siblings can go."""
+        self._settle()
         self.drafter.end_generate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,11 +322,17 @@ class SpeculationCounters:
 
     def __init__(self) -> None:
         self._stats = SpeculationStats()
+        self._plain = 0
         self._steps: dict[DraftStrategy, int] = {}
         self._notes: list[tuple[Draft, Accepted]] = []
 
+    def plain(self, draft_seconds: float) -> None:
+        """A step without drafted tokens."""
+        self._plain += 1
+        self._stats.draft_seconds += draft_seconds
+
     def step(self, strategy: DraftStrategy, draft_seconds: float) -> None:
-        """A pure decoding step."""
+        """A step with drafted tokens."""
         self._steps[strategy] = self._steps.get(strategy, 0) + 1
         self._stats.draft_seconds += draft_seconds
 
@@ -279,6 +354,8 @@ class SpeculationCounters:
         """Everything since the last call. Resets."""
         if self._notes:
             self._count()
+        if self._plain:
+            self._steps[NO_DRAFT], self._plain = self._plain, 0
         for strategy, count in self._steps.items():
             name = strategy.name  # strategies that differ in `min_survival` only share a name
             self._stats.steps_by_strategy[name] = self._stats.steps_by_strategy.get(name, 0) + count

@@ -31,6 +31,15 @@ class StrategySelector(Protocol):
     def select(self, running: int) -> DraftStrategy:
         """The strategy for a step of `running` >= 1 requests; `NO_DRAFT` for plain decoding."""
 
+    def rest(self, running: int) -> int:
+        """Asked when `select` chose plain decoding: how many steps more of `running` requests to make so, unobserved.
+
+        Mutates the selector, which counts on them.
+        """
+
+    def rate(self, running: int) -> float:
+        """Tokens per second that steps of `running` requests achieve at present; 0 if this selector does not know."""
+
     def admit(
         self,
         strategy: DraftStrategy,
@@ -76,6 +85,14 @@ class FixedSelector:
     def select(self, running: int) -> DraftStrategy:
         """See `StrategySelector.select`."""
         return self._strategy
+
+    def rest(self, running: int) -> int:
+        """See `StrategySelector.rest`: none."""
+        return 0
+
+    def rate(self, running: int) -> float:
+        """See `StrategySelector.rate`: unknown."""
+        return 0.0
 
     def admit(
         self,

@@ -123,7 +123,7 @@ class SuffixDrafter:
     def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
         """See `Drafter.extend`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
         count, total = len(counts), len(tokens)
-        assert rows is self._rows and count == rows.num_rows
+        assert rows is self._rows and count <= rows.num_rows
         if total > len(self._fed):
             self._fed = np.empty(2 * total, np.int32)
             self._fed_at = self._fed.ctypes.data

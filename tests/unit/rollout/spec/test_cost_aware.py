@@ -82,6 +82,39 @@ def test_a_drafter_that_turns_bad_is_dropped_and_taken_up_again():
     assert gain(300) > 1.7
 
 
+@pytest.mark.parametrize("running", [1, 4, 16])
+def test_bookkeeping_of_steps_with_drafts_is_weighed(running):
+    """What a step with drafts takes beyond its forward, where it costs more than drafts gain."""
+    overhead = 2.5 * float(cpu_seconds(running, running))
+    world, selector = SpecWorld(seed=7, overhead=overhead), CostAware("eagle", 8)
+    world.run(selector, 200, running)
+    tokens, seconds = world.run(selector, 1500)
+    assert tokens / seconds * float(cpu_seconds(running, running)) / running >= 0.98
+
+
+def test_plain_steps_among_drafts_are_not_taken_for_what_plain_decoding_costs():
+    """The first one finds the caches full of the drafter's data. A drafter that loses looks as if it paid."""
+    world, selector = SpecWorld(seed=8, cold=2.5, quality=0.55), CostAware("eagle", 8)
+    world.run(selector, 400, 4)
+    tokens, seconds = world.run(selector, 1500)
+    assert tokens / seconds * float(cpu_seconds(4, 4)) / 4 >= 0.98
+
+
+def test_rests_only_where_drafting_is_off_and_plain_decoding_known():
+    selector, world = CostAware("eagle", 8), SpecWorld(quality=0.02)
+    world.start([1 << 40] * 4)
+    world.step(selector)
+    assert selector.rest(4) == 0
+    for _ in range(300):
+        world.step(selector)
+    while selector.select(4).kind != "none":
+        world.step(selector)
+    regime = selector._regimes[3]
+    regime.waited, waits = 0, regime.patience
+    rests = [selector.rest(4) for _ in range(waits)]
+    assert rests[0] > 0 and sum(rests) < waits  # wakes up for the next trial
+
+
 def test_plain_steps_come_first_then_drafts():
     selector, world = CostAware("eagle", 8), SpecWorld()
     world.start([1 << 40] * 4)
