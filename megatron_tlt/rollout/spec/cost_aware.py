@@ -30,13 +30,13 @@ _MEASURE = 5  # plain steps before the first draft in a regime
 # times as many the clearer drafting wins.
 _SOON, _PLAIN_EVERY = 8, 96
 _LOOK = 2  # plain steps in a row; the first, whose data drafting threw out of the caches, does not count
-_REST = 7  # plain steps between two measured ones, where plain decoding has been measured often and drafting is off
+_REST = 15  # plain steps between two measured ones, where plain decoding has been measured often and drafting is off
 _BUDGET = 0.0075  # of the time may go to finding out whether drafting pays again
 _WORST = 20.0  # plain steps that a trial's price and the purse stay within: a debt beyond is forgiven
-_PATIENCE = (32, 1024)  # plain steps between trials of a regime: doubles with every failure
+_PATIENCE = (128, 4096)  # plain steps between trials of a regime: doubles with every failure
 _MARGIN = 0.99  # drafting goes on while its gain may well be above
 _SLOW, _QUICK = (1024.0, 64.0), (64.0, 8.0)  # memories: request-steps, and steps at least
-_TRIAL = (4, 12)  # steps with drafts, and request-steps, before they may be judged
+_TRIAL = (8, 24)  # steps with drafts, and request-steps, before they may be judged
 _PROBE = (
     0.5  # share of a trial that explores: prices are guesses, and guesses that are too high would stay so
 )
@@ -164,7 +164,7 @@ class CostAware:
     def rest(self, running: int) -> int:
         """See `StrategySelector.rest`."""
         regime = self._regimes[running.bit_length()]
-        if regime.is_on or regime.plain_steps < 64 or regime.waited + _REST >= regime.patience:
+        if regime.is_on or regime.plain_steps < 16 or regime.waited + _REST >= regime.patience:
             return 0
         regime.plain_steps += _REST
         regime.waited += _REST

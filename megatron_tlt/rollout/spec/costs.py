@@ -48,7 +48,7 @@ _TICK = 1e-9  # seconds: a clock, a virtual one above all, may not have moved
 _FIRST = 5  # observations of a cell until its median counts as settled
 _CLIP = 0.12  # largest log residual believed at once: an outlier moves nothing much
 _FAR = 0.2  # log distance from the model that a cell of few measurements is doubted at
-_DRIFT = 1 / 16  # share of a settled cell's residual
+_DRIFT = 1 / 32  # share of a settled cell's residual
 _RETURN = 1 - 1 / 256  # drift fades: what lasts goes into the cells
 _SHARES = np.array([0.4, 0.1, 0.5])  # of c0, cB B and cT T in a step, until measurements say otherwise
 
@@ -126,7 +126,7 @@ class CostSurface:
 
     def refresh(self) -> None:
         """Takes in what was observed since the last time, if that is much. Mutates `version` and the table."""
-        if self._stale >= min(512, 2 + self._seen // 2):
+        if self._stale >= min(64, 2 + self._seen // 2):
             self._make_table()
 
     def _make_table(self) -> None:

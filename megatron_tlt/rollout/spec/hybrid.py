@@ -76,8 +76,8 @@ class HybridDrafter:
         self.suffix, self.eagle = suffix, eagle
         self.rate = 0.0  # tokens per second that this engine achieves at present; 0 if unknown
         self._calls = CallSeconds()
-        self._promise = np.full(slots, 2.0, np.float32)  # of an eagle draft, by slot
-        self._usual = 2.0
+        self._promise = np.full(slots, 4.0, np.float32)  # of an eagle draft, by slot
+        self._usual = 4.0
         self._unasked = 0  # proposals since the last eagle call
 
     def start(self, request: Request) -> None:

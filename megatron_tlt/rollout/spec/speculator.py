@@ -83,7 +83,10 @@ class Speculator:
         self._by_position = PositionRates() if by_position else None
         self._strategy, self._draft_seconds, self._began = NO_DRAFT, 0.0, 0.0
         self._step: _Step | None = None
-        self._rest, self._is_resting = [0, 0], False  # plain steps to come unobserved, and of how many rows
+        self._rest, self._is_resting = (
+            [0, 0],
+            False,
+        )  # plain steps to come unobserved, and with about how many rows
         self._behind = Backlog(rows, min(_MOST_BEHIND, window))
         self._clock = clock
         self._ones = np.ones(len(rows.limit), np.int32)
@@ -100,7 +103,7 @@ class Speculator:
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
             if self._tp.size == 1:  # ranks' selectors agree on strategies only
-                self._rest = [self.selector.rest(rows.num_rows), rows.num_rows]
+                self._rest = [self.selector.rest(rows.num_rows), rows.num_rows.bit_length()]
             return None
         started = self._clock()
         self._catch_up()
@@ -113,8 +116,8 @@ class Speculator:
 
     def _may_rest(self, running: int) -> bool:
         """Whether this is a plain step that the selector need not hear of. Counts it."""
-        left, rows = self._rest
-        self._is_resting = left > 0 and rows == running
+        left, regime = self._rest
+        self._is_resting = left > 0 and regime == running.bit_length()
         self._rest[0] = left - 1 if self._is_resting else 0
         return self._is_resting
 
@@ -346,7 +349,7 @@ class SpeculationCounters:
         batch = stats.by_batch.setdefault(running, [0, 0])
         batch[0] += running
         batch[1] += emitted
-        self._notes.append((draft, accepted))
+        self._notes.append((replace(draft, probs=None), accepted))  # distributions are large
         if len(self._notes) >= 256:
             self._count()
 
