@@ -65,7 +65,8 @@ def test_stopped_after_every_step_equals_uninterrupted(whole):
 def test_a_speculating_run_stopped_and_resumed_equals_a_plain_one(whole):
     """What the selector and the drafter learned comes back from the manifest, and cannot be seen in the weights."""
     config, run_dir = str(whole / "tiny.yaml"), whole / "speculating"
-    options = [f"train.run_dir={run_dir}", "rollout.speculation.drafter=suffix"]
+    spec = "rollout.speculation"
+    options = [f"train.run_dir={run_dir}", f"{spec}.drafter=suffix", f"{spec}.selector=fixed"]
     train_many(whole, [[config, [*options, f"train.num_steps={n}"]] for n in (2, 4)])
     last = "checkpoints/step-000004"
     assert_same_checkpoint(whole / "run" / last, run_dir / last)
