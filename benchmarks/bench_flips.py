@@ -10,13 +10,12 @@ decoder always, it must be 0 (docs/numerics.md).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_rollout import ROOT, commit, machine
+from bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
@@ -94,15 +93,7 @@ def main() -> None:
     }
     for key, value in summary.items():
         print(f"{key:34s}{value:10.2e}")
-    if args.out:
-        record = {
-            "command": sys.argv,
-            "commit": commit(),
-            "machine": machine(),
-            "rows": rows,
-            "summary": summary,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, rows, summary)
 
 
 def _is(row: dict[str, Any], other: str) -> bool:

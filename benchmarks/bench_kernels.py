@@ -13,16 +13,14 @@ to one row.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench_record import write_record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -201,16 +199,7 @@ def main() -> None:
         for r in rows
         if r.get("kernels") == "native"
     }
-    if args.out:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        record = {
-            "command": sys.argv,
-            "commit": git.stdout.strip(),
-            "machine": platform.processor() or platform.machine(),
-            "rows": rows,
-            "summary": summary,
-        }
-        args.out.write_text(json.dumps(record, indent=2))
+    write_record(args.out, rows, summary)
 
 
 if __name__ == "__main__":

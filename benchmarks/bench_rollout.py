@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -25,9 +24,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench_record import ROOT, write_record
 from rollout_sides import LONGEST, SIDES, Work
 
-ROOT = Path(__file__).resolve().parents[1]
 MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times the median
 
 
@@ -178,19 +177,6 @@ def random_model(folder: str) -> str:
     return folder
 
 
-def machine() -> str:
-    """Processor and cores, for the record."""
-    info = Path("/proc/cpuinfo")
-    names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} CPUs"
-
-
-def commit() -> str:
-    """The checked-out commit, or nothing outside a checkout."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -247,15 +233,7 @@ def main() -> None:
     summary = summarize(rows)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.2f}")
-    if args.out:
-        record = {
-            "command": sys.argv,
-            "commit": commit(),
-            "machine": machine(),
-            "rows": rows,
-            "summary": summary,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, rows, summary)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ regime of real policies, where a forward is bound by reading weights and further
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_rollout import ROOT, commit, machine
+from bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
@@ -247,16 +246,7 @@ def compare(args: argparse.Namespace) -> None:
     summary = summarize(rows, args.batches)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.3f}")
-    if args.out:
-        record = {
-            "command": sys.argv,
-            "commit": commit(),
-            "machine": machine(),
-            "rows": rows,
-            "summary": summary,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, rows, summary)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from bench_record import write_record
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -236,13 +235,7 @@ def main() -> None:
     if args.run_dir:
         summary["step_overhead_share"] = step_overhead_share(args.run_dir)
     print(summary)
-    if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        machine = platform.processor() or platform.machine()
-        record = {"command": sys.argv, "commit": commit, "machine": machine, "rows": rows, "summary": summary}
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(args.out, rows, summary)
     world.close()
 
 

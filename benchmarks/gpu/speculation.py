@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_rollout import commit, machine  # noqa: E402
+from bench_record import write_record  # noqa: E402
 from bench_speculation import table  # noqa: E402
 from gpu_drafter import acceptance, collect, warm_up  # noqa: E402
 from gpu_policy import train_policy  # noqa: E402
@@ -403,12 +402,8 @@ def main() -> None:
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
     for name, value in summary.items():
         print(f"{name:28s} {value:10.3f}")
-    if args.out:
-        gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
-        record = {"command": sys.argv, "commit": commit(), "machine": f"{gpu}; {machine()}"}
-        record |= {"rows": rows, "summary": summary}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "no GPU"
+    write_record(args.out, rows, summary, device=gpu)
 
 
 if __name__ == "__main__":
