@@ -108,3 +108,52 @@ def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if name.startswith(prefix) and "input_layernorm" not in name
     }
     return {"fc.weight": (config.hidden_size, 2 * config.hidden_size), **layer}
+
+
+class DraftRecorder:
+    """Fills a `DraftRows`, draft position by draft position."""
+
+    def __init__(self, params: DraftParams, vocab: int):
+        count, longest = len(params.keys), int(params.max_len.max(initial=0))
+        self._params, self._survival = params, np.ones(count, np.float32)
+        self._out = DraftRows(
+            np.zeros(count, np.int32),
+            np.zeros((count, longest, params.topk), np.int32),
+            np.zeros((count, longest, params.topk), np.float32),
+            np.zeros((count, longest), np.float32),
+            np.zeros((count, longest, vocab), np.float32) if params.want_logits else None,
+        )
+
+    def take(
+        self, step: int, active: np.ndarray, tokens: np.ndarray, gaps: np.ndarray, logits: Tensor
+    ) -> np.ndarray:
+        """Notes what the chains `active` [A] drew at position `step`; bool [A]: which of them go on behind it.
+
+        tokens int32 [A, K or more], best first; gaps float32 as `gaps_of`; logits [A, V]. A chain that could not
+        survive its next token, however large that token's gap, ends here.
+        """
+        params, out, k = self._params, self._out, self._params.topk
+        bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int64)
+        self._survival[active] *= params.rates[min(step, DEPTHS - 1), bucket]
+        kept = self._survival[active] >= params.min_survival
+        rows = active[kept]
+        out.lengths[rows] = step + 1
+        out.tokens[rows, step], out.gaps[rows, step] = tokens[kept, :k], gaps[kept, :k]
+        out.survival[rows, step] = self._survival[rows]
+        if out.logits is not None:
+            out.logits[rows, step] = logits.float().cpu().numpy()[kept]
+        most = params.rates[min(step + 1, DEPTHS - 1)].max()
+        may_survive = self._survival[active] * most >= params.min_survival
+        going: np.ndarray = kept & may_survive & (params.max_len[active] > step + 1)
+        return going
+
+    def result(self) -> DraftRows:
+        """The drafts."""
+        return self._out
+
+
+def gaps_of(scores: np.ndarray) -> np.ndarray:
+    """Gaps float32 [A, C], as in `DraftRows`, of candidates' scores [A, C], best first; infinite for a single one."""
+    gaps: np.ndarray = scores[:, :1] - scores
+    gaps[:, 0] = gaps[:, 1] if scores.shape[1] > 1 else np.inf
+    return gaps

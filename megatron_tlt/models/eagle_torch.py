@@ -19,7 +19,7 @@ from megatron_tlt.models.attention import AttentionPlan, paged_attention
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle_base import BUCKET_WIDTH, BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle_base import DraftParams, DraftRecorder, DraftRows, EagleInput, gaps_of
 from megatron_tlt.models.eagle_static import CANDIDATES, RunStep, StaticDraft
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.keyed_noise import key_tensor, perturbed, row_keys
@@ -113,7 +113,7 @@ class TorchEagle:
     def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
         """See `EagleDecoder.draft`. `max_len` may hold zeros: those sequences are fed only."""
         out = self.forward(inputs, kv)
-        drafts = _Drafts(params, self.config.vocab_size)
+        drafts = DraftRecorder(params, self.config.vocab_size)
         active = np.flatnonzero(params.max_len > 0)
         if not len(active):
             return drafts.result()
@@ -132,7 +132,7 @@ class TorchEagle:
         feed = self._feed(kv, len(active), longest)
         feed.begin(tables, inputs.first_visible[chosen], temperature, out.hidden[chosen], longest)
         for step in range(int(params.max_len.max())):
-            going = drafts.take(step, active[at], tokens, scores, logits)
+            going = drafts.take(step, active[at], tokens, gaps_of(scores), logits)
             at, token = at[going], tokens[going, 0]
             if not len(at):
                 break
@@ -188,42 +188,3 @@ class _EagerDraft:
         self._hidden[index] = out.hidden
         scores = perturbed(out.logits, key_tensor(keys, device), self._temperature[index])
         return *self._eagle._best(scores), out.logits
-
-
-class _Drafts:
-    """Fills a `DraftRows`, draft position by draft position."""
-
-    def __init__(self, params: DraftParams, vocab: int):
-        count, longest = len(params.keys), int(params.max_len.max(initial=0))
-        self._params, self._survival = params, np.ones(count, np.float32)
-        self._out = DraftRows(
-            np.zeros(count, np.int32),
-            np.zeros((count, longest, params.topk), np.int32),
-            np.zeros((count, longest, params.topk), np.float32),
-            np.zeros((count, longest), np.float32),
-            np.zeros((count, longest, vocab), np.float32) if params.want_logits else None,
-        )
-
-    def take(
-        self, step: int, active: np.ndarray, tokens: np.ndarray, scores: np.ndarray, logits: Tensor
-    ) -> np.ndarray:
-        """Notes the candidates [A', C] of position `step`; bool [A']: which chains go on behind it."""
-        params, out, k = self._params, self._out, self._params.topk
-        gaps = scores[:, :1] - scores[:, 1:]
-        bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int64)
-        self._survival[active] *= params.rates[min(step, DEPTHS - 1), bucket]
-        kept = self._survival[active] >= params.min_survival
-        rows = active[kept]
-        out.lengths[rows] = step + 1
-        out.tokens[rows, step] = tokens[kept, :k]
-        out.gaps[rows, step, 0] = gaps[kept, 0]
-        out.gaps[rows, step, 1:] = gaps[kept, : k - 1]
-        out.survival[rows, step] = self._survival[rows]
-        if out.logits is not None:
-            out.logits[rows, step] = logits.float().cpu().numpy()[kept]
-        going: np.ndarray = kept & (params.max_len[active] > step + 1)
-        return going
-
-    def result(self) -> DraftRows:
-        """The drafts."""
-        return self._out

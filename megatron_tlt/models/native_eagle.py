@@ -21,7 +21,15 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.eagle import check_eagle_tensors
-from megatron_tlt.models.eagle_base import BUCKET_WIDTH, BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle_base import (
+    BUCKETS,
+    DEPTHS,
+    DraftParams,
+    DraftRecorder,
+    DraftRows,
+    EagleInput,
+    gaps_of,
+)
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native import NativeDecoder, Numbers, copy_blocks
 from megatron_tlt.models.native_abi import BAD_POSITION, ERRORS, DraftCall, Eagle, EagleStep, library
@@ -212,26 +220,18 @@ class NativeEagle:
 
     def _draft_in_steps(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
         """As `csrc/eagle.c` does it, one forward at a time. All ranks take the same number of steps."""
-        seqs, depth, k = len(params.keys), int(params.max_len.max(initial=0)), params.topk
-        vocab = self.config.vocab_size
-        rows = DraftRows(
-            np.zeros(seqs, np.int32),
-            np.zeros((seqs, depth, k), np.int32),
-            np.zeros((seqs, depth, k), np.float32),
-            np.zeros((seqs, depth), np.float32),
-            np.zeros((seqs, depth, vocab), np.float32) if params.want_logits else None,
-        )
+        recorder = DraftRecorder(params, self.config.vocab_size)
         batch = inputs.batch
         ends, tables = batch.query_start[1:].numpy() - 1, batch.block_tables.numpy()
         if not np.array_equal(batch.logit_rows.numpy(), ends):
             raise BackendError("a draft's logit rows must be the last row of each sequence")
-        position, survival = batch.positions.numpy()[ends], np.ones(seqs, np.float32)
+        position = batch.positions.numpy()[ends]
         out = self.forward(inputs, kv)
         active = np.flatnonzero(params.max_len > 0)
         logits, hidden = out.logits[torch.from_numpy(active)], out.hidden[torch.from_numpy(active)]
-        for step in range(depth):
+        for step in range(int(params.max_len.max(initial=0))):
             tokens, gaps = self._candidates(logits, params, active, step)
-            goes_on = self._take(rows, params, active, step, tokens, gaps, survival, logits)
+            goes_on = recorder.take(step, active, tokens, gaps, logits)
             active, best = active[goes_on], tokens[goes_on, 0]
             if not len(active):
                 break
@@ -240,32 +240,7 @@ class NativeEagle:
             first = inputs.first_visible[torch.from_numpy(active)]
             out = self.forward(EagleInput(pairs, states, first), kv)
             logits, hidden = out.logits, out.hidden
-        return rows
-
-    def _take(
-        self,
-        rows: DraftRows,
-        params: DraftParams,
-        active: np.ndarray,
-        step: int,
-        tokens: np.ndarray,
-        gaps: np.ndarray,
-        survival: np.ndarray,
-        logits: Tensor,
-    ) -> np.ndarray:
-        """Records position `step` of the active chains that survive; bool [A] of those that go on behind it."""
-        bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
-        survival[active] *= params.rates[min(step, DEPTHS - 1), bucket]
-        kept: np.ndarray = survival[active] >= params.min_survival
-        at, k = active[kept], params.topk
-        rows.lengths[at] = step + 1
-        rows.tokens[at, step], rows.gaps[at, step] = tokens[kept, :k], gaps[kept, :k]
-        rows.survival[at, step] = survival[at]
-        if rows.logits is not None:
-            rows.logits[at, step] = logits.numpy()[kept]
-        most = params.rates[min(step + 1, DEPTHS - 1)].max()
-        kept &= (params.max_len[active] > step + 1) & (survival[active] * most >= params.min_survival)
-        return kept
+        return recorder.result()
 
     def _candidates(
         self, logits: Tensor, params: DraftParams, active: np.ndarray, step: int
@@ -285,10 +260,7 @@ class NativeEagle:
             *(scratch.ctypes.data, self.threads),
         )
         tokens, bits = self._tp.broadcast(found).numpy()
-        scores = bits.view(np.float32)
-        gaps = scores[:, :1] - scores
-        gaps[:, 0] = gaps[:, 1] if n > 1 else np.inf
-        return tokens, gaps
+        return tokens, gaps_of(bits.view(np.float32))
 
 
 class DraftSpace:
