@@ -112,8 +112,14 @@ class RolloutBackend(Protocol):
     def update_weights(self, bucket: WeightBucket) -> None:
         """Takes some full tensors of the open push. Mutates the weights."""
 
+    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Takes all tensors of the drafter into the open push: it is served with the new policy or not at all.
+
+        `version` counts the drafter's own publications. Mutates the drafter. Raises SyncError.
+        """
+
     def finish_update(self) -> None:
-        """Closes the push: every tensor must have come. Mutates the version. Raises SyncError."""
+        """Closes the push: every tensor must have come. Mutates the versions. Raises SyncError."""
 
     def weight_checksums(self) -> dict[str, int]:
         """Checksum of every tensor as it was received in the last push (`sync.verify`). Mutates nothing."""
@@ -148,5 +154,13 @@ class Policy(Protocol):
 class WeightSync(Protocol):
     """Carries the policy's weights into the local rollout engine."""
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
-        """Streams all tensors in buckets; all or nothing. Collective. Returns metrics. Raises SyncError."""
+    def push(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        drafter: tuple[Mapping[str, Tensor], int] | None = None,
+    ) -> dict[str, float]:
+        """Streams all tensors in buckets, and a drafter with its version; all or nothing. Collective.
+
+        Returns metrics. Raises SyncError.
+        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
@@ -59,23 +61,25 @@ def build_backend(
     local_ranks: int = 1,
     load_weights: bool = False,
     count_near_ties: bool = False,
+    drafter: Mapping[str, Tensor] | None = None,
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
+    `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
     share this machine's memory. `sync.verify` makes it keep checksums. Raises ConfigError, CheckpointError or
     BackendError.
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
-    _check(rollout, model, config, tp)
+    _check(rollout, model, config, tp, drafter is not None)
     decoder = build_decoder(
         config, device, DTYPES[rollout.dtype], rollout.kernels, rollout.threads, tp, rollout.numerics
     )
     if load_weights:
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
-    eagle = _eagle(rollout, decoder, config, tp)
+    eagle = _eagle(rollout, decoder, config, tp, drafter)
     num_blocks = choose_num_blocks(
         decoder.kv_bytes_per_block(rollout.block_size)
         + (eagle.kv_bytes_per_block(rollout.block_size) if eagle is not None else 0),
@@ -177,15 +181,21 @@ def _history(rollout: RolloutSection) -> AnswerHistory | None:
 
 
 def _eagle(
-    rollout: RolloutSection, decoder: Decoder, config: ModelConfig, tp: TensorParallel | None
+    rollout: RolloutSection,
+    decoder: Decoder,
+    config: ModelConfig,
+    tp: TensorParallel | None,
+    weights: Mapping[str, Tensor] | None,
 ) -> EagleDecoder | None:
     """The trained drafter around the policy's decoder, its weights loaded."""
     section = rollout.speculation
     if not section.uses_eagle:
         return None
-    assert section.drafter_path is not None  # `_check`
+    if weights is None:
+        assert section.drafter_path is not None  # `_check`
+        weights = load_drafter(section.drafter_path, config).weights
     eagle = build_eagle(decoder, rollout.threads, tp)
-    eagle.load_weights(load_drafter(section.drafter_path, config).weights.items())
+    eagle.load_weights(weights.items())
     return eagle
 
 
@@ -199,11 +209,15 @@ def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
 
 
 def _check(
-    rollout: RolloutSection, model: ModelSection, config: ModelConfig, tp: TensorParallel | None
+    rollout: RolloutSection,
+    model: ModelSection,
+    config: ModelConfig,
+    tp: TensorParallel | None,
+    has_drafter: bool,
 ) -> None:
     """Everything that sizes an engine wrongly, at once."""
     section = rollout.speculation
-    problems = list(check_speculation(section))
+    problems = list(check_speculation(section, has_drafter))
     if section.uses_suffix and find_compiler() is None:
         allowed = "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose none or eagle)"
         problems.append(ConfigProblem("rollout.speculation.drafter", section.drafter, allowed))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import BackendError, SyncError
+from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import EngineStats, PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import AnswerHistory
@@ -46,6 +48,7 @@ class EmbeddedBackend:
         self._ignorable = frozenset(ignorable)
         self._version = 0 if has_weights else NO_WEIGHTS
         self._keep_checksums = keep_checksums
+        self._drafter_version = self._next_drafter = 0
         self._open: int | None = None
         self._missing: set[str] = set()
         self._checksums: dict[str, int] = {}
@@ -54,6 +57,11 @@ class EmbeddedBackend:
     def policy_version(self) -> int:
         """The version of the weights that answer now; -1 before there are any."""
         return self._version
+
+    @property
+    def drafter_version(self) -> int:
+        """Publications of the drafter that drafts now; 0: it is the one that the engine was built with."""
+        return self._drafter_version
 
     @property
     def engine(self) -> Engine:
@@ -144,7 +152,7 @@ class EmbeddedBackend:
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""
         assert self.engine.is_idle, "weights change only between rollouts"
-        self._open = version
+        self._open, self._next_drafter = version, self._drafter_version
         self._missing = set(self._shapes)
         self._checksums = {}
 
@@ -167,6 +175,21 @@ class EmbeddedBackend:
             self._missing.discard(name)
         self.engine.runner.decoder.load_weights(taken, partial=True)
 
+    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Takes the drafter's tensors into the open push. Raises SyncError if none is open, there is no trained drafter
+        in this engine, or tensors are not its own.
+        """
+        if self._open is None:
+            raise SyncError(f"a drafter of version {version} came while no push is open")
+        speculator = self.engine.speculator
+        if speculator is None or speculator.eagle is None:
+            raise SyncError(f"a drafter of version {version} came to an engine that has none")
+        try:
+            speculator.eagle.decoder.load_weights(weights.items())
+        except CheckpointError as error:
+            raise SyncError(f"the drafter of version {version} does not fit: {error}") from error
+        self._next_drafter = version
+
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
         if self._open is None:
@@ -176,6 +199,7 @@ class EmbeddedBackend:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise SyncError(f"the push of version {self._open} lacks {', '.join(names[:_SHOWN])}{more}")
         self._version, self._open = self._open, None
+        self._drafter_version = self._next_drafter
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""

@@ -78,10 +78,13 @@ class SpeculationSection(Section):
         return self.drafter in ("suffix", "hybrid")
 
 
-def check_speculation(section: SpeculationSection) -> Iterator[ConfigProblem]:
-    """What does not go together; arms are checked where they are parsed (`rollout.spec.strategy`)."""
+def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Iterator[ConfigProblem]:
+    """What does not go together; arms are checked where they are parsed (`rollout.spec.strategy`).
+
+    `has_drafter`: weights come from elsewhere than `drafter_path`.
+    """
     at = "rollout.speculation"
-    if section.uses_eagle and section.drafter_path is None:
+    if section.uses_eagle and section.drafter_path is None and not has_drafter:
         allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
     if section.verify == "block" and section.topk > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import SyncError
@@ -32,9 +32,15 @@ class BucketedSync:
         self._backend = backend
         self._world = world
 
-    def push(self, weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, float]:
+    def push(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        drafter: tuple[Mapping[str, Tensor], int] | None = None,
+    ) -> dict[str, float]:
         """Streams all tensors; the engine serves `version` afterwards, or refuses to serve at all. Collective.
 
+        `drafter`: its tensors, which every rank holds already, and its version; the engine takes them in the same push.
         Raises SyncError when `sync.verify` finds a tensor that differs between policy, engine or ranks.
         """
         started = time.perf_counter()
@@ -45,6 +51,8 @@ class BucketedSync:
         for bucket in fill_buckets(counted, version, self._limit):
             self._backend.update_weights(bucket)
             buckets += 1
+        if drafter is not None:
+            self._backend.update_drafter(*drafter)
         self._backend.finish_update()
         if self._verify:
             self._compare(sums)

@@ -18,6 +18,7 @@ from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError, DataError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
@@ -170,6 +171,59 @@ def test_a_drafter_in_c_needs_a_compiler(model_dir: Path, monkeypatch: pytest.Mo
     rollout = RolloutSection(kernels="torch", speculation=speculation)
     with pytest.raises(ConfigError, match=r"speculation\.drafter = 'hybrid': needs a C compiler"):
         build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
+
+
+def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
+    speculation = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
+    rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
+    model = ModelSection(path=str(model_dir), max_context=64)
+    return build_backend(rollout, model, load_weights=True, drafter=drafter.state_dict())
+
+
+def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = None) -> None:
+    backend.begin_update(version)
+    backend.update_weights(WeightBucket(version, list(random_weights(CONFIG))))
+    if drafter is not None:
+        backend.update_drafter(drafter.state_dict(), version)
+    backend.finish_update()
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30, None])
+def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path, garbage: float | None):
+    drafter = EagleModel(CONFIG)
+    backend = drafting_backend(model_dir, drafter)
+    expected = backend.generate(PROMPTS, PARAMS, 4)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(
+                torch.randn_like(parameter) if garbage is None else torch.full_like(parameter, garbage)
+            )
+    push(backend, 7, drafter)
+    assert backend.drafter_version == 7
+    answers = backend.generate(PROMPTS, PARAMS, 4)
+    assert [(s.token_ids, s.logprobs) for s in answers] == [(s.token_ids, s.logprobs) for s in expected]
+    stats = backend.take_stats().speculation
+    assert stats.drafted_tokens > 0 or garbage is not None
+
+
+def test_policy_and_drafter_are_served_together_or_not_at_all(model_dir: Path):
+    backend = drafting_backend(model_dir, EagleModel(CONFIG))
+    with pytest.raises(SyncError, match="drafter of version 3 came while no push is open"):
+        backend.update_drafter({}, 3)
+    backend.begin_update(3)
+    backend.update_weights(WeightBucket(3, list(random_weights(CONFIG))))
+    wrong = {name: tensor[..., :1] for name, tensor in EagleModel(CONFIG).state_dict().items()}
+    with pytest.raises(SyncError, match=r"drafter of version 3 does not fit.*fc\.weight"):
+        backend.update_drafter(wrong, 3)
+    with pytest.raises(BackendError, match="weights are torn"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    assert (backend.policy_version, backend.drafter_version) == (0, 0)
+    push(backend, 4)  # a later push repairs it; the drafter's version stays
+    assert (backend.policy_version, backend.drafter_version) == (4, 0)
+    plain = make_backend()
+    plain.begin_update(1)
+    with pytest.raises(SyncError, match="engine that has none"):
+        plain.update_drafter({}, 1)
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])

@@ -27,6 +27,9 @@ class RecordingBackend:
             if name != self.drop:
                 self.held[name] = tensor + 1 if name == self.corrupt else tensor.clone()
 
+    def update_drafter(self, weights, version):
+        self.calls.append(("drafter", *weights, version))
+
     def finish_update(self):
         self.calls.append(("finish",))
 
@@ -45,6 +48,14 @@ def test_push_is_begin_buckets_finish():
     assert backend.calls == [("begin", 3), ("bucket", 2), ("bucket", 2), ("bucket", 1), ("finish",)]
     assert metrics["sync/mib"] == 2.5
     assert all(torch.equal(backend.held[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_the_drafter_goes_before_the_push_is_closed():
+    backend = RecordingBackend()
+    BucketedSync(SyncSection(), backend, OneRank()).push(
+        WEIGHTS.items(), version=3, drafter=({"fc.weight": torch.zeros(1)}, 5)
+    )
+    assert backend.calls[-2:] == [("drafter", "fc.weight", 5), ("finish",)]
 
 
 @pytest.mark.parametrize("backend", [RecordingBackend(corrupt="w2"), RecordingBackend(drop="w2")])
