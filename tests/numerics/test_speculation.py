@@ -24,7 +24,7 @@ from tests.helpers.engines import Answers, answer_all, make_engine, random_jobs,
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 from tests.helpers.speculating import speculating_engine
-from tests.helpers.tiny_models import random_weights
+from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,28 @@ def test_equal_whatever_is_drafted(family, tree, spoil):
         assert selector.emitted > 1.1 * selector.rows
     else:
         assert selector.emitted < 1.1 * selector.rows
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: str):
+    """`transformers` scores the answers: an accepted token's log-probability is the policy's, not the drafter's."""
+    model = hf_model(family)
+    config, weights, jobs = model_config(model), named_weights(model), random_jobs(131, 6, seed=11)
+    oracle = OracleDrafter(answer_all(make_engine(config, weights), jobs), 131, 0.2, tree=True)
+    engine = make_engine(config, weights, kernels)
+    selector = RandomSelector("oracle", 6, 3)
+    attach(engine, oracle, selector)
+    answers = answer_all(engine, jobs)
+    assert selector.emitted > 1.1 * selector.rows
+    for prompt_id, prompt, params, n in jobs:
+        for index in range(n):
+            tokens, logprobs = answers[prompt_id, index]
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            scored = (logits / (params.temperature or 1.0)).log_softmax(-1)
+            expected = scored.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
