@@ -78,6 +78,7 @@ def main() -> None:
     for kernels, numerics in KINDS:
         for dtype in ("fp32", "bf16"):
             base = [f"rollout.kernels={kernels}", f"rollout.numerics={numerics}", f"rollout.dtype={dtype}"]
+            base.append("rollout.speculation.drafter=none")  # the quickstart's is another
             plain = answers([*base, "rollout.max_running_requests=64"], args)
             for name, settings in OTHERS.items():
                 row = {"kernels": kernels, "numerics": numerics, "dtype": dtype, "other": name}
