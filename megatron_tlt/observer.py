@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_tlt.evaluation import EvalResult
     from megatron_tlt.types import EngineStats, SampleGroup
 
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
+
 
 class Observer:
     """Events, metrics, samples and progress of one rank."""
@@ -35,6 +38,8 @@ class Observer:
         self._first_step = 0
         self._started = time.perf_counter()
         self._tokens = 0  # of all ranks since the start
+        self._idle: Counter[str] = Counter()  # figures of idle time, of all ranks since the start
+        self._accept_lengths: list[float] = []
         self.on_rollout = self._progress.rollout
 
     def start(self, steps_done: int) -> None:
@@ -53,6 +58,10 @@ class Observer:
         self._progress.phase(name, step)
         return self._events.span(name, step)
 
+    def state(self, name: str, step: int, started: float, seconds: float) -> None:
+        """Notes the rank's state for `seconds` from `started` (seconds since the epoch) on."""
+        self._events.state(name, step, started, seconds)
+
     def note(self, text: str) -> None:
         """A line for the person watching (rank 0)."""
         self._progress.note(text)
@@ -64,16 +73,23 @@ class Observer:
         metrics: Mapping[str, float],
         stats: EngineStats,
         groups: Sequence[SampleGroup],
+        mine: Mapping[str, float] | None = None,
     ) -> None:
-        """Everything one step says. Collective: the ranks' phase times and engine counters are gathered here."""
+        """Everything one step says. Collective: the ranks' phase times and engine counters are gathered here.
+
+        `mine` are figures of this rank; logged is their sum over the ranks, or their maximum if the name ends in _max.
+        """
         phases = self._events.end_step()
-        ranks = self._world.all_gather_object((phases, _counters(stats)))
+        gathered = self._world.all_gather_object((phases, _counters(stats), dict(mine or {})))
+        ranks = [(times, counters) for times, counters, _ in gathered]
         names = sorted({name for rank_phases, _ in ranks for name in rank_phases})
         times = {f"time/{name}": sum(p.get(name, 0.0) for p, _ in ranks) / len(ranks) for name in names}
         idle = {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, (p, _) in enumerate(ranks)}
+        idle |= combined([own for _, _, own in gathered])
         counters = {f"engine/{name}": float(sum(c[name] for _, c in ranks)) for name in _counters(stats)}
         tokens = int(counters["engine/generated_tokens"])
         self._tokens += tokens
+        self._idle.update({name: idle.get(name, 0.0) for name in _IDLE_TOTALS})
         row = {_qualified(name): value for name, value in metrics.items()}
         row |= {
             **times,
@@ -83,6 +99,8 @@ class Observer:
             "time/step": seconds,
             "engine/tokens_per_s": _rate(ranks),
         }
+        if "spec/accept_length" in row:
+            self._accept_lengths.append(row["spec/accept_length"])
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._samples is not None:
@@ -120,6 +138,10 @@ class Observer:
             generated_tokens=self._tokens,
             rollout_seconds=totals[0].get("rollout", 0.0) + totals[0].get("idle", 0.0),
             idle_fractions=[t.get("idle", 0.0) / seconds for t in totals],
+            idle_seconds=self._idle["idle/seconds"],
+            recovered_seconds=self._idle["idle/recovered_seconds"],
+            drafter_steps=int(self._idle["drafter/steps"]),
+            accept_lengths=self._accept_lengths,
             before=_accuracy(evaluations[0]) if evaluations else None,
             after=_accuracy(evaluations[-1]) if evaluations else None,
             paths=self._paths(checkpoint),
@@ -141,6 +163,13 @@ class Observer:
         for part in (self._metrics, self._samples):
             if part is not None:
                 part.close()
+
+
+def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of all ranks as one: sums, but maxima of names that end in _max."""
+    names = sorted({name for figures in ranks for name in figures})
+    values = {name: [figures[name] for figures in ranks if name in figures] for name in names}
+    return {name: max(of) if name.endswith("_max") else sum(of) for name, of in values.items()}
 
 
 def _qualified(name: str) -> str:

@@ -1,9 +1,10 @@
 """What each rank did and when: spans and instants in run_dir/events/rank-00000.jsonl. Torch-free.
 
-A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant", "name",
-"dur": seconds (spans), "attrs": {...}}`. Wall time places ranks beside each other; durations come from the
-monotonic clock. Lines are buffered and written at the end of a step, when a span ends in an error, and at
-exit. A resumed run appends (with a new `open` instant): what was done twice is there twice.
+A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
+"dur": seconds (spans, states), "attrs": {...}}`. States (BUSY, IDLE, TRAINING) divide the rollout and idle
+spans. Wall time places ranks beside each other; durations come from the monotonic clock. Lines are buffered and written
+at the end of a step, when a span ends in an error, and at exit. A resumed run appends (with a new `open` instant): what
+was done twice is there twice.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ class EventLog:
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Notes that something happened now."""
         self._add(time.time(), step, "instant", name, attrs)
+
+    def state(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
+        """Notes that the rank was in state `name` for `seconds`, from `started` (seconds since the epoch) on.
+
+        States lie within spans, so no phase's total counts them.
+        """
+        self._add(started, step, "state", name, attrs, seconds)
 
     def _add(
         self,

@@ -34,6 +34,10 @@ COLUMNS = (
     ("length", "length/mean", "{:.0f}"),
     ("entropy", "policy/entropy", "{:.3f}"),
     ("grad norm", "policy/grad_norm", "{:.3f}"),
+    ("accepted", "spec/accept_length", "{:.2f}"),
+    ("idle s", "idle/seconds", "{:.1f}"),
+    ("recovered s", "idle/recovered_seconds", "{:.1f}"),
+    ("drafter steps", "drafter/steps", "{:.0f}"),
 )
 
 

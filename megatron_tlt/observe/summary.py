@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 SUMMARY_FILE = "summary.json"
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,14 @@ class RunSummary:
     """Wall time of rollouts, from their start to the slowest rank's end."""
     idle_fractions: Sequence[float]
     """By rank: the share of the wall time that it waited for others."""
+    idle_seconds: float = 0.0
+    """Rank seconds between a rank's last answer and the last one of all, over all steps."""
+    recovered_seconds: float = 0.0
+    """Of these, spent training the drafter."""
+    drafter_steps: int = 0
+    """Optimizer steps of the drafter over all ranks."""
+    accept_lengths: Sequence[float] = ()
+    """Tokens a request emitted in a speculative step, mean by RL step; steps without speculation are left out."""
     before: Accuracy | None = None
     """First evaluation."""
     after: Accuracy | None = None
@@ -101,7 +110,22 @@ def _figures_table(summary: RunSummary) -> Table:
     table.add_row("tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}")
     idle = "  ".join(f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions))
     table.add_row("idle share of the run", idle)
+    if summary.idle_seconds:
+        share = summary.recovered_seconds / summary.idle_seconds
+        text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
+        table.add_row("drafter training in idle time", f"{text}, {summary.drafter_steps} steps")
+    if summary.accept_lengths:
+        table.add_row(
+            "accepted length by step", " ".join(f"{x:.2f}" for x in _thinned(summary.accept_lengths))
+        )
     return table
+
+
+def _thinned(values: Sequence[float]) -> list[float]:
+    """At most `_SHOWN` of them, evenly, the first and the last included."""
+    if len(values) <= _SHOWN:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (_SHOWN - 1))] for i in range(_SHOWN)]
 
 
 def _paths_table(paths: Mapping[str, str]) -> Table:

@@ -23,6 +23,7 @@ from megatron_tlt.observe.summary import (
     render_summary,
     write_summary,
 )
+from megatron_tlt.observer import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
 METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}
@@ -156,6 +157,26 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
         "step-20",
     ):
         assert part in text
+
+
+def test_the_summary_shows_what_idle_time_became():
+    stream = io.StringIO()
+    lengths = [1.0 + i / 10 for i in range(31)]
+    values = {
+        "idle_seconds": 40.0,
+        "recovered_seconds": 36.0,
+        "drafter_steps": 700,
+        "accept_lengths": lengths,
+    }
+    Console(file=stream, width=120).print(render_summary(summary(**values)))
+    text = stream.getvalue()
+    assert "40.0 s idle, 36.0 s recovered (90%), 700 steps" in text
+    assert "1.00 1.30 1.70 2.00 2.30 2.70 3.00 3.30 3.70 4.00" in text  # 10 of 31, first and last among them
+
+
+def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
+    ranks = [{"idle/seconds": 1.0, "idle/stop_ms_max": 4.0}, {"idle/seconds": 2.0}, {}]
+    assert combined(ranks) == {"idle/seconds": 3.0, "idle/stop_ms_max": 4.0}
 
 
 def test_shares_add_up():

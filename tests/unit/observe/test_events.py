@@ -37,6 +37,22 @@ def test_totals_of_a_step_start_anew_and_those_of_the_run_go_on(tmp_path):
         assert log.end_step() == {}
 
 
+def test_states_are_logged_but_no_phase(tmp_path):
+    with EventLog(tmp_path, 2) as log:
+        log.state("TRAINING", 4, 100.0, 1.5, steps=3)
+        assert log.end_step() == {} and not log.phase_totals
+    row = read_events(tmp_path, 2)[1]
+    assert row == {
+        "ts": 100.0,
+        "rank": 2,
+        "step": 4,
+        "kind": "state",
+        "name": "TRAINING",
+        "dur": 1.5,
+        "attrs": {"steps": 3},
+    }
+
+
 def test_an_error_is_noted_and_written_at_once(tmp_path):
     log = EventLog(tmp_path, 0)
     with pytest.raises(KeyError), log.span("score", 1):
