@@ -9,6 +9,7 @@ from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
@@ -42,6 +43,8 @@ class Config(Section):
     """Rewards."""
     drafter: DrafterSection = DrafterSection()
     """Training of the drafter."""
+    idle: IdleSection = IdleSection()
+    """Idle ranks."""
     train: TrainSection = TrainSection()
     """The run."""
     eval: EvalSection = EvalSection()

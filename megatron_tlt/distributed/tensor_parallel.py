@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,3 +81,15 @@ class GroupTensorParallel:
         """The group's first rank's values, in place."""
         dist.broadcast(tensor, src=self._first, group=self._group)
         return tensor
+
+
+def agree_on(tp: TensorParallel, device: torch.device | str = "cpu") -> Callable[[int], int]:
+    """A call that tells every rank of `tp` the highest of the numbers that they give. Collective, a few bytes.
+
+    `device` is one that the group's backend can send from.
+    """
+
+    def agree(value: int) -> int:
+        return int(tp.all_gather(torch.tensor([value], device=device)).max())
+
+    return agree

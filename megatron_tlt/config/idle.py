@@ -1,0 +1,28 @@
+"""What ranks do while they wait for the slowest one."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+
+
+class IdleSection(Section):
+    """Idle ranks: when they train the drafter, and how they tell each other. Answers never depend on it."""
+
+    train_drafter: bool = False
+    """Train the drafter while waiting for other ranks."""
+    min_tail_seconds: NonNegativeFloat = 0.05
+    """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""
+    max_steps_per_window: NonNegativeInt = 0
+    """Most training micro-steps of one wait; 0: no limit."""
+    min_samples: PositiveInt = 1
+    """Fewest kept sequences that a rank trains on."""
+    poll_ms: float = Field(default=2.0, ge=0.1, le=1000)
+    """Sleep between two looks of a waiting rank that does not train, in milliseconds."""
+    report_change: float = Field(default=0.2, gt=0, le=1)
+    """A busy rank reports again when the tokens it still expects changed by this share."""
+    heartbeat_seconds: PositiveFloat = 1.0
+    """A rank with nothing new reports so often."""
+    sub_leaders_above: PositiveInt = 500
+    """Above so many ranks, reports go through the first rank of each node."""

@@ -1,0 +1,286 @@
+"""Idle windows on real ranks; argv: scenario, then its arguments. Rank 0 prints "ok" with figures. No torch.
+
+What ranks tell each other here besides the coordinator goes over COMM_WORLD, between windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+from mpi4py import MPI
+
+from megatron_tlt.errors import CoordinatorError, DrafterError
+from megatron_tlt.idle.coordinator import IdleCoordinator
+from megatron_tlt.idle.policy import IdlePolicy
+from megatron_tlt.idle.state import RankState
+from megatron_tlt.idle.window import IdleWindow, WindowReport
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+EAGER = IdlePolicy(min_tail_seconds=0.0)
+STEP_S = 0.004
+
+
+def step() -> dict[str, float]:
+    time.sleep(STEP_S)
+    return {"tokens": 7.0, "loss": 2.0}
+
+
+def work(coordinator: IdleCoordinator, seconds: float, rate: float = 100.0) -> None:
+    """A rollout of 100 tokens a second, told every 2 ms; with rate 0 its speed is not told."""
+    end = time.perf_counter() + seconds
+    while (left := end - time.perf_counter()) > 0:
+        coordinator.progress(3, 100 * left, rate)
+        time.sleep(min(left, 0.002))
+
+
+def check(report: WindowReport) -> list[WindowReport]:
+    """What must hold after every window; returns the reports of all ranks."""
+    for one, two in itertools.pairwise(report.spans):
+        assert one.end == two.start
+    assert report.spans[0].state is RankState.BUSY
+    total = report.spans[-1].end - report.spans[0].start
+    assert abs(sum(s.seconds for s in report.spans) - total) < 1e-9
+    assert report.tokens == 7 * report.steps
+    assert report.training_seconds <= report.idle_seconds
+    reports = WORLD.allgather(report)
+    assert min(r.left_at for r in reports) >= max(r.entered_at for r in reports), "left before all were done"
+    return reports
+
+
+def say_ok(**figures: object) -> None:
+    if RANK == 0:
+        print("ok", json.dumps(figures), flush=True)
+
+
+def orders() -> None:
+    """Ranks finish in every order (8 ranks: in some); the one that is last never trains, the first one does."""
+    some = list(itertools.permutations(range(SIZE))) if SIZE <= 4 else []
+    rng = random.Random(3)
+    while len(some) < 12 and SIZE > 4:
+        some.append(tuple(rng.sample(range(SIZE), SIZE)))
+    trained = 0
+    with IdleCoordinator(WORLD) as coordinator:
+        window = IdleWindow(coordinator, EAGER)
+        for order in some:
+            window.begin()
+            work(coordinator, 0.03 * (1 + order[RANK]))
+            reports = check(window.run(step))
+            last = max(range(SIZE), key=lambda r: reports[r].entered_at)
+            assert reports[last].steps == 0 or SIZE > 4  # eight ranks share two cores: two may be last
+            trained += sum(r.steps for r in reports)
+        assert coordinator.epoch == len(some)
+    assert (trained > 0) == (SIZE > 1)
+    say_ok(windows=len(some), steps=trained)
+
+
+def at_once() -> None:
+    with IdleCoordinator(WORLD) as coordinator:
+        window = IdleWindow(coordinator, EAGER)
+        for _ in range(40):
+            WORLD.Barrier()
+            window.begin()
+            check(window.run(step))
+    say_ok()
+
+
+def never_idle() -> None:
+    """One rank is always the slowest by far: the others learn how long it takes, and train the whole time."""
+    with IdleCoordinator(WORLD) as coordinator:
+        window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.02))
+        shares, tails = [], []
+        for slow in (0, SIZE - 1):
+            WORLD.Barrier()
+            window.begin()
+            work(coordinator, 0.6 if slow == RANK else 0.02)
+            told: list[float | None] = []
+
+            def telling_step(told: list[float | None] = told) -> dict[str, float]:
+                told.append(coordinator.expected_tail())
+                return step()
+
+            reports = check(window.run(telling_step))
+            assert reports[slow].steps == 0
+            others = [r for i, r in enumerate(reports) if i != slow]
+            shares.append(min(r.training_seconds / r.idle_seconds for r in others))
+            known = [t for t in told if t is not None]
+            everyone = WORLD.allgather(max(known, default=0.0))
+            tails.append(min(t for i, t in enumerate(everyone) if i != slow))
+        assert min(tails) > 0.2, tails  # everyone was told, and about right: 0.58 s at first
+        assert max(tails) < 0.8, tails
+        assert min(shares) > 0.4, shares
+    say_ok(trained_share=[round(s, 3) for s in shares], tails=tails)
+
+
+def leak(windows: str) -> None:
+    with IdleCoordinator(WORLD, heartbeat_seconds=0.01) as coordinator:
+        window = IdleWindow(coordinator, EAGER, sleep=lambda s: time.sleep(s / 10))
+        most, early, total = 0, 0, int(windows)
+        rng = random.Random(RANK)
+        for i in range(total):
+            window.begin()
+            if rng.random() < 0.1:
+                work(coordinator, rng.random() * 0.004)
+            window.run(lambda: None)
+            most = max(most, coordinator.outstanding)
+            if i == total // 4:
+                early = rss_kib()
+        grown = WORLD.allreduce(rss_kib() - early, MPI.MAX)
+        most = WORLD.allreduce(most, MPI.MAX)
+        assert coordinator.epoch == total
+    assert most <= 4 * SIZE, most
+    assert grown < 4096, grown
+    say_ok(windows=total, outstanding=most, grown_kib=grown)
+
+
+def rss_kib() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def raises() -> None:
+    """One rank's drafter fails in the first window: it warns once and trains no more; windows go on."""
+    calls = 0
+
+    def step_fn() -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        if RANK == 1:
+            raise DrafterError("loss is nan")
+        return step()
+
+    with IdleCoordinator(WORLD) as coordinator:
+        window = IdleWindow(coordinator, EAGER)
+        for _ in range(3):
+            WORLD.Barrier()
+            window.begin()
+            work(coordinator, 0.2 if RANK == 0 else 0.0)
+            reports = check(window.run(step_fn))
+            assert [r.disabled_reason for r in reports] == [
+                "loss is nan" if i == 1 else None for i in range(SIZE)
+            ]
+    if RANK == 1:
+        assert calls == 1
+    elif RANK > 1:
+        assert calls > 3
+    say_ok()
+
+
+def slow_step() -> None:
+    """A micro-step of 0.25 s: everyone is out about one of it after the last one was done, not several."""
+    stops = []
+    with IdleCoordinator(WORLD) as coordinator:
+        window = IdleWindow(coordinator, EAGER)
+        for last in range(min(SIZE, 4)):
+            WORLD.Barrier()
+            window.begin()
+            work(coordinator, 0.4 if last == RANK else 0.02 * RANK, rate=0.0)
+
+            def long_step() -> dict[str, float]:
+                time.sleep(0.25)
+                return {"tokens": 7.0}
+
+            reports = check(window.run(long_step))
+            stops.append(max(r.left_at for r in reports) - max(r.entered_at for r in reports))
+            assert all(r.last_done_at is not None for r in reports), "nobody said that it is over"
+    assert sorted(stops)[len(stops) // 2] < 0.25 + 0.2, stops
+    say_ok(stops=stops)
+
+
+def sub_leaders(per_node: str) -> None:
+    """Reports go through the first rank of each node; rank 0 knows everyone, everyone is told the tail."""
+    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node))
+    window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.02))
+    tails = []
+    for slow in (SIZE - 1, 0, 1):
+        WORLD.Barrier()
+        window.begin()
+        work(coordinator, 0.5 if slow == RANK else 0.01)
+        heard: list[float] = []
+        boards: list[str] = []
+
+        def step_fn(heard: list[float] = heard, boards: list[str] = boards) -> dict[str, float]:
+            if (tail := coordinator.expected_tail()) is not None:
+                heard.append(tail)
+            boards.append(coordinator.board_text())
+            return step()
+
+        reports = check(window.run(step_fn))
+        everyone = WORLD.allgather(max(heard, default=0.0))
+        tails += [t for i, t in enumerate(everyone) if i != slow]
+        assert reports[slow].steps == 0
+        if RANK == 0 and slow:
+            alone = f"BUSY: rank {slow} (window {coordinator.epoch}"
+            assert any(alone in text and "UNKNOWN" not in text for text in boards), boards[-1]
+            seen = {e.rank for e in coordinator.board()}
+            assert seen == set(range(SIZE))
+        if RANK and RANK % int(per_node):
+            assert coordinator.board() == []
+    assert min(tails) > 0.15, tails
+    coordinator.close()
+    say_ok(tails=[round(t, 3) for t in tails])
+
+
+def protocol() -> None:
+    """Calls out of order are refused, and say what they wanted."""
+    said = []
+    with IdleCoordinator(WORLD) as coordinator:
+        for call in (coordinator.enter_done, lambda: None, coordinator.begin, coordinator.all_done):
+            if call == coordinator.begin:
+                coordinator.begin()
+            try:
+                call()
+            except CoordinatorError as error:
+                said.append(str(error))
+        coordinator.enter_done()
+        while not coordinator.all_done():
+            time.sleep(0.001)
+        try:
+            coordinator.tell(RankState.IDLE)
+        except CoordinatorError as error:
+            said.append(str(error))
+    assert said == [
+        "enter_done in window 0 needs one begin before it",
+        "window 1 is open: all_done has not been true yet",
+        "all_done in window 1 needs enter_done before it",
+        "a rank cannot go from IDLE to IDLE: only BUSY or TRAINING may follow",
+    ], said
+    say_ok()
+
+
+def dies(state: str, how: str, silent: str) -> None:
+    """Rank 1 kills or stops itself (SIGKILL, SIGSTOP) in `state`; rank 0 prints its board now and then."""
+    victim, wanted = 1, RankState[state]
+    coordinator = IdleCoordinator(WORLD, heartbeat_seconds=0.2)
+    policy = IdlePolicy(train_drafter=wanted is not RankState.IDLE, min_tail_seconds=0.0)
+    shown = 0.0
+
+    def die_or_sleep(seconds: float) -> None:
+        nonlocal shown
+        if victim == RANK and coordinator.state is wanted and time.perf_counter() - started > 0.5:
+            os.kill(os.getpid(), signal.Signals[how])
+        if RANK == 0 and time.perf_counter() - shown > 0.1:
+            shown = time.perf_counter()
+            print(f"board: {coordinator.board_text()}", flush=True)
+        time.sleep(seconds)
+
+    def step_fn() -> dict[str, float]:
+        die_or_sleep(0.01)
+        return {"tokens": 1.0}
+
+    window = IdleWindow(coordinator, policy, sleep=die_or_sleep, silent_seconds=float(silent))
+    started = time.perf_counter()
+    window.begin()
+    while (victim == RANK and wanted is RankState.BUSY) or RANK == SIZE - 1:
+        coordinator.progress(2, 500.0, 10.0)
+        die_or_sleep(0.01)
+    window.run(step_fn)
+
+
+globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,68 @@
+import itertools
+import random
+
+import pytest
+
+from megatron_tlt.errors import CoordinatorError
+from megatron_tlt.idle.state import MonotonicClock, RankState, StateTracker, check_transition, seconds_in
+
+BUSY, IDLE, TRAINING = RankState.BUSY, RankState.IDLE, RankState.TRAINING
+LEGAL = {(BUSY, IDLE), (IDLE, TRAINING), (IDLE, BUSY), (TRAINING, IDLE), (TRAINING, BUSY)}
+
+
+class Ticks:
+    """A clock that jumps by odd amounts at every reading."""
+
+    def __init__(self) -> None:
+        self.rng, self.time = random.Random(5), 1000.0
+
+    def now(self) -> float:
+        self.time += self.rng.random()
+        return self.time
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(RankState, RankState)))
+def test_only_the_listed_transitions_are_legal(old, new):
+    if (old, new) in LEGAL:
+        check_transition(old, new)
+        return
+    with pytest.raises(CoordinatorError, match=f"from {old.name} to {new.name}"):
+        check_transition(old, new)
+
+
+def test_an_illegal_transition_names_what_is_allowed():
+    with pytest.raises(CoordinatorError) as caught:
+        check_transition(BUSY, TRAINING)
+    assert str(caught.value) == "a rank cannot go from BUSY to TRAINING: only IDLE may follow"
+
+
+def test_spans_cover_the_phase_without_gap_or_overlap():
+    clock = Ticks()
+    tracker = StateTracker(clock)
+    begun = clock.time
+    walk = [IDLE, TRAINING, IDLE, TRAINING, BUSY]
+    for state in walk:
+        tracker.to(state)
+    spans = tracker.finish()
+    assert [s.state for s in spans] == [BUSY, *walk]
+    assert spans[0].start == begun
+    assert spans[-1].end == clock.time
+    assert all(a.end == b.start for a, b in itertools.pairwise(spans))
+    assert seconds_in(spans, *RankState) == pytest.approx(clock.time - begun, rel=1e-12)
+    assert seconds_in(spans, IDLE, TRAINING) == pytest.approx(spans[4].end - spans[1].start, rel=1e-12)
+
+
+def test_a_refused_transition_changes_nothing():
+    tracker = StateTracker(Ticks())
+    with pytest.raises(CoordinatorError):
+        tracker.to(TRAINING)
+    assert tracker.state is BUSY
+    assert [s.state for s in tracker.finish()] == [BUSY]
+
+
+def test_the_real_clock_goes_on():
+    clock = MonotonicClock()
+    tracker = StateTracker(clock)
+    first = clock.now()
+    assert 0 <= first <= clock.now()
+    assert tracker.seconds_in_state >= 0

@@ -1,0 +1,265 @@
+"""The window's loop under a virtual clock, with a coordinator that knows when the others will be done."""
+
+import itertools
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_tlt.errors import CoordinatorError, DrafterError
+from megatron_tlt.idle.policy import Action, IdlePolicy
+from megatron_tlt.idle.state import RankState, check_transition
+from megatron_tlt.idle.window import IdleWindow, SoloCoordinator, Unit, stop_latency
+
+BUSY, IDLE, TRAINING = RankState.BUSY, RankState.IDLE, RankState.TRAINING
+STEP_S, POLL_S = 0.05, 0.002
+
+
+@dataclass
+class Clock:
+    time: float = 10.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        assert 0.001 <= seconds <= 0.005
+        self.time += seconds
+
+
+@dataclass
+class FakeCoordinator:
+    """The others are done at `over_at`; this rank hears of it then, and its barrier is complete `rounds` later."""
+
+    clock: Clock
+    over_at: float
+    rounds: float = 0.0
+    knows_tail: bool = True
+    is_over: bool = False
+    entered_at: float = 0.0
+    last_done_at: float | None = None
+    state: RankState = BUSY
+    calls: list[str] = field(default_factory=list)
+    steps: int = 0
+    dead: bool = False
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+        self.state, self.is_over = BUSY, False
+
+    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
+        raise AssertionError("the window does not roll out")
+
+    def enter_done(self) -> None:
+        assert self.calls[-1] == "begin"
+        self.calls.append("enter_done")
+        self.state, self.entered_at = IDLE, self.clock.time
+
+    def tell(self, state: RankState, steps: int = 0) -> None:
+        check_transition(self.state, state)
+        self.state = state
+
+    def count_steps(self, steps: int) -> None:
+        self.steps = steps
+
+    def all_done(self) -> bool:
+        assert "enter_done" in self.calls
+        if self.clock.time >= self.over_at:
+            self.is_over, self.last_done_at = True, self.over_at
+        return self.clock.time >= self.over_at + self.rounds
+
+    def expected_tail(self) -> float | None:
+        return self.over_at - self.clock.time if self.knows_tail else None
+
+    def check_alive(self, silent_seconds: float) -> None:
+        if self.dead:
+            raise CoordinatorError("nothing was heard of rank 3")
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def make(coordinator, clock, policy=None, **more):
+    policy = policy or IdlePolicy(min_tail_seconds=0.0)
+    options = {"clock": clock, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
+    return IdleWindow(coordinator, policy, **{**options, **more})
+
+
+def stepper(clock, tokens=100.0, calls=None):
+    def step_fn():
+        clock.time += STEP_S
+        if calls is not None:
+            calls.append(clock.time)
+        return {"tokens": tokens, "loss": clock.time}
+
+    return step_fn
+
+
+def test_it_trains_until_the_last_is_done_and_no_step_longer(clock):
+    coordinator = FakeCoordinator(clock, over_at=13.02, knows_tail=False)
+    window = make(coordinator, clock)
+    window.begin()
+    clock.time += 2.0  # the rollout
+    calls = []
+    report = window.run(stepper(clock, calls=calls))
+    assert report.steps == len(calls) == 21  # 1.02 s in steps of 0.05 s
+    assert report.tokens == 2100
+    assert report.training_seconds == pytest.approx(21 * STEP_S)
+    assert report.idle_seconds == pytest.approx(clock.time - 12.0)
+    assert 0 <= report.stop_seconds <= STEP_S
+    assert report.metrics == {"loss": pytest.approx(sum(calls) / 21)}
+    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING]
+    assert coordinator.steps == 21
+    assert (report.entered_at, report.left_at) == (12.0, clock.time)
+
+
+def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
+    sink = []
+    policy = IdlePolicy(min_tail_seconds=0.0, max_steps_per_window=2)
+    window = make(
+        FakeCoordinator(clock, over_at=12.0), clock, policy, on_span=lambda *span: sink.append(span)
+    )
+    window.begin()
+    clock.time += 1.0
+    report = window.run(stepper(clock))
+    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING, IDLE]
+    assert all(a.end == b.start for a, b in itertools.pairwise(report.spans))
+    assert (report.spans[0].start, report.spans[-1].end) == (10.0, clock.time)
+    assert sink == [(s.state.name, s.start, s.seconds) for s in report.spans]
+    assert report.steps == 2
+
+
+def test_it_does_not_begin_what_would_make_others_wait(clock):
+    """With a known tail of 0.12 s: two steps of 0.05 s, then it waits, and is out at once."""
+    coordinator = FakeCoordinator(clock, over_at=10.12)
+    window = make(coordinator, clock)
+    report = window.run(stepper(clock))
+    assert report.steps == 2
+    assert report.stop_seconds <= 2 * POLL_S
+
+
+def test_told_that_it_is_over_it_stops_and_leaves_when_its_barrier_is_complete(clock):
+    coordinator = FakeCoordinator(clock, over_at=10.2, rounds=0.05, knows_tail=False)
+    calls = []
+    report = make(coordinator, clock).run(stepper(clock, calls=calls))
+    assert max(calls) < 10.2 + STEP_S + 1e-9
+    assert report.left_at >= 10.25
+    assert report.left_at < 10.26 + STEP_S
+
+
+def test_the_last_one_does_nothing(clock):
+    report = make(FakeCoordinator(clock, over_at=5.0), clock).run(stepper(clock))
+    assert (report.steps, report.training_seconds, report.idle_seconds) == (0, 0.0, 0.0)
+
+
+def test_alone_there_is_no_window(clock):
+    window = make(SoloCoordinator(), clock)
+    for _ in range(2):
+        window.begin()
+        clock.time += 1
+        report = window.run(stepper(clock))
+        assert (report.steps, report.idle_seconds, report.spans[0].seconds) == (0, 0.0, 1.0)
+
+
+def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock, caplog):
+    calls = []
+
+    def step_fn():
+        calls.append(clock.time)
+        clock.time += STEP_S
+        raise DrafterError("loss is nan in micro-step 3")
+
+    window = make(FakeCoordinator(clock, over_at=11.0, knows_tail=False), clock)
+    with caplog.at_level(logging.WARNING):
+        for over_at in (11.0, 13.0):
+            window.coordinator.over_at = over_at
+            report = window.run(step_fn)
+            assert report.disabled_reason == "loss is nan in micro-step 3"
+            assert report.left_at >= over_at
+        window.disable("again")
+    assert len(calls) == 1
+    assert len(caplog.records) == 1
+    assert "off for the rest of the run: loss is nan" in caplog.text
+    assert report.steps == 0 and report.metrics == {}
+
+
+def test_other_errors_pass_through(clock):
+    def step_fn():
+        raise ValueError("a mistake of ours")
+
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        make(FakeCoordinator(clock, over_at=11.0, knows_tail=False), clock).run(step_fn)
+
+
+def test_without_data_it_asks_once_a_window_and_waits(clock):
+    calls = []
+
+    def step_fn():
+        calls.append(1)
+
+    window = make(FakeCoordinator(clock, over_at=11.0), clock)
+    window.run(step_fn)
+    window.coordinator.over_at = 12.0
+    report = window.run(step_fn)
+    assert len(calls) == 2
+    assert report.steps == 0 and report.disabled_reason is None
+
+
+def test_samples_are_counted_before_a_step(clock):
+    counts = iter([0] * 50 + [5] * 10_000)
+    policy = IdlePolicy(min_tail_seconds=0.0, min_samples=5)
+    window = make(FakeCoordinator(clock, over_at=11.0), clock, policy, samples=lambda: next(counts))
+    calls = []
+    window.run(stepper(clock, calls=calls))
+    assert calls[0] == pytest.approx(10.0 + 50 * POLL_S + STEP_S)
+
+
+def test_a_silent_rank_ends_the_window(clock):
+    coordinator = FakeCoordinator(clock, over_at=1e9)
+    window = make(coordinator, clock)
+
+    def step_fn():
+        clock.time += STEP_S
+        coordinator.dead = clock.time > 10.3
+        return {"tokens": 1.0}
+
+    with pytest.raises(CoordinatorError, match="rank 3"):
+        window.run(step_fn)
+
+
+def test_in_a_unit_the_first_rank_decides_and_a_failure_of_any_counts(clock):
+    """This rank is the second: its own view (all done, nothing to train) does not matter."""
+    script = [Action.WAIT, Action.TRAIN, Action.TRAIN, Action.DISABLE, Action.STOP]
+    proposals = []
+
+    def agree(value):
+        proposals.append(value)
+        return max(value, script[len(proposals) - 1])
+
+    coordinator = FakeCoordinator(clock, over_at=5.0)
+    window = make(coordinator, clock, unit=Unit(is_first=False, agree=agree))
+    report = window.run(stepper(clock))
+    assert proposals == [Action.WAIT] * 5
+    assert report.steps == 2
+    assert report.disabled_reason == "training failed on another rank of this replica"
+
+
+def test_a_failure_here_is_proposed_to_the_unit(clock):
+    proposals = []
+
+    def agree(value):
+        proposals.append(value)
+        return max(value, [Action.TRAIN, Action.TRAIN, Action.STOP][len(proposals) - 1])
+
+    def step_fn():
+        raise DrafterError("boom")
+
+    window = make(FakeCoordinator(clock, over_at=5.0), clock, unit=Unit(False, agree))
+    assert window.run(step_fn).disabled_reason == "boom"
+    assert proposals == [Action.WAIT, Action.DISABLE, Action.WAIT]
+
+
+def test_stop_latency_is_from_the_last_done_to_the_last_out():
+    assert stop_latency([1.0, 4.0, 2.0], [4.01, 4.0, 4.05]) == pytest.approx(0.05)
