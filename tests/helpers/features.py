@@ -40,7 +40,13 @@ def imitable_policy(config: ModelConfig, drafter: EagleModel, seed: int = 0) -> 
 
 
 def imitable_chunk(
-    drafter: EagleModel, embed: Tensor, head: Tensor, length: int, prompt_len: int, key: int, prompt_id: int = 0
+    drafter: EagleModel,
+    embed: Tensor,
+    head: Tensor,
+    length: int,
+    prompt_len: int,
+    key: int,
+    prompt_id: int = 0,
 ) -> FeatureChunk:
     """An answer of that policy, sampled with `key` at temperature 1, and its hidden states."""
     weight = drafter.fc.weight.detach()

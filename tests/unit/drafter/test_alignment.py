@@ -26,7 +26,9 @@ def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[Featu
     drafter = EagleModel(CONFIG)
     tables = imitable_policy(CONFIG, drafter)
     shapes = ((40, 6), (25, 3), (70, 20), (9, 2))
-    chunks = [imitable_chunk(drafter, *tables, n, p, key=77 + i, prompt_id=i) for i, (n, p) in enumerate(shapes)]
+    chunks = [
+        imitable_chunk(drafter, *tables, n, p, key=77 + i, prompt_id=i) for i, (n, p) in enumerate(shapes)
+    ]
     return drafter, tables, chunks
 
 

@@ -141,7 +141,9 @@ def test_the_budget_holds_oldest_then_shortest_first() -> None:
     b.add(random_chunk(CONFIG, 30, 1, 2))
     assert held(b) == [(1, 25), (2, 30), (2, 40)]
     assert b.counters.dropped_by_budget == 2
-    assert b.bytes == sum(s.nbytes for e in b._entries.values() for s in (e.sequence.hidden, e.sequence.token_ids))
+    assert b.bytes == sum(
+        s.nbytes for e in b._entries.values() for s in (e.sequence.hidden, e.sequence.token_ids)
+    )
 
 
 def test_what_stays_of_a_step_too_large_is_a_fair_sample() -> None:

@@ -55,7 +55,7 @@ def test_the_head_is_that_of_the_answers_version(monkeypatch) -> None:
         t.set_tables(version, *pair)
         t.begin_step(version)
         for i in range(4):
-            t.buffer.add(random_chunk(CONFIG, 15 + 5 * version, 100 * version + i, version))
+            t.buffer.add(random_chunk(CONFIG, 36 - 12 * version + i, 100 * version + i, version))
     tables[0] = lookup_tables(CONFIG)
     versions = []
     for _ in range(12):

@@ -15,7 +15,16 @@ from megatron_tlt.models.eagle_pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 STEPS = 4
-SHAPES = ((9, 4), (4, 1), (61, 2), (6, 4), (3, 2), (30, 17), (17, 17), (18, 17))  # (L, prompt); some teach nothing
+SHAPES = (
+    (9, 4),
+    (4, 1),
+    (61, 2),
+    (6, 4),
+    (3, 2),
+    (30, 17),
+    (17, 17),
+    (18, 17),
+)  # (L, prompt); some teach nothing
 
 
 def sequences(family: str) -> list[DraftSequence]:
