@@ -148,15 +148,17 @@ class WeightBucket:
     tensors: list[tuple[str, Tensor]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FeatureChunk:
-    """Hidden states of accepted positions of one sample, for the drafter (filled from issue 4 on)."""
+    """What the policy thought of one finished answer, for the drafter to learn from."""
 
     prompt_id: int
     sample_index: int
     policy_version: int
-    token_ids: np.ndarray
-    hidden: Any
+    token_ids: np.ndarray  # int32 [L], prompt and answer
+    hidden: Any  # Tensor [L - 1, H] of positions 0 .. L - 2, after the final norm; on the CPU, in the engine's type
+    prompt_len: int  # P
+    key: int = 0  # the request's sampling key
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,33 @@ class DrafterLossSection(Section):
     """Factor on the loss from one drafted position to the next."""
 
 
+class OnlineSection(Section):
+    """Upkeep of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
+    are those of `drafter`."""
+
+    lr: PositiveFloat = 1e-3
+    """Learning rate after warm-up; it stays, because the policy goes on moving."""
+    warmup_steps: NonNegativeInt = 10
+    """Optimizer steps of linear warm-up, once in a run."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Gradient norm to clip to; 0: off."""
+    draft_steps: int = Field(default=3, ge=1, le=16)
+    """Positions that are drafted in a row in training."""
+    micro_step_tokens: int = Field(default=192, ge=16)
+    """Token budget of one micro-step of one rank, padding included: what a rank does before it looks up again.
+    Longer answers are cut into windows of so many tokens."""
+    buffer_mib: PositiveFloat = 64.0
+    """Memory of one rank for hidden states and tokens to train on, in MiB."""
+    max_age: NonNegativeInt = 2
+    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own."""
+    fp8: Literal["off", "te", "torchao", "emulate"] = "off"
+    """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
+    compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, nothing gets faster. What
+    is asked for and not there is an error."""
+
+
 class DrafterSection(Section):
     """Training of the eagle drafter (`megatron-tlt drafter`), on the model, prompts and rollout of the same file."""
 
@@ -66,3 +93,5 @@ class DrafterSection(Section):
     """Optimizer steps between measurements."""
     seed: NonNegativeInt = 0
     """Seed of weights and data order."""
+    online: OnlineSection = OnlineSection()
+    """Training during RL."""

@@ -29,6 +29,7 @@ class DraftSequence:
     offset: int = 0  # position of the first token, in a window of a longer sequence
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
     answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
+    policy_version: int = 0  # of the policy that the hidden states are of
 
     @property
     def answer_start(self) -> int:
@@ -107,6 +108,11 @@ def epoch(
     ]
     for i in rng.permutation(len(groups)):
         yield collate(groups[i], device)
+
+
+def bases_by_step(sequences: Sequence[DraftSequence], steps: int) -> list[int]:
+    """Bases that have unrolled step 0, 1, .. `steps` - 1: what the loss of those sequences is a mean over."""
+    return [sum(max(0, s.num_bases - j) for s in sequences) for j in range(steps)]
 
 
 def collate(sequences: Sequence[DraftSequence], device: torch.device | str | None = None) -> PairBatch:

@@ -52,12 +52,18 @@ class LossReport:
 
 
 def draft_loss(
-    outputs: Sequence[Tensor], batch: PairBatch, layout: PairLayout, head: Tensor, weights: LossWeights
+    outputs: Sequence[Tensor],
+    batch: PairBatch,
+    layout: PairLayout,
+    head: Tensor,
+    weights: LossWeights,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, LossReport]:
     """The loss (0-d, differentiable in `outputs`) of `EagleModel.unroll`'s outputs [N, H] and its parts by step.
 
     A step that no sequence is long enough for adds nothing. How sequences are packed does not matter: every term
-    is a sum over rows divided by their number.
+    is a sum over rows divided by their number. `counts` are those numbers where the batch is only a share of a
+    larger one: the losses (and reports) of all shares then add up to that of the whole.
     """
     total = torch.zeros((), device=head.device)
     report = LossReport([], [], [], [])
@@ -65,7 +71,7 @@ def draft_loss(
         valid = layout.valid(step)
         rows = layout.bases[valid] + step
         target, drafted = batch.hidden[rows], output[valid].float()
-        count = max(1, len(rows))
+        count = max(1, len(rows) if counts is None else counts[step])
         near = smooth_l1_loss(drafted, target.float(), reduction="sum") / (count * target.shape[1])
         far, ce, accept = FrozenHeadLoss.apply(drafted, target, head, weights)  # type: ignore[no-untyped-call]
         total = total + weights.gamma**step * (weights.hidden * near + far / count)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.loss import LossWeights, draft_loss
+from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
 
 Average = Callable[[list[Tensor]], None]
+Precision = Callable[[], AbstractContextManager[object]]
 
 
 class DrafterTrainer:
@@ -33,8 +36,13 @@ class DrafterTrainer:
         section: DrafterSection,
         temperature: float = 1.0,
         average: Average | None = None,
+        precision: Precision = nullcontext,
     ):
-        """embed and head [V, H] on the model's device; they are the policy's, see `set_policy`."""
+        """embed and head [V, H] on the model's device; they are the policy's, see `set_policy`.
+
+        The model's forward passes run inside `precision()`.
+        """
+        self._precision = precision
         self.model, self._section, self._average = model, section, average
         self.set_policy(embed, head)
         loss = section.loss
@@ -43,7 +51,7 @@ class DrafterTrainer:
         )
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": section.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
@@ -58,43 +66,62 @@ class DrafterTrainer:
         self.embed, self.head = embed, head
 
     def step(self, batch: PairBatch) -> dict[str, float]:
-        """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer."""
-        section, model = self._section, self.model
-        layout = PairLayout(batch)
-        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=section.dtype == "bf16"):
-            outputs = model.unroll(self.embed, batch, layout, section.draft_steps)
-        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer.
+
+        Raises DrafterError, and leaves weights and optimizer alone, if the gradient is not finite.
+        """
+        metrics = self.backward(batch)
         if self._average is not None:
-            self._average(gradients)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_grad or math.inf)
-        rate = learning_rate(section, self.trained_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self.trained_steps += 1
-        metrics = {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate}
-        metrics["tokens"] = float(len(batch.tokens))
+            self._average([p.grad for p in self.model.parameters() if p.grad is not None])
+        return metrics | self.apply()
+
+    def backward(self, batch: PairBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
+        """Leaves the loss's gradient in the parameters' `grad`; returns the loss's parts. Weights stay as they are.
+
+        With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
+        shares add up to those of the larger batch.
+        """
+        model, layout = self.model, PairLayout(batch)
+        steps, bf16 = self._section.draft_steps, self._section.dtype == "bf16"
+        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=bf16), self._precision():
+            outputs = model.unroll(self.embed, batch, layout, steps)
+        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights, counts)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        metrics = {"loss": float(loss.detach()), "tokens": float(len(batch.tokens))}
         for step, (hidden, ce, accept) in enumerate(
             zip(report.hidden, report.ce, report.accept, strict=True), 1
         ):
             metrics |= {f"hidden/{step}": hidden, f"ce/{step}": ce, f"accept/{step}": accept}
         return metrics
 
+    def apply(self) -> dict[str, float]:
+        """Clips the gradient and takes an optimizer step. Mutates weights and optimizer.
+
+        Raises DrafterError, and leaves both alone, if the gradient's norm is not finite.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._section.clip_grad or math.inf)
+        if not math.isfinite(float(norm)):
+            raise DrafterError(f"the drafter's gradient norm is {float(norm)} in step {self.trained_steps}")
+        rate = learning_rate(self._section, self.trained_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.trained_steps += 1
+        return {"grad_norm": float(norm), "lr": rate}
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and step count."""
         return {
             "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "trained_steps": self.trained_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s. Mutates weights, optimizer and step count."""
         self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would share the moments' tensors
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would share the moments' tensors
         self.trained_steps = int(state["trained_steps"])
 
 

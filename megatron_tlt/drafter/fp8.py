@@ -1,0 +1,204 @@
+"""FP8 arithmetic for the linears of the drafter's layer. `fc`, the LM head and the loss stay as they are.
+
+Every scheme scales a tensor by its present largest value ("current scaling"), because a draft of several steps calls
+each linear several times before the weights change, and a history of scales would mix the calls. Forward values are
+E4M3 (largest 448), gradients E5M2 (largest 57344), as in Micikevicius et al., 2209.05433, section 3.
+
+te        Transformer Engine's Linear under `autocast` with Float8CurrentScaling
+torchao   `convert_to_float8_training`, tensorwise
+emulate   rounds to FP8 and multiplies in the type that comes in: what FP8 does to accuracy, on any device
+
+FP8 products need multiples of 16 everywhere: sizes of the weights are checked here, rows are filled up with zeros
+(which change neither the largest value nor any sum).
+
+Legend: N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.eagle import EagleModel
+
+Mode = Literal["te", "torchao", "emulate"]
+Precision = Callable[[], AbstractContextManager[object]]
+
+_FIELD = "drafter.online.fp8"
+_MULTIPLE = 16
+_HOPPER = (9, 0)
+_PARTS = ("self_attn", "mlp")
+
+
+def use_fp8(model: EagleModel, mode: Mode, device: torch.device) -> Precision:
+    """Puts the layer's linears on FP8; returns the context in which the model's forward passes must run.
+
+    Names and values of the parameters stay. Raises ConfigError if this machine, what is installed, or the
+    drafter's sizes do not allow `mode`.
+    """
+    _check_sizes(model, mode)
+    build = {"te": _with_transformer_engine, "torchao": _with_torchao, "emulate": _with_emulation}[mode]
+    return build(model, device)
+
+
+def _linears(model: EagleModel) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """(parent, attribute, linear) of the layer's linears."""
+    parents = [getattr(model.layer, part) for part in _PARTS]
+    return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
+
+
+def _check_sizes(model: EagleModel, mode: Mode) -> None:
+    odd = [
+        f"{name} ({m.out_features} x {m.in_features})"
+        for _, name, m in _linears(model)
+        if m.in_features % _MULTIPLE or m.out_features % _MULTIPLE
+    ]
+    if odd:
+        allowed = f"needs sizes that are multiples of {_MULTIPLE}, or off; not so: {', '.join(odd)}"
+        raise ConfigError.of(_FIELD, mode, allowed)
+
+
+def _check_gpu(mode: Mode, device: torch.device) -> None:
+    if device.type != "cuda":
+        allowed = f"needs a GPU of compute capability {_HOPPER[0]}.{_HOPPER[1]} or more; here: off or emulate"
+        raise ConfigError.of(_FIELD, mode, allowed)
+    found = torch.cuda.get_device_capability(device)
+    if found < _HOPPER:
+        allowed = (
+            f"needs compute capability {_HOPPER[0]}.{_HOPPER[1]} or more, this GPU has {found[0]}.{found[1]}"
+        )
+        raise ConfigError.of(_FIELD, mode, f"{allowed}; here: off or emulate")
+
+
+def _replace(parent: nn.Module, name: str, old: nn.Linear, new: nn.Module) -> None:
+    """Puts `new` in `old`'s place with its weights, behind row padding."""
+    with torch.no_grad():
+        for own, parameter in old.named_parameters():
+            getattr(new, own).copy_(parameter)
+    setattr(parent, name, new)
+
+
+def _fill_rows(module: nn.Module) -> None:
+    """Rows [N, I] are filled up to a multiple of 16 before `module`, and its output is cut to N again.
+
+    Hooks, not a module around it: the parameters' names are those of the drafter's files.
+    """
+    rows: list[int] = []
+
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *rest = args
+        rows.append(len(x))
+        return (pad(x, (0, 0, 0, -len(x) % _MULTIPLE)), *rest)
+
+    def after(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output[: rows.pop()]
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+# -- Transformer Engine -----------------------------------------------------------------------------------------
+
+
+def _with_transformer_engine(model: EagleModel, device: torch.device) -> Precision:
+    _check_gpu("te", device)
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+    except (ImportError, RuntimeError, OSError) as error:  # an empty meta package raises RuntimeError
+        allowed = f"needs Transformer Engine for PyTorch ({error}); here: off, torchao or emulate"
+        raise ConfigError.of(_FIELD, "te", allowed) from error
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise ConfigError.of(_FIELD, "te", f"is refused by Transformer Engine: {reason}")
+    for parent, name, old in _linears(model):
+        new = te.Linear(
+            old.in_features,
+            old.out_features,
+            bias=old.bias is not None,
+            params_dtype=old.weight.dtype,
+            device=device,
+        )
+        _replace(parent, name, old, new)
+        _fill_rows(new)
+    recipe = Float8CurrentScaling()
+
+    def precision() -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = te.autocast(enabled=True, recipe=recipe)
+        return context
+
+    return precision
+
+
+# -- torchao ----------------------------------------------------------------------------------------------------
+
+
+def _with_torchao(model: EagleModel, device: torch.device) -> Precision:
+    _check_gpu("torchao", device)
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        allowed = f"needs torchao ({error}); here: off, te or emulate"
+        raise ConfigError.of(_FIELD, "torchao", allowed) from error
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    for part in _PARTS:  # not fc, which the model multiplies by hand
+        convert_to_float8_training(getattr(model.layer, part), config=config)
+    for _, _, module in _linears(model):  # torchao's are subclasses of nn.Linear, with the same parameters
+        _fill_rows(module)
+    return nullcontext
+
+
+# -- emulation --------------------------------------------------------------------------------------------------
+
+
+def _with_emulation(model: EagleModel, device: torch.device) -> Precision:
+    for parent, name, old in _linears(model):
+        new = EmulatedFp8Linear(old.in_features, old.out_features, old.bias is not None, old.weight.device)
+        _replace(parent, name, old, new)
+    return nullcontext
+
+
+class EmulatedFp8Linear(nn.Linear):
+    """A linear whose operands and incoming gradients are rounded to FP8; products and sums are exact."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device | None = None):
+        super().__init__(inputs, outputs, bias=bias, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, I] to [N, O]."""
+        out: Tensor = _RoundedProduct.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """x [N, I] times weight [O, I]^T, both rounded to E4M3; the rounding counts as the identity (straight through)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        near, rounded = round_fp8(x, torch.float8_e4m3fn), round_fp8(weight.to(x.dtype), torch.float8_e4m3fn)
+        ctx.save_for_backward(near, rounded)
+        ctx.weight_dtype = weight.dtype
+        with torch.autocast(device, enabled=False):
+            return linear(near, rounded)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Both products take the gradient rounded to E5M2."""
+        near, rounded = ctx.saved_tensors
+        gradient = round_fp8(upstream.to(rounded.dtype), torch.float8_e5m2)
+        return gradient @ rounded, (gradient.T @ near).to(ctx.weight_dtype)
+
+
+def round_fp8(x: Tensor, kind: torch.dtype) -> Tensor:
+    """Values of x as `kind` holds them when x's largest magnitude is scaled to `kind`'s largest. In x's type."""
+    scale = torch.finfo(kind).max / x.detach().abs().amax().float().clamp(min=1e-12)
+    return ((x.float() * scale).to(kind).float() / scale).to(x.dtype)

@@ -1,0 +1,142 @@
+"""`OnlineTrainer` on the ranks of a world; argv[1] is "merge" or "unit". Each rank prints a line if all is well."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
+from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.errors import DrafterError
+from tests.helpers.online import everything, online_trainer
+
+CLOSE = {"atol": 1e-6, "rtol": 1e-5}
+
+
+def assert_same(world: World, tensor: torch.Tensor) -> None:
+    assert len(set(world.all_gather_object(tensor.numpy().tobytes()))) == 1, "ranks hold different bits"
+
+
+def merge(world: World) -> None:
+    """Windows in which ranks train unequally long: all, some, one, none, and with a failed one."""
+    t = online_trainer(first_prompt=100 * world.rank)
+    options = {"rank": world.rank, "size": world.size}
+    version, rate_steps = 0, 0
+    everyone = range(world.size)
+    windows = [
+        [2 * r + 1 for r in everyone],
+        [3 * (r % 2) for r in everyone],
+        [5 * (r == 0) for r in everyone],
+    ]
+    for steps in [*windows, [0] * world.size, windows[0]]:
+        for _ in range(steps[world.rank]):
+            t.step()
+        parts = world.all_gather_object((t.window_tokens, everything(t), t.trained_steps))
+        before = everything(t)
+        report = t.merge(dist.all_reduce, **options)
+        total = sum(tokens for tokens, _, _ in parts)
+        assert report.tokens == tuple(tokens for tokens, _, _ in parts)
+        assert report.trained == bool(total) and not report.disabled and not report.rolled_back
+        if total:
+            version += 1
+            mean = sum(state.double() * tokens for tokens, state, _ in parts) / total
+            torch.testing.assert_close(everything(t), mean.float(), **CLOSE)
+            rate_steps = max(s for _, _, s in parts)
+        else:
+            assert torch.equal(everything(t), before)
+        assert t.version == report.version == version
+        assert t.trained_steps == t._state.steps == rate_steps
+        assert_same(world, everything(t))
+    fail(world, t, options)
+    spoil(world, t, options)
+    print(f"merged as it should on rank {world.rank}\n", end="", flush=True)
+
+
+def fail(world: World, t, options) -> None:
+    """The last rank trains, then fails: the merge is that of the others."""
+    last = world.size - 1
+    begun = everything(t)
+    t.step()
+    if world.rank == last:
+        t.disable("made to fail")
+        assert torch.equal(everything(t), begun)
+    parts = world.all_gather_object((t.window_tokens, everything(t)))
+    report = t.merge(dist.all_reduce, **options)
+    assert report.disabled == (last,) and report.tokens[last] == 0
+    total = sum(tokens for tokens, _ in parts)
+    if total:
+        mean = sum(state.double() * tokens for tokens, state in parts) / total
+        torch.testing.assert_close(everything(t), mean.float(), **CLOSE)
+    assert_same(world, everything(t))
+    assert t.enabled == (world.rank != last)
+
+
+def spoil(world: World, t, options) -> None:
+    """Rank 0's weights overflow in the mean: all ranks are where they were, and stop."""
+    t.failure = None
+    begun = everything(t)
+    t.step()
+    if world.rank == 0:
+        with torch.no_grad():
+            next(t.model.parameters())[0, 0] = torch.inf
+    report = t.merge(dist.all_reduce, **options)
+    assert report.rolled_back and not report.trained
+    assert torch.equal(everything(t), begun)
+    assert not t.enabled and t.step() is None
+    assert_same(world, everything(t))
+
+
+def unit(world: World) -> None:
+    """Each pair of ranks against a single rank with twice the tokens."""
+    groups = [dist.new_group([r, r + 1]) for r in range(0, world.size, 2)]
+    pair = GroupTensorParallel(groups[world.rank // 2])
+    replica = world.rank // 2
+    options = {"first_prompt": 100 * replica, "lr": 1e-3}
+    together = online_trainer(pair, micro_step_tokens=64, **options)
+    single = online_trainer(micro_step_tokens=128, **options)
+    single.buffer._window = 64  # the same pieces
+    for _ in range(6 + replica):
+        a, b = together.step(), single.step()
+        assert a is not None and b is not None and a.keys() == b.keys()
+        for name, value in a.items():
+            assert abs(value - b[name]) <= 1e-5 * max(1.0, abs(b[name])), (name, value, b[name])
+    torch.testing.assert_close(everything(together), everything(single), atol=1e-6, rtol=0)
+    report = together.merge(dist.all_reduce, world.rank, world.size)
+    tokens = world.all_gather_object(single.window_tokens)
+    assert sum(report.tokens) == sum(tokens[::2]), "shares of a unit add up to its sample"
+    assert_same(world, everything(together))
+    fail_together(together, world)
+    print(f"one unit on rank {world.rank}\n", end="", flush=True)
+
+
+def fail_together(t, world: World) -> None:
+    """Memory runs out on the first rank of every unit: both ranks stop at once, none waits."""
+    begun = everything(t)
+    t.step()
+    if world.rank % 2 == 0:
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("made to fail")
+
+        t._trainer.backward = fail
+    assert isinstance(t._trainer, DrafterTrainer)
+    try:
+        t.step()
+    except DrafterError:
+        assert torch.equal(everything(t), begun)
+    else:
+        raise AssertionError("a unit went on without a rank")
+    assert t.merge(dist.all_reduce, world.rank, world.size).disabled == tuple(range(world.size))
+
+
+def main() -> None:
+    world = World.start(DistributedSection(), threads=1)
+    {"merge": merge, "unit": unit}[sys.argv[1]](world)
+    world.close()
+
+
+main()

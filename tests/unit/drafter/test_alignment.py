@@ -1,0 +1,90 @@
+"""(E(token t + 1), hidden state t) -> hidden state t + 1: a drafter that knows the policy's law is always accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.measure import Acceptance, measure
+from megatron_tlt.drafter.online import OnlineTrainer
+from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.types import FeatureChunk
+from tests.helpers.features import imitable_chunk, imitable_policy
+from tests.helpers.tiny_drafters import FAMILIES
+
+CONFIG = FAMILIES["qwen3"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[FeatureChunk]]:
+    drafter = EagleModel(CONFIG)
+    tables = imitable_policy(CONFIG, drafter)
+    shapes = ((40, 6), (25, 3), (70, 20), (9, 2))
+    chunks = [
+        imitable_chunk(drafter, *tables, n, p, key=77 + i, prompt_id=i) for i, (n, p) in enumerate(shapes)
+    ]
+    return drafter, tables, chunks
+
+
+def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Acceptance:
+    """What drafts are worth on the answers, as they come out of the buffer."""
+    buffer = FeatureBuffer(1 << 30, window, max_age=0, seed=0)
+    buffer.begin_step(0)
+    for chunk in chunks:
+        buffer.add(chunk)
+    sequences = []
+    while sum(s.num_bases for s in sequences) < sum(len(c.token_ids) - max(2, c.prompt_len) for c in chunks):
+        sequences += buffer.sample(window) or []
+    options = {"steps": STEPS, "temperature": 1.0, "batch_tokens": 512, "window": 512}
+    return measure(drafter, *tables, sequences, **options)
+
+
+@pytest.mark.parametrize("window", [512, 16])
+def test_a_drafter_that_knows_the_answer_is_always_accepted(answers, window: int) -> None:
+    drafter, tables, chunks = answers
+    got = acceptance(drafter, tables, chunks, window)
+    assert got.overlap == pytest.approx([1.0] * STEPS, abs=1e-4)
+    assert got.coupled == [1.0] * STEPS
+    assert got.bases == sum(len(c.token_ids) - max(2, c.prompt_len) for c in chunks)
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_hidden_states_of_the_neighbour_break_it(answers, shift: int) -> None:
+    """(E(token t), hidden state t), the online trainer's slip in TLT's code, and its mirror image."""
+    drafter, tables, chunks = answers
+    moved = [replace(c, hidden=c.hidden.roll(shift, 0)) for c in chunks]
+    got = acceptance(drafter, tables, moved)
+    assert max(got.overlap) < 0.6
+    assert got.coupled[0] < 0.6
+
+
+def test_tokens_of_the_neighbour_break_it(answers) -> None:
+    drafter, tables, chunks = answers
+    moved = [replace(c, token_ids=np.roll(c.token_ids, 1)) for c in chunks]
+    assert max(acceptance(drafter, tables, moved).overlap) < 0.6
+
+
+def test_the_online_trainer_finds_nothing_to_teach_it(answers) -> None:
+    """The known law is the loss's optimum: no loss, all accepted, in every piece of every answer."""
+    _, _, chunks = answers
+    drafter = EagleModel(CONFIG)
+    tables = imitable_policy(CONFIG, drafter)
+    section = DrafterSection(
+        loss={"ce_weight": 0.0}, online={"lr": 1e-9, "micro_step_tokens": 64, "draft_steps": STEPS}
+    )
+    trainer = OnlineTrainer(drafter, section)
+    trainer.set_tables(0, *tables)
+    trainer.begin_step(0)
+    for chunk in chunks:
+        trainer.buffer.add(chunk)
+    for _ in range(8):
+        metrics = trainer.step()
+        assert metrics is not None
+        assert [metrics[f"accept/{j}"] for j in range(1, STEPS + 1)] == pytest.approx([1.0] * STEPS, abs=1e-4)
+        assert metrics["loss"] < 1e-3

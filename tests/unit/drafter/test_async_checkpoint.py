@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.drafter import async_checkpoint
+from megatron_tlt.drafter.async_checkpoint import AsyncDrafterCheckpoint, load_state
+from megatron_tlt.errors import CheckpointError
+from tests.helpers.online import everything, online_trainer
+
+STATE = {
+    "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)},
+    "half": torch.randn(5).bfloat16(),
+    "selector": {"arms": [1, 2.5, None], "name": "beg", "deep": {"on": True}, "empty": {}},
+}
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def save(file, state=STATE) -> None:
+    writer = AsyncDrafterCheckpoint()
+    writer.save(file, state)
+    writer.wait()
+
+
+def test_what_is_saved_is_loaded(tmp_path) -> None:
+    save(tmp_path / "drafter.safetensors")
+    assert same(load_state(tmp_path / "drafter.safetensors"), STATE)
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter.safetensors"]
+    assert set(load_file(tmp_path / "drafter.safetensors")) == {"model/a", "model/b", "half"}
+
+
+def test_a_trainers_state_survives_and_holds_only_what_is_trained(tmp_path) -> None:
+    one, two = online_trainer(), online_trainer(lengths=())
+    for _ in range(3):
+        one.step()
+    one.merge(lambda _: None)
+    save(tmp_path / "d", {"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
+    two.load_state_dict(load_state(tmp_path / "d")["drafter"])
+    assert torch.equal(everything(one), everything(two))
+    assert (two.version, two.trained_steps, two.trained_tokens) == (1, 3, one.trained_tokens)
+    with safe_open(str(tmp_path / "d"), "pt") as file:
+        assert len(file.keys()) == 3 * len(one.weights())
+
+
+def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path, monkeypatch) -> None:
+    """The writer is held back while the state changes; a second save waits for the first."""
+    gate, real, order = threading.Event(), async_checkpoint.write_state, []
+
+    def held_back(file, tensors, about):
+        assert gate.wait(20)
+        order.append(file.name)
+        real(file, tensors, about)
+
+    monkeypatch.setattr(async_checkpoint, "write_state", held_back)
+    weight, writer = torch.zeros(4), AsyncDrafterCheckpoint()
+    writer.save(tmp_path / "one", {"w": weight})
+    weight += 1
+    assert not writer.is_done() and not (tmp_path / "one").exists()
+    threading.Timer(0.2, gate.set).start()
+    writer.save(tmp_path / "two", {"w": weight})
+    writer.wait()
+    assert writer.is_done() and order == ["one", "two"]
+    assert load_state(tmp_path / "one")["w"].tolist() == [0.0] * 4
+    assert load_state(tmp_path / "two")["w"].tolist() == [1.0] * 4
+
+
+def test_memory_is_kept_between_saves(tmp_path) -> None:
+    writer = AsyncDrafterCheckpoint()
+    addresses = []
+    for i in range(3):
+        writer.save(tmp_path / "d", {"w": torch.full((4,), float(i))})
+        writer.wait()
+        addresses.append(writer._host["w"].data_ptr())
+    assert len(set(addresses)) == 1
+    assert load_state(tmp_path / "d")["w"].tolist() == [2.0] * 4
+
+
+def test_errors_surface_at_the_next_call_and_only_once(tmp_path) -> None:
+    writer = AsyncDrafterCheckpoint()
+    writer.save(tmp_path / "missing" / "d", STATE)
+    with pytest.raises(CheckpointError, match=r"missing/d cannot be written"):
+        writer.save(tmp_path / "d", STATE)
+    writer.save(tmp_path / "d", STATE)
+    writer.wait()
+    assert same(load_state(tmp_path / "d"), STATE)
+
+
+def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    save(tmp_path / "d")
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(async_checkpoint.os, name, fail)
+            with pytest.raises(CheckpointError, match="d cannot be written: disk full"):
+                save(tmp_path / "d", {"other": torch.zeros(2)})
+        assert same(load_state(tmp_path / "d"), STATE)
+        assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("part", ["tensor", "json", "name"])
+def test_altered_files_are_refused(tmp_path, part: str) -> None:
+    file = tmp_path / "d"
+    save(file)
+    with safe_open(str(file), "pt") as stored:
+        metadata = stored.metadata()
+    tensors = load_file(file)
+    if part == "tensor":
+        tensors["half"][0] += 1
+    elif part == "json":
+        metadata["about"] = metadata["about"].replace("2.5", "2.6")
+    else:
+        tensors["other"] = tensors.pop("half")
+    save_file(tensors, str(file), metadata=metadata)
+    with pytest.raises(CheckpointError, match="d was altered"):
+        load_state(file)
+
+
+def test_torn_and_foreign_files_are_refused(tmp_path) -> None:
+    file = tmp_path / "d"
+    with pytest.raises(CheckpointError, match="d cannot be read"):
+        load_state(file)
+    save(file)
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match="d cannot be read"):
+        load_state(file)
+    save_file({"x": torch.zeros(1)}, str(file))
+    with pytest.raises(CheckpointError, match="no drafter state"):
+        load_state(file)
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        ({"a": {"b": {1, 2}}}, "a/b is a set"),
+        ({"a": [torch.zeros(1)]}, r"a\[0\] is a Tensor"),
+        ({"a": {3: 1}}, "a has the key 3"),
+        ({"a/b": 1}, "the state has the key 'a/b'"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(tmp_path, state, what: str) -> None:
+    with pytest.raises(CheckpointError, match=what):
+        save(tmp_path / "d", state)

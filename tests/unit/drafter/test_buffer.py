@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.drafter.batching import DraftSequence
+from megatron_tlt.drafter.buffer import FeatureBuffer
+from tests.helpers.features import random_chunk
+from tests.helpers.tiny_drafters import FAMILIES
+
+CONFIG = FAMILIES["llama"]
+BYTES = 8 + 4 * CONFIG.hidden_size  # of a token; the last has no hidden state
+
+
+def buffer(mib: float = 64, window: int = 64, max_age: int = 1, seed: int = 0) -> FeatureBuffer:
+    return FeatureBuffer(int(mib * (1 << 20)), window, max_age, seed)
+
+
+def fill(b: FeatureBuffer, lengths, version: int) -> None:
+    b.begin_step(version)
+    for i, length in enumerate(lengths):
+        b.add(random_chunk(CONFIG, length, i, version))
+
+
+def held(b: FeatureBuffer) -> list[tuple[int, int]]:
+    """(version, length), sorted."""
+    return sorted((key[0], e.sequence.length) for key, e in b._entries.items())
+
+
+def drawn(b: FeatureBuffer, times: int, budget: int = 128) -> list[DraftSequence]:
+    return [piece for _ in range(times) for piece in b.sample(budget) or []]
+
+
+def test_nothing_to_draw() -> None:
+    b = buffer()
+    assert b.sample(64) is None
+    fill(b, [3], 0)  # one answer token behind a prompt of 3 would be the fourth
+    assert b.sample(64) is None
+    assert b.counters.dropped_empty == 1 and len(b) == 0
+
+
+def test_every_base_comes_once_in_an_epoch_and_pieces_fit() -> None:
+    lengths = [5, 9, 13, 20, 33, 64, 65, 200, 31, 7]
+    b = buffer()
+    fill(b, lengths, 4)
+    bases, wanted = [], sum(n - 3 for n in lengths)
+    while sum(map(len, bases)) < wanted:
+        group = b.sample(100)
+        assert {s.policy_version for s in group} == {4}
+        assert len(group) * max(s.length for s in group) <= 100 and max(s.length for s in group) <= 64
+        for s in group:
+            assert len(s.hidden) >= s.length - 1
+            first = s.offset + s.first_base
+            bases.append([(s.hidden.untyped_storage().data_ptr(), first + i) for i in range(s.num_bases)])
+    flat = [x for part in bases for x in part]
+    assert len(flat) == wanted == len(set(flat))
+
+
+def test_every_stretch_of_an_epoch_has_short_and_long_ones() -> None:
+    rng = np.random.default_rng(1)
+    b = buffer(window=256)
+    fill(b, np.clip(rng.lognormal(3.5, 0.8, 400), 8, 250).astype(int), 0)
+    mean = np.mean([s.length for s in drawn(b, 400, 256)])  # several epochs
+    parts = [np.mean([s.length for s in drawn(b, 24, 256)]) for _ in range(8)]
+    assert np.max(np.abs(np.array(parts) / mean - 1)) < 0.25
+
+
+def test_draws_are_a_function_of_seed_and_steps_not_of_the_order_of_arrival() -> None:
+    def draws(seed: int, reverse: bool) -> list[list[int]]:
+        b = buffer(0.02, seed=seed)  # 80 tokens' worth: some go by lot
+        b.begin_step(0)
+        chunks = [random_chunk(CONFIG, n, i) for i, n in enumerate([10, 12, 15, 20, 22, 9, 31])]
+        for chunk in chunks[::-1] if reverse else chunks:
+            b.add(chunk)
+        return [[s.length for s in b.sample(40)] for _ in range(9)]
+
+    assert draws(0, False) == draws(0, True)
+    assert draws(0, False) != draws(5, False)
+
+
+def test_the_longer_half_of_a_step_outlives_it_until_it_is_too_old() -> None:
+    b = buffer(max_age=2)
+    fill(b, [10, 20, 30, 40, 50], 1)
+    b.begin_step(2)
+    assert held(b) == [(1, 30), (1, 40), (1, 50)] and b.counters.dropped_short == 2
+    b.begin_step(3)  # a step without answers drops nothing else
+    assert held(b) == [(1, 30), (1, 40), (1, 50)]
+    b.begin_step(4)
+    assert held(b) == [] and b.counters.dropped_by_age == 3 and b.bytes == 0
+
+
+def test_steps_of_one_version_are_still_steps() -> None:
+    """An update that was skipped: the version stays, the step before is the step before."""
+    b = buffer()
+    fill(b, [10, 20, 30], 1)
+    b.begin_step(1)
+    assert held(b) == [(1, 20), (1, 30)]
+
+
+def test_early_finishers_are_balanced_by_the_steps_before() -> None:
+    rng = np.random.default_rng(0)
+    usual = np.clip(rng.lognormal(4, 0.7, 200), 10, 400).astype(int)
+    b = buffer(window=512)
+    fill(b, usual, 0)
+    fill(b, np.sort(usual)[:100], 1)  # only the shorter half has finished
+    pieces = drawn(b, 300, 512)
+    shares = {v: sum(s.length for s in pieces if s.policy_version == v) for v in (0, 1)}
+    assert shares[0] / sum(shares.values()) == pytest.approx(0.5, abs=0.06)
+    assert min(s.length for s in pieces if s.policy_version == 0) >= np.median(usual)
+    fill(b, usual, 2)  # all have finished: nothing is missing
+    assert {s.policy_version for s in drawn(b, 50, 512)} == {2}
+
+
+def test_without_answers_of_this_step_the_previous_ones_teach() -> None:
+    b = buffer()
+    fill(b, [20, 30, 40], 0)
+    b.begin_step(1)
+    assert {s.policy_version for s in drawn(b, 4)} == {0}
+    assert b.versions() == [0]
+
+
+def test_versions_that_cannot_be_used_are_passed_over() -> None:
+    b = buffer()
+    fill(b, [20, 30, 40], 0)
+    fill(b, [20, 30, 40], 1)
+    assert {b.sample(64, lambda v: v == 0)[0].policy_version for _ in range(6)} == {0}
+    assert b.sample(64, lambda v: False) is None
+
+
+def test_the_budget_holds_oldest_then_shortest_first() -> None:
+    b = buffer((100 * BYTES) / (1 << 20), max_age=9)
+    fill(b, [10, 30], 0)
+    fill(b, [10, 20, 25], 1)
+    b.begin_step(2)
+    assert held(b) == [(0, 30), (1, 20), (1, 25)]
+    b.add(random_chunk(CONFIG, 40, 0, 2))
+    assert held(b) == [(1, 20), (1, 25), (2, 40)]
+    b.add(random_chunk(CONFIG, 30, 1, 2))
+    assert held(b) == [(1, 25), (2, 30), (2, 40)]
+    assert b.counters.dropped_by_budget == 2
+    assert b.bytes == sum(
+        s.nbytes for e in b._entries.values() for s in (e.sequence.hidden, e.sequence.token_ids)
+    )
+
+
+def test_what_stays_of_a_step_too_large_is_a_fair_sample() -> None:
+    """By lot: neither the first nor the short answers have an advantage."""
+    counts = np.zeros(40)
+    for seed in range(60):
+        b = buffer((200 * BYTES) / (1 << 20), seed=seed)
+        fill(b, [20] * 40, 0)
+        for key in b._entries:
+            counts[key[1]] += 1
+        assert b.bytes <= 200 * BYTES
+    assert counts.sum() == 60 * 10
+    assert counts[:20].sum() == pytest.approx(300, abs=60) and counts.max() < 32
+
+
+def test_memory_is_bounded_and_nothing_larger_is_kept_alive() -> None:
+    b = buffer((50 * BYTES) / (1 << 20), window=16)
+    b.begin_step(0)
+    storage = torch.randn(10_000, CONFIG.hidden_size)
+    b.add(replace(random_chunk(CONFIG, 21), hidden=storage[100:120]))
+    (entry,) = b._entries.values()
+    assert entry.sequence.hidden.untyped_storage().nbytes() == 20 * 4 * CONFIG.hidden_size
+    whole = random_chunk(CONFIG, 80, 1)
+    b.add(whole)  # larger than everything: its end only
+    assert b.counters.cut == 1
+    cut = b._entries[0, 1, 0].sequence
+    assert cut.length == 16 and cut.offset == 64 and cut.prompt_len == 1 and cut.answer_start == 3
+    assert cut.hidden.untyped_storage().nbytes() == 15 * 4 * CONFIG.hidden_size
+    torch.testing.assert_close(cut.hidden, whole.hidden[64:])
+    small = FeatureBuffer(5 * BYTES, 16, 0, 0)
+    fill(small, [40], 0)
+    assert len(small) == 0 and small.counters.dropped_by_budget == 1
+
+
+def test_dropped_answers_leave_the_running_epoch() -> None:
+    b = buffer()
+    fill(b, [20, 30, 40, 50], 0)
+    b.begin_step(1)
+    b.sample(64)
+    b.evict(9)
+    assert b.sample(64) is None and b._order == {True: [], False: []}
+
+
+def test_counters_survive_a_resume() -> None:
+    b = buffer()
+    fill(b, [20, 30, 40, 3], 0)
+    b.begin_step(1)
+    other = buffer()
+    other.load_counters(b.metrics())
+    assert other.counters == b.counters and b.metrics()["added"] == 4.0
+    assert other.metrics()["bytes"] == 0.0

@@ -1,0 +1,90 @@
+"""Sequences of any lengths in one packed batch learn what each would learn alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
+from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle_pairs import PairLayout
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
+
+STEPS = 4
+SHAPES = (
+    (9, 4),
+    (4, 1),
+    (61, 2),
+    (6, 4),
+    (3, 2),
+    (30, 17),
+    (17, 17),
+    (18, 17),
+)  # (L, prompt); some teach nothing
+
+
+def sequences(family: str) -> list[DraftSequence]:
+    made = [random_sequence(FAMILIES[family], n, p, seed=p) for n, p in SHAPES]
+    return [replace(s, offset=7 * i) for i, s in enumerate(made)]
+
+
+def trainer(family: str, **loss) -> DrafterTrainer:
+    model = EagleModel(FAMILIES[family])
+    model.initialise(3)
+    section = DrafterSection(draft_steps=STEPS, loss=loss)
+    return DrafterTrainer(model, *lookup_tables(FAMILIES[family]), section)
+
+
+def gradient(t: DrafterTrainer) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in t.model.parameters()])
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("kind", ["mix", "lk"])
+def test_packed_equals_one_at_a_time(family: str, kind: str) -> None:
+    data, t = sequences(family), trainer(family, kind=kind)
+    counts = bases_by_step(data, STEPS)
+    assert counts == [sum(max(0, n - 1 - max(1, p - 1) - j) for n, p in SHAPES) for j in range(STEPS)]
+    packed = t.backward(collate(data))
+    wanted = gradient(t)
+    total, summed = dict.fromkeys(packed, 0.0), torch.zeros_like(wanted)
+    for s in data:
+        if s.num_bases:
+            for name, value in t.backward(collate([s]), counts).items():
+                total[name] += value
+            summed += gradient(t)
+    total["tokens"] = packed["tokens"]
+    assert total == pytest.approx(packed, rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(summed, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_do_not_see_each_other_and_prompts_are_no_targets() -> None:
+    """Another neighbour changes no output; another future changes no output before it; prompts have no rows."""
+    data, t = sequences("qwen3"), trainer("qwen3")
+    embed = t.embed
+
+    def outputs(given: list[DraftSequence]) -> tuple[torch.Tensor, PairLayout]:
+        batch = collate(given)
+        layout = PairLayout(batch)
+        return torch.stack(t.model.unroll(embed, batch, layout, STEPS)), layout
+
+    whole, layout = outputs(data)
+    other = [replace(random_sequence(t.model.config, 40, 5, seed=9)), *data[1:]]
+    changed, _ = outputs(other)
+    torch.testing.assert_close(changed[:, -18:], whole[:, -18:], atol=1e-6, rtol=1e-5)
+    starts, row = collate(data).starts, 0
+    for start, s in zip(starts, data, strict=False):
+        rows = layout.bases[row : row + s.num_bases] - start
+        assert rows.tolist() == list(range(max(1, s.prompt_len - 1), s.length - 1))
+        row += s.num_bases
+    long = data[2]
+    later = replace(long, hidden=torch.cat([long.hidden[:30], torch.randn(30, long.hidden.shape[1])]))
+    before, _ = outputs([long])
+    after, _ = outputs([later])
+    # Step 0 at base s reads hidden states up to s - 1: bases 1 .. 30 know nothing of state 30.
+    torch.testing.assert_close(after[0, :30], before[0, :30])
+    assert not torch.allclose(after[0, 30], before[0, 30])
