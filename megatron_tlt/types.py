@@ -150,13 +150,18 @@ class WeightBucket:
 
 @dataclass(slots=True)
 class FeatureChunk:
-    """Hidden states of accepted positions of one sample, for the drafter (filled from issue 4 on)."""
+    """One finished answer with the policy's hidden states, as the rollout engine computed them (`rollout.features`).
+
+    L tokens of prompt and answer; H the policy's hidden size. The last token was drawn and never fed: it has no state.
+    """
 
     prompt_id: int
     sample_index: int
     policy_version: int
-    token_ids: np.ndarray
-    hidden: Any
+    token_ids: np.ndarray  # int32 [L], prompt and answer
+    hidden: Any  # Tensor [L - 1, H] on the CPU in the engine's type, after the final norm, of positions 0 .. L - 2
+    prompt_len: int
+    key: int  # the request's sampling key, uint64
 
 
 @dataclass(frozen=True, slots=True)

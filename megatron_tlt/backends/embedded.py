@@ -176,6 +176,7 @@ class EmbeddedBackend:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise SyncError(f"the push of version {self._open} lacks {', '.join(names[:_SHOWN])}{more}")
         self._version, self._open = self._open, None
+        self.engine.policy_version = self._version
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
