@@ -150,7 +150,10 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class FeatureChunk:
-    """What the policy thought of one finished answer, for the drafter to learn from."""
+    """One finished answer with the policy's hidden states, as the rollout engine computed them (`rollout.features`).
+
+    L tokens of prompt and answer; H the policy's hidden size. The last token was drawn and never fed: it has no state.
+    """
 
     prompt_id: int
     sample_index: int

@@ -26,6 +26,7 @@ from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native_build import find_compiler
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
+from megatron_tlt.rollout.pages import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
@@ -62,13 +63,14 @@ def build_backend(
     load_weights: bool = False,
     count_near_ties: bool = False,
     drafter: Mapping[str, Tensor] | None = None,
+    keep_features: bool = False,
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
     `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. `sync.verify` makes it keep checksums. Raises ConfigError, CheckpointError or
-    BackendError.
+    share this machine's memory. `sync.verify` makes it keep checksums. `keep_features`: `Engine.features` will be set,
+    so the cache leaves room for hidden states. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
@@ -81,8 +83,7 @@ def build_backend(
     history = _history(rollout)
     eagle = _eagle(rollout, decoder, config, tp, drafter)
     num_blocks = choose_num_blocks(
-        decoder.kv_bytes_per_block(rollout.block_size)
-        + (eagle.kv_bytes_per_block(rollout.block_size) if eagle is not None else 0),
+        _block_bytes(rollout.block_size, decoder, eagle, keep_features),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
@@ -106,7 +107,7 @@ def build_backend(
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
         count_near_ties=count_near_ties,
-        drafting=Drafting(rollout.speculation, eagle, config.hidden_size, history),
+        drafting=Drafting(rollout.speculation, eagle, history),
         graphs=_graphs(rollout, decoder),
     )
     return EmbeddedBackend(
@@ -197,6 +198,16 @@ def _eagle(
     eagle = build_eagle(decoder, rollout.threads, tp)
     eagle.load_weights(weights.items())
     return eagle
+
+
+def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_features: bool) -> int:
+    """Memory of one block: the policy's cache, the drafter's, and the hidden states that it reads or that are kept."""
+    total = decoder.kv_bytes_per_block(size)
+    if eagle is not None:
+        total += eagle.kv_bytes_per_block(size)
+    if eagle is not None or keep_features:
+        total += page_bytes(size, decoder.config.hidden_size, decoder.dtype)
+    return total
 
 
 def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:

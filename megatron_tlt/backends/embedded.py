@@ -200,6 +200,7 @@ class EmbeddedBackend:
             raise SyncError(f"the push of version {self._open} lacks {', '.join(names[:_SHOWN])}{more}")
         self._version, self._open = self._open, None
         self._drafter_version = self._next_drafter
+        self.engine.policy_version = self._version
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""

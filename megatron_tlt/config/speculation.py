@@ -59,7 +59,7 @@ class SpeculationSection(Section):
     topk: PositiveInt = Field(default=1, le=4)
     """Candidates at each drafted position: 1 is a chain, more make a small tree."""
     window: PositiveInt = 256
-    """Recent positions whose hidden states are kept to start the eagle drafter late."""
+    """Most positions that the eagle drafter catches up with when it starts late; it sees nothing before them."""
     min_survival: NonNegativeFloat = Field(default=0.0, lt=1)
     """Drafts stop where a token is less likely than this to be emitted (not for cost_aware, which finds its own)."""
     suffix: SuffixSection = SuffixSection()

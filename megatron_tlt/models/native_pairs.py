@@ -10,7 +10,7 @@ H hidden size, L longest draft, K candidates.
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, byref, c_int, c_int32, c_int64, c_void_p
+from ctypes import Structure, byref, c_int, c_int32, c_void_p
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -38,11 +38,9 @@ class _Pairs(Structure):
     """`TltPairs`."""
 
     _fields_ = [
-        *_fields(
-            c_int32, "rows slots window width max_blocks num_blocks block_size drafting nodes row_bytes"
-        ),
+        *_fields(c_int32, "rows slots window width max_blocks num_blocks block_size drafting nodes"),
         *_fields(c_void_p, "slot positions output_len block_tables keys temperature outputs wanted"),
-        *_fields(c_void_p, "synced first ring kv pairs ints tables own_keys own_temperature chains"),
+        *_fields(c_void_p, "synced first pages kv pairs ints tables own_keys own_temperature chains"),
     ]
 
 
@@ -65,27 +63,29 @@ def _functions() -> ctypes.CDLL:
     """The library with this module's functions declared. Raises BackendError as `library`."""
     lib = library()
     lib.tlt_draft_rows.argtypes = [c_void_p, c_void_p, c_void_p, c_int]
-    lib.tlt_take_hidden.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64]
     return lib
 
 
 class NativePairs:
     """Drafts for one set of rows over one cache. Not thread-safe."""
 
-    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, ring: Tensor, window: int):
-        """All keep their memory. `ring` [S * W, H] in the drafter's type: the hidden state of position p - 1 of a slot
-        is its row p % W. Raises BackendError for arrays that C could not read.
+    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
+        """All keep their memory. `pages` [slots of `kv`, H] in the drafter's type: the policy's hidden states, each at
+        its token's slot. Of a row at most its last `window` pairs are fed. Raises BackendError for arrays that C could
+        not read.
         """
         slots, max_blocks = rows.block_tables.shape
-        if ring.shape != (slots * window, eagle.config.hidden_size) or ring.dtype != eagle.dtype:
-            raise BackendError(f"hidden states {list(ring.shape)} {ring.dtype} for {slots} slots of {window}")
-        self._eagle, self._ring, self._kv, self._rows = eagle, ring, kv.data, rows
+        cached = kv.num_blocks * kv.block_size
+        fits = pages.shape == (cached, eagle.config.hidden_size) and pages.dtype == eagle.dtype
+        if not (fits and pages.is_contiguous()):
+            raise BackendError(
+                f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {cached} slots"
+            )
+        self._eagle, self._pages, self._kv, self._rows = eagle, pages, kv.data, rows
         self._lib, self._slots = _functions(), slots
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
-        self._width = ring.shape[1]
-        row_bytes = self._width * ring.dtype.itemsize
-        self._call = _Pairs(slots=slots, window=window, row_bytes=row_bytes, **sizes)
-        self._call.ring, self._call.kv = ring.data_ptr(), kv.data.data_ptr()
+        self._call = _Pairs(slots=slots, window=window, **sizes)
+        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
         scratch = {
             "pairs": np.zeros((4, slots * window), np.int32),
             "ints": np.zeros((_INTS, slots + 1), np.int32),
@@ -100,8 +100,6 @@ class NativePairs:
         for name, array in (given | scratch).items():
             setattr(self._call, name, array.ctypes.data)
         self._keys = self._call.keys
-        self._now = np.zeros((3, slots), np.int32)  # slots, positions and counts of the rows that advance
-        self._at_now = tuple(row.ctypes.data for row in self._now)
         self._scratch, self._drafting = scratch, scratch["ints"][0]
         self._wanted = np.zeros(slots, np.int32)
         self._call.wanted = self._wanted.ctypes.data
@@ -157,22 +155,6 @@ class NativePairs:
         found = space.results(len(wanted), depth, topk, logits, drafting)
         return self._drafting[:drafting].copy(), found
 
-    def take_hidden(
-        self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, hidden: Tensor
-    ) -> None:
-        """Rows `slots`, whose last tokens are at `positions`, int32 [at least B] each, advance by `counts` int32 [B]
-        tokens, which were drawn from `hidden` [sum(counts), H]. Raises BackendError for what does not fit.
-        """
-        rows, (total, width), now = len(counts), hidden.shape, self._now
-        if hidden.dtype != self._eagle.dtype or width != self._width or not hidden.is_contiguous():
-            raise BackendError(f"hidden states [{total}, {width}] {hidden.dtype} do not fit into the ring")
-        if rows > self._slots:
-            raise BackendError(f"{rows} rows advance, there are {self._slots}")
-        now[0, :rows], now[1, :rows], now[2, :rows] = slots[:rows], positions[:rows], counts
-        code = self._lib.tlt_take_hidden(self._pointer, rows, *self._at_now, hidden.data_ptr(), total)
-        if code:
-            raise BackendError(f"{total} hidden states of {counts.tolist()} tokens: {ERRORS.get(code, code)}")
-
     def _run(
         self,
         outputs: np.ndarray,
@@ -208,12 +190,12 @@ class NativePairs:
 
 
 def native_pairs(
-    decoder: EagleDecoder, kv: KVCache, rows: DraftingRows, ring: Tensor, window: int
+    decoder: EagleDecoder, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int
 ) -> NativePairs | None:
     """Where one rank of the native decoder drafts; None for any other, which takes the pairs as tensors."""
     if not isinstance(decoder, NativeEagle) or not decoder.is_whole:
         return None
-    return NativePairs(decoder, kv, rows, ring, window)
+    return NativePairs(decoder, kv, rows, pages, window)
 
 
 def _check(name: str, array: np.ndarray, kind: type) -> None:

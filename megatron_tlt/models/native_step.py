@@ -33,14 +33,12 @@ class Fused(Structure):
     """`TltFused`."""
 
     _fields_ = [
-        *_fields(
-            c_int32, "rows nodes is_tree wants_hidden max_blocks num_blocks block_size emitted last_position"
-        ),
+        *_fields(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted last_position"),
         ("sample_seconds", c_double),
         *_fields(c_void_p, "token_ids positions output_len block_tables keys temperature"),
-        *_fields(c_void_p, "counts tokens parents kv"),
+        *_fields(c_void_p, "counts tokens parents kv pages"),
         *_fields(c_void_p, "ints row_keys row_temperature bytes logits hidden sampling"),
-        *_fields(c_void_p, "out_tokens out_index out_counts out_logprobs out_hidden"),
+        *_fields(c_void_p, "out_tokens out_index out_counts out_logprobs"),
         *_fields(c_void_p, "accepted reached drawn_logprobs"),
     ]
 
@@ -57,8 +55,7 @@ class RowArrays:
     temperature: np.ndarray  # float32 [D], 0: greedy
 
 
-# Tokens int32 [E], log-probabilities float32 [E] and, if wanted, hidden states [E, H] in the compute type.
-Emitted = tuple[np.ndarray, np.ndarray, Tensor | None]
+Emitted = tuple[np.ndarray, np.ndarray]  # tokens int32 [E], log-probabilities float32 [E]
 
 
 # Tokens that each row emits int32 [D], the fed rows they are drawn at int32 [E], and of the nodes bool [N]: the node's
@@ -93,24 +90,35 @@ class NativeStep:
         self._run = _fused_step()
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
         self._is_bf16 = decoder.dtype == torch.bfloat16
+        self._pages: Tensor | None = None
         self._room = 0
         self._make_room(1)
 
-    def decode(self, count: int, wants_hidden: bool = False) -> Emitted:
+    def write_hidden_to(self, pages: Tensor | None) -> None:
+        """Hidden states of all fed rows go to `pages` [slots, H] of the compute type, each to its token's slot.
+
+        None: nowhere. Raises BackendError for a tensor that C could not write.
+        """
+        if pages is not None:
+            slots = self._fused.num_blocks * self._fused.block_size
+            fits = pages.shape == (slots, self._forward.model.hidden) and pages.dtype == self._decoder.dtype
+            if not (fits and pages.is_contiguous() and pages.device.type == "cpu"):
+                raise BackendError(
+                    f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
+                )
+        self._pages, self._fused.pages = pages, None if pages is None else pages.data_ptr()
+
+    def decode(self, count: int) -> Emitted:
         """Feeds the first `count` rows their tokens and draws one for each. Mutates the cache. Raises as `verify`."""
         if count > self._room:
             self._make_room(count)
         fused = self._fused
         fused.rows, fused.nodes, fused.is_tree = count, 0, 0
         self._call()
-        return self._emitted(count, wants_hidden)
+        return self._emitted(count)
 
     def verify(
-        self,
-        counts: np.ndarray,
-        tokens: np.ndarray,
-        parents: np.ndarray | None = None,
-        wants_hidden: bool = False,
+        self, counts: np.ndarray, tokens: np.ndarray, parents: np.ndarray | None = None
     ) -> tuple[Emitted, Verdict]:
         """Feeds the first D rows their tokens and their drafted nodes, and emits what the policy agrees with.
 
@@ -122,12 +130,11 @@ class NativeStep:
         rows, nodes = len(counts), len(tokens)
         if not nodes:
             ones, none = np.ones(rows, np.int32), np.empty(0, bool)
-            return self.decode(rows, wants_hidden), (ones, np.arange(rows, dtype=np.int32), none, none)
+            return self.decode(rows), (ones, np.arange(rows, dtype=np.int32), none, none)
         if rows + nodes > self._room:
             self._make_room(rows + nodes)
         fused = self._fused
-        fused.rows, fused.nodes, fused.wants_hidden = rows, nodes, wants_hidden
-        fused.is_tree = parents is not None
+        fused.rows, fused.nodes, fused.is_tree = rows, nodes, parents is not None
         self._counts[:rows] = counts
         self._tokens[:nodes] = tokens
         if parents is not None:
@@ -140,15 +147,10 @@ class NativeStep:
             self._accepted[:nodes].copy(),
             self._reached[:nodes].copy(),
         )
-        return self._emitted(emitted, wants_hidden), verdict
+        return self._emitted(emitted), verdict
 
-    def _emitted(self, count: int, wants_hidden: bool) -> Emitted:
-        hidden = None
-        if wants_hidden:
-            hidden = torch.from_numpy(self._out_hidden[:count].copy())
-            if self._is_bf16:
-                hidden = hidden.view(torch.bfloat16)
-        return self._out_tokens[:count].copy(), self._out_logprobs[:count].copy(), hidden
+    def _emitted(self, count: int) -> Emitted:
+        return self._out_tokens[:count].copy(), self._out_logprobs[:count].copy()
 
     def _call(self) -> None:
         fused = self._fused
@@ -184,9 +186,6 @@ class NativeStep:
         flags = np.empty((4, room + 1), bool)
         self._accepted, self._reached = flags[2:]
         self._out_logprobs = np.empty(room, np.float32)
-        self._out_hidden, hidden = np.empty(
-            (2, room, model.hidden), np.int16 if self._is_bf16 else np.float32
-        )
         scratch: dict[str, np.ndarray] = {
             "ints": ints,
             "row_keys": np.empty(room, np.uint64),
@@ -195,11 +194,9 @@ class NativeStep:
             "logits": np.empty(room * model.vocab, np.float32),
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
-            "hidden": hidden,
+            "hidden": np.empty((room, model.hidden), np.int16 if self._is_bf16 else np.float32),
         }
-        names = (
-            "counts tokens parents out_tokens out_index out_counts out_logprobs out_hidden accepted reached"
-        )
+        names = "counts tokens parents out_tokens out_index out_counts out_logprobs accepted reached"
         arrays = scratch | {name: getattr(self, f"_{name}") for name in names.split()}
         self._keep = scratch  # nobody else does
         for name, array in arrays.items():

@@ -56,7 +56,7 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         "renew": (c_int32, [pool, handle]),
         "sequence": (c_int32, [pool, handle, handle, c_int32]),
         "append": (c_int, [pool, handle, handle, c_void_p, c_int64]),
-        "extend": (c_int, [pool, c_int32, *[c_void_p] * 4]),
+        "follow": (c_int, [pool, c_int32, *[c_void_p] * 5, c_int64]),
         "propose": (c_int, [pool, POINTER(Ask)]),
         "length": (c_int64, [pool, handle, handle]),
         "count": (c_int64, [pool, handle, c_void_p, c_int32]),

@@ -14,7 +14,7 @@ else 1; e bytes of an element (fp32 4, bf16 2). All sums are in bytes; the repor
   5). 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3). The last stage
   adds the logits, their fp32 copy and gradient: `T*(V/t)*(e + 8)`.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
-  adds its one layer to L.
+  adds its one layer to L, and `H*e` for the policy's hidden states, which it reads and every rank holds.
 """
 
 from __future__ import annotations
@@ -108,25 +108,24 @@ def activation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, 
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """KV cache of one token of context on one rank of an engine, a trained drafter's included."""
-    heads = -(-shape.num_kv_heads // config.rollout.tp)
-    layers = shape.num_layers + config.rollout.speculation.uses_eagle
-    return 2 * layers * heads * shape.head_dim * element_bytes(config.rollout.dtype)
+    """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
+    heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
+    keys_values = 2 * (shape.num_layers + trained) * heads * shape.head_dim
+    return (keys_values + shape.hidden_size * trained) * element_bytes(config.rollout.dtype)
 
 
 def speculation_bytes(config: Config, shape: ModelShape) -> int:
     """What drafters hold on one rank beside their part of the KV cache.
 
-    The eagle drafter: one layer, `fc` (2H x H on every rank) and a window of hidden states for each running request.
-    The suffix drafter: its tries and as much for earlier answers, once both are full.
+    The eagle drafter: one layer and `fc` (2H x H on every rank). The suffix drafter: its tries and as much for earlier
+    answers, once both are full.
     """
     rollout, section = config.rollout, config.rollout.speculation
     total = 2 * section.suffix.history_mib * MIB * section.uses_suffix
     if section.uses_eagle:
         hidden = shape.hidden_size
         weights = layer_parameters(shape) // rollout.tp + 2 * hidden * hidden
-        window = rollout.max_running_requests * section.window * hidden
-        total += (weights + window) * element_bytes(rollout.dtype)
+        total += weights * element_bytes(rollout.dtype)
     return total
 
 

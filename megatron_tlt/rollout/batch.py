@@ -6,7 +6,6 @@ Legend: D decoding rows, C prefill chunks, T tokens = D + all chunks, F first to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -71,10 +70,7 @@ class StepResult:
     tokens: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
     counts: np.ndarray | None = None  # int32 [D]
-    hidden: Any = None  # Tensor [R, H]: of the position each token was drawn from, if a drafter wants it
 
     def keep(self, mask: np.ndarray, counts: np.ndarray) -> None:
         """Drops the tokens where `mask` (bool [R]) is False; `counts` are what is left of each row."""
         self.tokens, self.logprobs, self.counts = self.tokens[mask], self.logprobs[mask], counts
-        if self.hidden is not None:
-            self.hidden = self.hidden[mask]

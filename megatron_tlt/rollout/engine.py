@@ -15,6 +15,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.eagle_torch import TorchEagle
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
 from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
@@ -81,6 +82,25 @@ class Engine:
         self._schedule_seconds = 0.0
         self._commit_seconds = 0.0
         self._last_running = 0
+        self._features: FeatureTap | None = None
+        self.policy_version = 0  # of the weights that answer, for `features`; the backend keeps it
+
+    @property
+    def features(self) -> FeatureTap | None:
+        """Who gets the hidden states of finished answers. Set it while no request is there."""
+        return self._features
+
+    @features.setter
+    def features(self, tap: FeatureTap | None) -> None:
+        assert self.is_idle, "hidden states of what is cached already are not known"
+        self._features, self.scheduler.on_finish = tap, None
+        if tap is not None:
+            pages = self.runner.keep_pages()
+            self.scheduler.on_finish = lambda request, blocks: tap.take(
+                request, blocks, pages, self.policy_version
+            )
+        elif self.speculator is None or self.speculator.eagle is None:
+            self.runner.drop_pages()
 
     @property
     def num_running(self) -> int:
@@ -155,7 +175,7 @@ class Engine:
             return self.runner.forward(batch)
         if not batch.is_decode:
             result = self.runner.forward(batch)
-            speculator.told_mixed(result, batch.num_decode)
+            speculator.told_mixed()
             return result
         self.runner.copy_blocks(batch)  # before anybody drafts from the copies
         draft = speculator.plan()

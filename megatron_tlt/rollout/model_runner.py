@@ -19,6 +19,7 @@ from megatron_tlt.models.native import NativeDecoder
 from megatron_tlt.models.native_step import NativeStep, RowArrays
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.keys import row_keys
+from megatron_tlt.rollout.pages import HiddenPages
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
@@ -37,6 +38,8 @@ class DecoderLike(Protocol):
     """What the engine needs of a decoder (`models.factory.build_decoder` makes one)."""
 
     kind: str
+    config: Any  # hidden_size and dtype are asked for only where hidden states are kept
+    dtype: torch.dtype
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Any:
         """Memory for the keys and values of `num_blocks` blocks."""
@@ -74,8 +77,10 @@ class ModelRunner:
         width = len(rows.token_ids)
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
-        self.keep_hidden = False  # whether results carry hidden states, and chunks those of all their rows
-        self.on_chunks: Callable[[Batch, DecoderInput, Tensor], None] | None = None  # told of prefill chunks
+        self.pages: HiddenPages | None = None  # hidden states of all cached tokens, if somebody wants them
+        self.on_chunks: Callable[[Batch], None] | None = (
+            None  # told of prefill chunks, once they are computed
+        )
         self.on_copies: Callable[[list[tuple[int, int]]], None] | None = None  # told of copied blocks
         self._upload: _Upload | None = None
         self._host_steps = bool(
@@ -85,6 +90,21 @@ class ModelRunner:
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
 
+    def keep_pages(self) -> HiddenPages:
+        """From now on every forward writes its hidden states into `pages`. While no request is there; mutates."""
+        if self.pages is None:
+            sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.config.hidden_size
+            self.pages = HiddenPages(*sizes, self.decoder.dtype, self.device)
+            if self.native_step is not None:
+                self.native_step.write_hidden_to(self.pages.data)
+        return self.pages
+
+    def drop_pages(self) -> None:
+        """From now on no forward does. Mutates."""
+        self.pages = None
+        if self.native_step is not None:
+            self.native_step.write_hidden_to(None)
+
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
@@ -92,24 +112,35 @@ class ModelRunner:
             self.copy_blocks(batch)
         native = self.native_step
         if native is not None and batch.is_decode and not self.rows.num_masked:
-            tokens, logprobs, hidden = native.decode(batch.num_decode, self.keep_hidden)
+            tokens, logprobs = native.decode(batch.num_decode)
             self._count_native(native, started)
-            return StepResult(tokens, logprobs, None, hidden)
+            return StepResult(tokens, logprobs)
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
-        output = self.decoder.forward(inputs, self.kv)
+        output = self._run(inputs)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         result = self._sample(batch, output)
         self.sample_seconds += time.perf_counter() - ran
-        if output.all_hidden is not None and self.on_chunks is not None:
-            self.on_chunks(batch, inputs, output.all_hidden)
+        if batch.chunks and self.on_chunks is not None:
+            self.on_chunks(batch)
         return result
+
+    def _run(self, inputs: DecoderInput) -> DecoderOutput:
+        """The forward; where all rows' logits are wanted, so are their hidden states."""
+        output = self.decoder.forward(inputs, self.kv)
+        if self.pages is not None:
+            hidden = output.hidden if output.all_hidden is None else output.all_hidden
+            self.pages.write(inputs.slot_mapping, hidden)
+        return output
 
     def copy_blocks(self, batch: Batch) -> None:
         """Copies the blocks that forks write into; once a batch. Mutates the cache and `batch.copies`."""
         if not batch.copies:
             return
-        self.decoder.copy_blocks(self.kv, [c[0] for c in batch.copies], [c[1] for c in batch.copies])
+        src, dst = [c[0] for c in batch.copies], [c[1] for c in batch.copies]
+        self.decoder.copy_blocks(self.kv, src, dst)
+        if self.pages is not None:
+            self.pages.copy_blocks(src, dst)
         if self.on_copies is not None:
             self.on_copies(batch.copies)
         batch.copies = []
@@ -123,21 +154,19 @@ class ModelRunner:
         started = time.perf_counter()
         native = self.native_step
         if native is not None and verifier is coupled and not self.rows.num_masked:
-            emitted, verdict = native.verify(draft.counts, draft.tokens, draft.parents, self.keep_hidden)
+            (tokens, logprobs), verdict = native.verify(draft.counts, draft.tokens, draft.parents)
             self._count_native(native, started)
-            tokens, logprobs, hidden = emitted
-            return StepResult(tokens, logprobs, verdict[0], hidden), Accepted(*verdict)
+            return StepResult(tokens, logprobs, verdict[0]), Accepted(*verdict)
         inputs, starts = self._verify_input(draft)
-        output = self.decoder.forward(inputs, self.kv)
+        output = self._run(inputs)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         rows = self._node_sampling(draft, starts)
         accepted, tokens, logprobs = verifier(output.logits, rows, draft, self.sampler, self.tp)
         if draft.parents is not None:
             self._compact(draft, accepted)
-        hidden = output.hidden[torch.from_numpy(accepted.index)] if self.keep_hidden else None
         self.sample_seconds += time.perf_counter() - ran
-        return StepResult(tokens, logprobs, accepted.counts, hidden), accepted
+        return StepResult(tokens, logprobs, accepted.counts), accepted
 
     def _count_native(self, native: NativeStep, started: float) -> None:
         sampling = native.sample_seconds
@@ -208,7 +237,10 @@ class ModelRunner:
             flat: list[int] = (rows.block_tables[row, block] * size + inside).tolist()
             return flat
 
-        self.decoder.copy_slots(self.kv, slot(laid[moved]), slot(within[moved]))
+        src, dst = slot(laid[moved]), slot(within[moved])
+        self.decoder.copy_slots(self.kv, src, dst)
+        if self.pages is not None:  # a branch only moves up: nothing is read after it was written
+            self.pages.copy_slots(src, dst)
 
     def _decode_input(self, count: int) -> DecoderInput:
         """Views of the rows' arrays: the same memory every step, so they are made once for each row count."""
@@ -237,7 +269,7 @@ class ModelRunner:
             last_rows.append(at - 1)  # nobody draws from it: decoders need not know of batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
         inputs = self._pack(at, seqs, query_start, logit_rows, self._upload)
-        inputs.all_hidden = self.on_chunks is not None
+        inputs.all_hidden = self.pages is not None
         return inputs
 
     def _fill_chunk(self, chunk: Chunk, seq: int, at: int) -> int:
@@ -282,9 +314,6 @@ class ModelRunner:
                     self._upload.wait()
                 return _NOTHING
             logits = _fan_out(logits, batch)
-        hidden = None
-        if self.keep_hidden:
-            hidden = output.hidden if batch.is_decode else _fan_out(output.hidden, batch)
         tokens, logprobs = self.sampler.sample(logits, self._sampling_rows(batch))
         if self.tp.size > 1:
             # Ranks may round differently: one rank decides, so that they cannot drift apart.
@@ -292,7 +321,7 @@ class ModelRunner:
             tokens, logprobs = both[0], both[1].view(torch.float32)
         if self._upload is not None:
             tokens, logprobs = tokens.cpu(), logprobs.cpu()
-        return StepResult(tokens.numpy(), logprobs.numpy(), None, hidden)
+        return StepResult(tokens.numpy(), logprobs.numpy())
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
         rows, n = self.rows, batch.num_decode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -39,7 +39,6 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    carry: Any = None  # hidden state [H] of the position before its last output token, when it gets its row
 
     @property
     def key(self) -> int:
@@ -66,7 +65,6 @@ class Prefill:
     sampled: bool = False  # the children have a first token already
     blocks: list[int] = field(default_factory=list)
     done: int = 0  # tokens in the cache
-    carry: Any = None  # hidden state [H] of the last token in the cache (drafter)
 
     @property
     def order(self) -> int:

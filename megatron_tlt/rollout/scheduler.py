@@ -50,6 +50,8 @@ class Scheduler:
         self._reserved = False  # whether rows hold blocks for drafts
         self.on_start: Callable[[Request], None] | None = None  # a request got its row
         self.on_stop: Callable[[Request], None] | None = None  # it is about to leave it
+        # It is finished, its output complete; the blocks still hold all tokens but the last.
+        self.on_finish: Callable[[Request, Sequence[int]], None] | None = None
 
     @property
     def num_running(self) -> int:
@@ -180,7 +182,7 @@ class Scheduler:
         if queue and (latest is None or queue[-1].order > latest.order):
             prefill = queue.pop()
             self.blocks.free(prefill.blocks)
-            prefill.blocks, prefill.done, prefill.carry = [], 0, None
+            prefill.blocks, prefill.done = [], 0
         else:
             assert latest is not None
             self._leave(latest)
@@ -235,7 +237,6 @@ class Scheduler:
             blocks = blocks + self.blocks.allocate(1)
         self.rows.start(request, blocks, length, blocks[full] * size + offset)
         if self.on_start is not None:
-            request.carry = prefill.carry
             self.on_start(request)
 
     # Results
@@ -267,7 +268,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 finished.append(request)
         for request in finished:
-            self._leave(request)
+            self._leave(request, is_finished=True)
         return finished
 
     def truncate(self, result: StepResult) -> None:
@@ -301,11 +302,16 @@ class Scheduler:
         for row in unused.nonzero()[0].tolist():
             self.blocks.free(rows.drop_blocks(row, need.item(row)))
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, is_finished: bool = False) -> None:
         """Takes a running request out of its row and frees its blocks."""
         if self.on_stop is not None:
             self.on_stop(request)
-        self.blocks.free(self.rows.stop(request))
+        blocks = self.rows.stop(request)
+        try:
+            if is_finished and self.on_finish is not None:
+                self.on_finish(request, blocks)
+        finally:
+            self.blocks.free(blocks)
 
     def _commit_chunks(self, batch: Batch, result: StepResult) -> list[Request]:
         finished: list[Request] = []
@@ -315,9 +321,13 @@ class Scheduler:
             prefill.done = chunk.end
             if chunk.draws:
                 first, at = at, at + len(prefill.children)
-                finished += _draw_first(
+                ended = _draw_first(
                     prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist()
                 )
+                if self.on_finish is not None:
+                    for request in ended:
+                        self.on_finish(request, prefill.blocks)
+                finished += ended
             if prefill.is_complete:
                 self._prefilling.remove(prefill)
                 if prefill.children:

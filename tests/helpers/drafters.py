@@ -30,24 +30,27 @@ class OracleDrafter:
     def __init__(self, answers: Answers, vocab: int, spoil: float, tree: bool, seed: int = 0):
         self.answers, self.vocab, self.spoil, self.tree = answers, vocab, spoil, tree
         self.random = random.Random(seed)
-        self.live: dict[int, list[int]] = {}  # slot -> tokens so far, to check what the engine tells
+        self.live: dict[int, list[int]] = {}  # slot -> tokens so far, to check when the engine tells
+        self.rows: RunningRows | None = None  # `attach` knows them
 
     def start(self, request: Request) -> None:
         assert request.slot not in self.live
         self.live[request.slot] = list(request.output)
 
-    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        assert len(counts) == rows.num_rows
-        assert counts.sum() == len(tokens)
-        at = 0
-        for row, count in enumerate(counts.tolist()):
-            self.live[int(rows.slots[row])] += tokens[at : at + count].tolist()
-            at += count
+    def follow(self, rows: RunningRows) -> None:
+        assert len(self.live) == rows.num_rows
+        for row in range(rows.num_rows):
+            slot, length = int(rows.slots[row]), int(rows.output_len[row])
+            told = rows.outputs[slot, :length].tolist()
+            assert told[: len(self.live[slot])] == self.live[slot]
+            self.live[slot] = told
 
     def stop(self, request: Request) -> None:
         told = self.live.pop(request.slot)
+        said = self.rows.outputs[request.slot, : int(self.rows.output_len[request.row])].tolist()
+        assert told == said[: len(told)]
         known = self.answers.get((request.prompt_id, request.sample_index))
-        assert known is None or told == known[0][: len(told)]
+        assert known is None or said == known[0][: len(said)]
 
     def end_generate(self) -> None:
         assert not self.live
@@ -146,6 +149,7 @@ class RandomSelector:
 
 def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
     """Makes a plain engine speculate with these parts."""
+    drafter.rows = engine.scheduler.rows
     speculator = Speculator(
         drafter, selector, coupled, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
     )

@@ -60,5 +60,5 @@ def speculating_engine(
         tp=tp,
         native_sample=partial(keyed_sample, threads=1) if kernels == "native" else None,
         count_near_ties=count_near_ties,
-        drafting=Drafting(section, eagle, config.hidden_size),
+        drafting=Drafting(section, eagle),
     )

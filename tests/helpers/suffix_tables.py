@@ -97,10 +97,10 @@ class Table:
             self.common.add(text[max(0, len(request.prompt) - self.tail) :], run)
         tokens = np.array([t for run in runs for t in run], np.int32)
         counts = np.array([len(run) for run in runs], np.int32)
-        self.drafter.extend(self.rows, tokens, counts)
         self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
 
     def propose(self, strategy: DraftStrategy = CHAIN, lengths: list[int] | None = None) -> Draft:
+        self.drafter.follow(self.rows)
         wanted = lengths if lengths is not None else [strategy.draft_len] * self.rows.num_rows
         return self.drafter.propose(self.rows, np.array(wanted, np.int32), strategy)
 

@@ -1,6 +1,7 @@
 /* One decoding step in one call, from the engine's own arrays to the emitted tokens.
  *
- *   lay rows and nodes -> tlt_forward -> keyed token of every fed row -> follow the draft -> move accepted branches
+ *   lay rows and nodes -> tlt_forward, hidden states to their pages -> keyed token of every fed row -> follow the draft
+ *   -> move accepted branches
  *
  * The same functions compute the same numbers as in single calls; this only saves what stands between them. Coupled
  * verification (Daliri et al., 2408.07978, section 3): drafted tokens decide which fed rows are real, never what is
@@ -91,15 +92,33 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     s.kv = f->kv;
     s.logits = f->logits;
     s.logits_stride = m->vocab;
-    s.hidden = f->nodes ? f->hidden : f->out_hidden;
+    s.hidden = f->hidden;
     return tlt_forward(m, &s, threads, 0);
 }
 
-/* Emits fed row `i`: the token drawn there, its log-probability and hidden state. A team has drawn all rows at once; one
- * thread draws only where the path goes. Returns the token. */
+static size_t state_bytes(const TltModel *m) { return (size_t)m->hidden * (m->is_bf16 ? 2 : 4); }
+
+/* Hidden states to their pages: fed row i's, in `hidden`, to its slot. */
+static void keep_states(const TltModel *m, const TltFused *f, const Fed *t) {
+    const size_t width = state_bytes(m);
+    for (long i = 0; i < t->count; i++)
+        memcpy((char *)f->pages + (size_t)t->slot[i] * width, (const char *)f->hidden + (size_t)i * width, width);
+}
+
+/* What was cached for an accepted branch goes to where plain decoding would have put it. A branch only moves up, so
+ * nothing is read after it was written. */
+static int move(const TltModel *m, const TltFused *f, const Fed *t, long moved) {
+    const size_t width = state_bytes(m);
+    int bad = tlt_copy_slots(f->kv, m, f->num_blocks, f->block_size, t->from, t->to, moved);
+    for (long i = 0; i < moved && f->pages && !bad; i++)
+        memcpy((char *)f->pages + (size_t)t->to[i] * width, (char *)f->pages + (size_t)t->from[i] * width, width);
+    return bad;
+}
+
+/* Emits fed row `i`: the token drawn there and its log-probability. A team has drawn all rows at once; one thread draws
+ * only where the path goes. Returns the token. */
 static int32_t emit(const TltModel *m, TltFused *f, const Fed *t, long i) {
     const long at = f->emitted++;
-    const size_t width = (size_t)m->hidden * (m->is_bf16 ? 2 : 4);
     f->out_index[at] = (int32_t)i;
     if (t->all_drawn) {
         f->out_tokens[at] = t->drawn[i];
@@ -108,7 +127,6 @@ static int32_t emit(const TltModel *m, TltFused *f, const Fed *t, long i) {
         tlt_keyed_sample(f->logits + i * m->vocab, 1, m->vocab, m->vocab, f->row_temperature + i, f->row_keys + i,
                          f->out_tokens + at, f->out_logprobs + at, f->sampling, 1);
     }
-    if (f->wants_hidden) memcpy((char *)f->out_hidden + at * width, (const char *)f->hidden + i * width, width);
     return f->out_tokens[at];
 }
 
@@ -142,7 +160,7 @@ static int verify(const TltModel *m, TltFused *f, Fed *t, int threads) {
                          f->drawn_logprobs, f->sampling, threads);
     f->emitted = 0;
     for (long r = 0; r < f->rows; r++) follow(m, f, t, r, &moved);
-    return moved ? tlt_copy_slots(f->kv, m, f->num_blocks, f->block_size, t->from, t->to, moved) : TLT_OK;
+    return moved ? move(m, f, t, moved) : TLT_OK;
 }
 
 static void decode(const TltModel *m, TltFused *f, int threads) {
@@ -163,6 +181,7 @@ int tlt_fused_step(const TltModel *m, TltFused *f, int threads) {
     int bad = f->block_size < 1 ? TLT_BAD_SHAPE : lay(f, &t);
     if (!bad) bad = forward(m, f, &t, threads);
     if (bad) return bad;
+    if (f->pages) keep_states(m, f, &t);
     const double started = now();
     if (f->nodes) bad = verify(m, f, &t, threads);
     else decode(m, f, threads);

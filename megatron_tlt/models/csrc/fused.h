@@ -8,7 +8,7 @@
  * A row's block of fed rows is its root, then its nodes; node i of a row is cached at the slot of position root + 1 + i.
  * The field order is repeated in native_step.py. */
 typedef struct {
-    int32_t rows, nodes, is_tree, wants_hidden, max_blocks, num_blocks, block_size;
+    int32_t rows, nodes, is_tree, max_blocks, num_blocks, block_size;
     int32_t emitted;       /* out: E */
     int32_t last_position; /* out: the greatest that is fed */
     double sample_seconds; /* out: from the end of the forward on */
@@ -20,6 +20,7 @@ typedef struct {
     /* The draft. Parents, of trees only, count within the row's nodes; -1: the root. */
     const int32_t *counts, *tokens, *parents; /* [D], [N], [N] */
     void *kv;
+    void *pages; /* [num_blocks * block_size][H] in the compute type: a token's hidden state at its slot; NULL: off */
     /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][H], tlt_sample_scratch_bytes(T, V) */
     int32_t *ints;
     uint64_t *row_keys;
@@ -31,7 +32,6 @@ typedef struct {
     /* Out: what each row emits, the fed rows that it is drawn at, and the verdict on every node. */
     int32_t *out_tokens, *out_index, *out_counts; /* [E], [E], [D] */
     float *out_logprobs;                          /* [E] */
-    void *out_hidden;                             /* [E][H] in the compute type, if wanted */
     uint8_t *accepted, *reached;                  /* [N] */
     float *drawn_logprobs;                        /* scratch [T] */
 } TltFused;

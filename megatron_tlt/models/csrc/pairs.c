@@ -1,7 +1,8 @@
 /* From the engine's rows to a draft in one call: which pairs are missing, where they are cached, what they are made of.
  *
  * Numbers of a few rows cost less one by one than as arrays, and nothing is copied but them: hidden states are read in
- * the ring. What they lead to is checked by the draft; here only what is read here.
+ * their pages. What they lead to is checked by the draft (all blocks of a row, so all of its slots); here only what is
+ * read here.
  */
 #include "pairs.h"
 
@@ -22,6 +23,11 @@ static Laid laid_in(const TltPairs *p) {
     return (Laid){a, a + t, a + 2 * t, a + 3 * t, b, b + s, b + 2 * s, b + 3 * s, b + 4 * s, b + 5 * s, b + 6 * s, 0};
 }
 
+/* The slot that a row's block table gives a position. */
+static int32_t slot_of(const TltPairs *p, const int32_t *table, long position) {
+    return (int32_t)(table[position / p->block_size] * (long)p->block_size + position % p->block_size);
+}
+
 /* The pairs between the drafter's last one and row r's last token, or the last W of them. */
 static int lay_row(TltPairs *p, Laid *l, long r) {
     const long slot = p->slot[r], last = p->positions[r], drawn = p->output_len[r];
@@ -37,8 +43,8 @@ static int lay_row(TltPairs *p, Laid *l, long r) {
         const long i = l->count++;
         l->token[i] = outputs[drawn - 1 - (last - at)];
         l->position[i] = (int32_t)at;
-        l->slot[i] = (int32_t)(table[at / p->block_size] * (long)p->block_size + at % p->block_size);
-        l->state[i] = (int32_t)(slot * p->window + at % p->window);
+        l->slot[i] = slot_of(p, table, at);
+        l->state[i] = slot_of(p, table, at - 1);
     }
     long blocks = (last + p->wanted[r]) / p->block_size + 1;
     if (blocks > p->max_blocks) blocks = p->max_blocks;
@@ -69,7 +75,7 @@ static int draft(const TltEagle *e, const TltPairs *p, const Laid *l, TltDraft *
     s.step.block_tables = p->tables;
     s.step.logit_rows = l->last;
     s.step.kv = p->kv;
-    s.states = p->ring;
+    s.states = p->pages;
     s.first_visible = l->first;
     d->keys = p->own_keys;
     d->output_positions = l->output_position;
@@ -109,22 +115,5 @@ int tlt_draft_rows(const TltEagle *e, TltPairs *p, const TltDraft *d, int thread
     if (bad) return bad;
     for (long q = 0; q < p->drafting; q++) p->synced[p->slot[l.row[q]]] = p->positions[l.row[q]];
     if (p->chains) flatten(p, &l, d);
-    return TLT_OK;
-}
-
-int tlt_take_hidden(const TltPairs *p, int64_t rows, const int32_t *slot, const int32_t *positions,
-                    const int32_t *counts, const char *hidden, int64_t total) {
-    const size_t width = (size_t)p->row_bytes;
-    int64_t sum = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        if (counts[r] < 0 || positions[r] < 0 || slot[r] < 0 || slot[r] >= p->slots) return TLT_BAD_SHAPE;
-        sum += counts[r];
-    }
-    if (sum != total) return TLT_BAD_SHAPE;
-    for (int64_t r = 0; r < rows; r++) {
-        char *ring = p->ring + (size_t)slot[r] * (size_t)p->window * width;
-        for (long i = 1; i <= counts[r]; i++, hidden += width)
-            memcpy(ring + (size_t)((positions[r] + i) % p->window) * width, hidden, width);
-    }
     return TLT_OK;
 }

@@ -279,19 +279,26 @@ int tlt_suffix_append(SuffixPool *pool, int32_t trie, int32_t sequence, const in
     return append(pool, t, (uint32_t)sequence, tokens, n);
 }
 
-/* Row r, of slot slots[r], emitted counts[r] tokens: they go to both of its sequences. handles [slots][4]: trie,
- * sequence, common trie, common sequence (-1: none). Without memory tokens are left out, which costs matches only. */
-int tlt_suffix_extend(SuffixPool *pool, int32_t rows, const int32_t *slots, const int32_t *handles,
-                      const int32_t *tokens, const int32_t *counts) {
-    int64_t total = 0;
-    for (int32_t r = 0; r < rows; r++) total += counts[r];
-    if (!are_tokens(pool, tokens, total)) return SUFFIX_BAD_TOKEN;
-    for (int32_t r = 0; r < rows; tokens += counts[r++])
+/* Row r, of slot s = slots[r], has drawn lengths[r] tokens, outputs[s][width]; those from told[s] on, which is then
+ * lengths[r], go to both of its sequences. handles [slots][4]: trie, sequence, common trie, common sequence (-1: none).
+ * Without memory tokens are left out, which costs matches only. */
+int tlt_suffix_follow(SuffixPool *pool, int32_t rows, const int32_t *slots, const int32_t *handles, int32_t *told,
+                      const int32_t *lengths, const int32_t *outputs, int64_t width) {
+    for (int32_t r = 0; r < rows; r++) {
+        const int64_t s = slots[r], from = told[s];
+        if (from < 0 || lengths[r] < from || lengths[r] > width) return SUFFIX_BAD_HANDLE;
+        if (!are_tokens(pool, outputs + s * width + from, lengths[r] - from)) return SUFFIX_BAD_TOKEN;
+    }
+    for (int32_t r = 0; r < rows; r++) {
+        const int64_t s = slots[r], from = told[s];
         for (int k = 0; k < 4; k += 2) {
-            const int32_t *handle = handles + 4 * (int64_t)slots[r] + k;
+            const int32_t *handle = handles + 4 * s + k;
             SuffixTrie *t = get(pool, handle[0]);
-            if (t && handle[1] >= 0) append(pool, t, (uint32_t)handle[1], tokens, counts[r]);
+            if (t && handle[1] >= 0)
+                append(pool, t, (uint32_t)handle[1], outputs + s * width + from, lengths[r] - from);
         }
+        told[s] = lengths[r];
+    }
     return SUFFIX_OK;
 }
 

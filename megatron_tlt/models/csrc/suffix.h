@@ -59,7 +59,7 @@ typedef struct {
     int64_t bytes, max_bytes;
 } SuffixPool;
 
-/* What to draft for, and where to write it. Row r has slot slots[r]; handles [slots][4] as in tlt_suffix_extend. */
+/* What to draft for, and where to write it. Row r has slot slots[r]; handles [slots][4] as in tlt_suffix_follow. */
 typedef struct {
     const int32_t *slots, *handles;
     const uint64_t *keys;      /* [rows] request keys */

@@ -16,9 +16,9 @@ from megatron_tlt.types import DraftStrategy
 class Drafter(Protocol):
     """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
 
-    Life of a request: `start` when it gets its row (again after a preemption), `extend` after every step, or after
-    several plain ones, before anything is drafted or rows change, `stop` when it leaves its row. Tensor-parallel ranks
-    make the same calls; rank 0's draft counts.
+    Life of a request: `start` when it gets its row (again after a preemption), `stop` when it leaves it. In between
+    `rows` say what it has drawn; `follow` is the time to look, before something is drafted. Tensor-parallel ranks make
+    the same calls; rank 0's draft counts.
     """
 
     kind: str
@@ -26,11 +26,11 @@ class Drafter(Protocol):
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
-    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The first B rows emitted `counts` int32 [B] tokens each, flat in `tokens` int32; ended ones `stop` later."""
+    def follow(self, rows: RunningRows) -> None:
+        """Reads what the B rows have drawn since the last call, in `rows.outputs`. Mutates the drafter."""
 
     def stop(self, request: Request) -> None:
-        """`request` leaves its row; `request.slot` is still the one it had. Mutates the drafter."""
+        """`request` is about to leave its row, which holds all that it has drawn. Mutates the drafter."""
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """Up to `lengths` int32 [B] tokens in a row for each row (0: none), with `strategy.topk` candidates."""

@@ -28,7 +28,6 @@ class Drafting:
 
     section: SpeculationSection
     eagle: EagleDecoder | None = None  # the trained drafter, where the configuration names one
-    hidden_size: int = 0  # of the policy, where there is an eagle decoder
     history: AnswerHistory | None = None  # earlier answers, for the suffix drafter
 
 
@@ -49,12 +48,10 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
         runner.tp,
         trained,
         by_position=section.verify == "block",
-        window=section.window,
         clock=_clock(runner),
     )
     scheduler.on_start, scheduler.on_stop = speculator.start, speculator.stop
     if trained is not None:
-        runner.keep_hidden = True
         runner.on_chunks, runner.on_copies = trained.feed_chunks, trained.copy_blocks
     return speculator
 
@@ -67,17 +64,8 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
         raise ConfigError.of(
             "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
         )
-    blocks = scheduler.blocks
-    return EagleDrafter(
-        eagle,
-        scheduler.rows,
-        blocks.num_blocks,
-        blocks.block_size,
-        drafting.hidden_size,
-        section.window,
-        runner.device,
-        want_probs=section.verify == "block",
-    )
+    pages = runner.keep_pages()
+    return EagleDrafter(eagle, scheduler.rows, pages, section.window, want_probs=section.verify == "block")
 
 
 def _clock(runner: ModelRunner) -> Callable[[], float]:

@@ -1,12 +1,11 @@
 """The trained drafter in the engine: keeps its cache in step with the policy's, drafts, learns how far to trust itself.
 
-The drafter's pair at position s is (token at s, policy's hidden state of s - 1). Prompts are fed to it while they
-are prefilled. Hidden states of decoded positions only go into a ring of `window` positions a request; the pairs
-behind the last drafted position are fed when the next draft is wanted. So plain decoding pays for one copy a step,
-and drafting may begin at any time: if more than `window` positions have passed, the drafter starts with the window
-and sees nothing before it.
+The drafter's pair at position s is (token at s, policy's hidden state of s - 1), which is read in the pages
+(`rollout.pages`). Prompts are fed to it while they are prefilled, the pairs behind the last drafted position when the
+next draft is wanted. So plain decoding pays nothing, and drafting may begin at any time: if more than `window`
+positions have passed, the drafter starts with the window and sees nothing before it.
 
-Legend: B rows, A rows that draft, T pairs, H hidden size, W window, L drafted tokens, K candidates, N nodes.
+Legend: B rows, A rows that draft, T pairs, S chunks, H hidden size, W window, L drafted tokens, K candidates, N nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from megatron_tlt.models.eagle_base import (
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native_pairs import DraftingRows, NativePairs, native_pairs
 from megatron_tlt.rollout.batch import Batch
+from megatron_tlt.rollout.pages import HiddenPages
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.backlog import RowsThen
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.noise import draft_keys
 from megatron_tlt.rollout.spec.survival import Calibrator
@@ -49,93 +48,68 @@ class EagleDrafter:
         self,
         decoder: EagleDecoder,
         rows: RunningRows,
-        num_blocks: int,
-        block_size: int,
-        hidden_size: int,
+        pages: HiddenPages,
         window: int,
-        device: torch.device | str = "cpu",
         want_probs: bool = False,
     ):
-        """`want_probs`: drafts carry the distributions they were drawn from (block verification)."""
-        self.decoder, self._rows, self._size, self._window = decoder, rows, block_size, window
-        self.kv: KVCache = decoder.new_kv_cache(num_blocks, block_size)
-        self._device = torch.device(device)
+        """`pages` are written by whoever runs the policy. `want_probs`: drafts carry the distributions they were drawn
+        from (block verification).
+        """
+        self.decoder, self._rows, self._window = decoder, rows, window
+        self._states, self._size, self._device = pages.data, pages.block_size, pages.data.device
+        self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
         slots = len(rows.limit)
-        self._ring = torch.zeros(slots * window, hidden_size, dtype=decoder.dtype, device=self._device)
         self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
         self._first = np.ones(slots, np.int32)  # first position that the drafter sees
         self._want_probs = want_probs
         here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
         kept = DraftingRows(*here, self._synced, self._first)
-        self._native = native_pairs(decoder, self.kv, kept, self._ring, window)
+        self._native = native_pairs(decoder, self.kv, kept, pages.data, window)
         self.calibrator = Calibrator(DEPTHS, BUCKETS)
 
     # Following the policy
 
-    def feed_chunks(self, batch: Batch, inputs: DecoderInput, hidden: Tensor) -> None:
-        """Prefill chunks of `batch` were computed; `hidden` [T, H] is that of all rows. Mutates the cache."""
-        at, pairs, states, tables, starts = batch.num_decode, [], [], [], [0]
-        for seq, chunk in enumerate(batch.chunks, batch.num_decode):
-            size = chunk.end - chunk.start
-            mine = hidden[at : at + size]
-            first = 0 if chunk.prefill.carry is not None else 1  # position 0 has no hidden state before it
-            if size > first:
-                pairs.append(torch.arange(at + first, at + size, device=hidden.device))
-                if first == 0:
-                    states.append(chunk.prefill.carry.unsqueeze(0))
-                states.append(mine[:-1])
-                tables.append(seq)
-                starts.append(starts[-1] + size - first)
-            chunk.prefill.carry = mine[-1].clone()
-            at += size
-        if not pairs:
+    def feed_chunks(self, batch: Batch) -> None:
+        """Prefill chunks of `batch` were computed. Mutates the cache."""
+        columns: list[list[np.ndarray]] = [[], [], [], []]  # tokens, positions, slots; slots of the states
+        starts, ends, tables = [0], [], []
+        for chunk in batch.chunks:
+            first = max(1, chunk.start)  # position 0 has no hidden state before it
+            if chunk.end <= first:
+                continue
+            table = np.asarray(chunk.prefill.blocks, np.int32)
+            positions = np.arange(first - 1, chunk.end, dtype=np.int32)
+            slots = table[positions // self._size] * self._size + positions % self._size
+            made = (chunk.prefill.tokens[first : chunk.end], positions[1:], slots[1:], slots[:-1])
+            for column, part in zip(columns, made, strict=True):
+                column.append(part)
+            starts.append(starts[-1] + chunk.end - first)
+            ends.append(chunk.end)
+            tables.append(table)
+        if not tables:
             return
-        index, seqs = torch.cat(pairs), torch.tensor(tables, device=hidden.device)
-        begins = torch.tensor(starts, dtype=torch.int32, device=hidden.device)
-        fed = DecoderInput(
-            inputs.token_ids[index],
-            inputs.positions[index],
-            inputs.slot_mapping[index],
-            begins,
-            inputs.context_lens[seqs],
-            inputs.block_tables[seqs].contiguous(),
-            begins[1:] - 1,
-        )
-        first_visible = torch.ones(len(tables), dtype=torch.int32, device=hidden.device)
-        self.decoder.forward(EagleInput(fed, torch.cat(states), first_visible), self.kv)
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)  # [S, blocks of the longest]
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        tokens, positions, slots, before = map(np.concatenate, columns)
+        begins = np.array(starts)
+        arrays = (tokens, positions, slots, begins, np.array(ends), padded, begins[1:] - 1)
+        fed = DecoderInput.of([self._put(a) for a in arrays])
+        first_visible = torch.ones(len(tables), dtype=torch.int32, device=self._device)
+        states = self._states[self._put(before, np.int64)]
+        self.decoder.forward(EagleInput(fed, states, first_visible), self.kv)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """The scheduler copied blocks (from, to): the pairs in them go along."""
         self.decoder.copy_blocks(self.kv, [c[0] for c in copies], [c[1] for c in copies])
 
     def start(self, request: Request) -> None:
-        """The prompt's pairs are cached; the one of the last output token waits in the ring."""
+        """All pairs are cached but that of the last output token."""
         cached = int(self._rows.positions[request.row])
         self._synced[request.slot], self._first[request.slot] = cached - 1, 1
-        if request.carry is None:  # nobody fed the prompt: start from here
-            self._synced[request.slot], self._first[request.slot] = cached, cached + 1
-            return
-        self._ring[request.slot * self._window + cached % self._window] = request.carry
-        request.carry = None
 
-    def take_hidden(self, rows: RunningRows | RowsThen, counts: np.ndarray, hidden: Tensor) -> None:
-        """Before a commit: rows emit `counts` int32 [B] tokens, drawn from `hidden` [sum(counts), H]."""
-        if self._native is not None:
-            self._native.take_hidden(rows.slots, rows.positions, counts, hidden)
-            return
-        count = rows.num_rows
-        slots, positions = rows.slots[:count], rows.positions[:count]
-        if len(hidden) == count:  # one token each
-            at = slots * self._window + (positions + 1) % self._window
-        else:
-            ends = np.cumsum(counts)
-            step = np.arange(1, len(hidden) + 1) - np.repeat(ends - counts, counts)
-            at = np.repeat(slots, counts) * self._window
-            at += (np.repeat(positions, counts) + step) % self._window
-        self._ring.index_copy_(0, torch.from_numpy(at.astype(np.int64)).to(self._device), hidden)
-
-    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Nothing: `take_hidden` has what matters."""
+    def follow(self, rows: RunningRows) -> None:
+        """Nothing: `propose` reads what it has missed."""
 
     def stop(self, request: Request) -> None:
         """Nothing to free: the slot is set up afresh by its next request."""
@@ -213,13 +187,14 @@ class EagleDrafter:
         tokens = rows.outputs[slots[row], rows.output_len[active][row] - 1 - behind]
         block, inside = np.divmod(positions, self._size)
         slot_mapping = rows.block_tables[active[row], block] * self._size + inside
+        block, inside = np.divmod(positions - 1, self._size)
+        before = rows.block_tables[active[row], block] * self._size + inside
         starts = np.zeros(len(active) + 1, np.int32)
         starts[1:] = ends
         tables = rows.block_tables if len(active) == rows.num_rows else rows.block_tables[active]
         arrays = (tokens, positions, slot_mapping, starts, last + 1, tables[: len(active)], starts[1:] - 1)
         batch = DecoderInput.of([self._put(a) for a in arrays])
-        ring = self._ring[self._put(slots[row] * self._window + positions % self._window, np.int64)]
-        return EagleInput(batch, ring, self._put(self._first[slots]))
+        return EagleInput(batch, self._states[self._put(before, np.int64)], self._put(self._first[slots]))
 
     def _put(self, array: np.ndarray, dtype: type = np.int32) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device)

@@ -86,9 +86,9 @@ class HybridDrafter:
         self.suffix.start(request)
         self.eagle.start(request)
 
-    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """See `Drafter.extend`."""
-        self.suffix.extend(rows, tokens, counts)
+    def follow(self, rows: RunningRows) -> None:
+        """See `Drafter.follow`."""
+        self.suffix.follow(rows)
 
     def stop(self, request: Request) -> None:
         """See `Drafter.stop`."""

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.backlog import Backlog
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.hybrid import HybridDrafter
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 Reserve = Callable[[np.ndarray], np.ndarray]
 Clock = Callable[[], float]
-_MOST_BEHIND = 16  # plain steps that drafters are told of at once
 _PAUSE = 0.25  # share of a step that what follows it may have taken; beyond, the engine waited for its caller
 
 
@@ -69,10 +66,9 @@ class Speculator:
         tp: TensorParallel,
         eagle: EagleDrafter | None = None,
         by_position: bool = False,
-        window: int = _MOST_BEHIND,
         clock: Clock = time.perf_counter,
     ):
-        """`eagle` is the drafter, or the part of it, that wants hidden states, of the last `window` tokens at most.
+        """`eagle` is the drafter, or the part of it, that is trained.
         `by_position`: decisions must not know the drafted tokens (block verification), so survival is the mean
         acceptance at each position. `clock`: seconds that strategies are compared by.
         """
@@ -87,7 +83,6 @@ class Speculator:
             [0, 0],
             False,
         )  # plain steps to come unobserved, and with about how many rows
-        self._behind = Backlog(rows, min(_MOST_BEHIND, window))
         self._clock = clock
         self._ones = np.ones(len(rows.limit), np.int32)
 
@@ -99,6 +94,7 @@ class Speculator:
         if self._may_rest(rows.num_rows):
             return None
         self._began = self._clock()  # what the selector learns at times is no part of a step
+        has_rested = self._strategy.kind == "none"
         strategy = self._agree_strategy(self.selector.select(rows.num_rows))
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
@@ -106,7 +102,10 @@ class Speculator:
                 self._rest = [self.selector.rest(rows.num_rows), rows.num_rows.bit_length()]
             return None
         started = self._clock()
-        self._catch_up()
+        self.drafter.follow(rows)
+        if has_rested:  # what was said in steps that nobody drafted in is no part of this one
+            followed = self._clock()
+            self._began, started = self._began + followed - started, followed
         if self._tp.size == 1 and isinstance(self.drafter, HybridDrafter):  # other ranks' clocks differ
             self.drafter.rate = self.selector.rate(rows.num_rows)
         lengths = self._reserve(self._wanted(strategy)) // strategy.topk
@@ -150,31 +149,25 @@ class Speculator:
         Mutates drafter, selector and counters.
         """
         running, strategy = self._rows.num_rows, self._strategy
-        tokens, counts, fed = result.tokens, result.counts, running
+        counts, fed = result.counts, running
         if counts is None:
-            counts, tokens = self._ones[:running], tokens[:running]
+            counts = self._ones[:running]
         if draft is not None and accepted is not None:
             fed += draft.num_nodes
             self.drafter.observe(draft, accepted.reached, accepted.accepted)
             if self._by_position is not None:
                 self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
             self._counters.step(strategy, self._draft_seconds)
-            self._counters.add(draft, accepted, running, len(tokens), seconds)
-            self._follow(tokens, counts, result.hidden)
+            self._counters.add(draft, accepted, running, len(result.tokens), seconds)
         else:
             self._counters.plain(self._draft_seconds)
-            if self._behind.add(tokens, result.hidden if self.eagle is not None else None):
-                self._catch_up()
             if self._is_resting:
                 return
         self._step = _Step(strategy, fed, counts, self._draft_seconds, self._began, self._clock())
 
-    def told_mixed(self, result: StepResult, running: int) -> None:
-        """A step with prefill chunks gave one token to each of the `running` rows."""
+    def told_mixed(self) -> None:
+        """A step had prefill chunks: it is nobody's to learn from."""
         self._settle()
-        self._catch_up()
-        if running:
-            self._follow(result.tokens[:running], self._ones[:running], result.hidden)
 
     def _settle(self, now: float | None = None) -> None:
         """Tells the selector of the last step, which ended `now`, or when `told` did."""
@@ -187,30 +180,12 @@ class Speculator:
                 step.strategy, running, step.rows_fed, step.counts, step.draft_seconds, seconds
             )
 
-    def _follow(self, tokens: np.ndarray, counts: np.ndarray, hidden: Tensor | None) -> None:
-        self.drafter.extend(self._rows, tokens, counts)
-        if self.eagle is not None:
-            assert hidden is not None
-            self.eagle.take_hidden(self._rows, counts, hidden[: len(tokens)])
-
-    def _catch_up(self) -> None:
-        """Tells the drafters of the plain steps that they are behind; their rows are still the first ones."""
-        if not len(self._behind):
-            return
-        told = self._behind.take()
-        self.drafter.extend(self._rows, told.tokens, told.counts)
-        if self.eagle is not None:
-            assert told.hidden is not None
-            self.eagle.take_hidden(told.rows, told.counts, told.hidden)
-
     def start(self, request: Request) -> None:
-        """A request got its row, behind those that were there."""
-        self._catch_up()
+        """A request got its row."""
         self.drafter.start(request)
 
     def stop(self, request: Request) -> None:
         """A request is about to leave its row."""
-        self._catch_up()
         self.drafter.stop(request)
 
     def end_generate(self) -> None:

@@ -82,17 +82,19 @@ class SuffixDrafter:
         self._questions: dict[str | int, _Question] = {}
         self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
+        self._told = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that the tries have
         self._calibration = MatchRates()
         # C reads and writes these at fixed addresses: to ask numpy for an address costs more than many a draft.
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
-        self._fed = np.empty(0, np.int32)
-        self._fed_at = 0
+        self._told_at = self._told.ctypes.data
+        self._outputs: np.ndarray | None = None  # of the rows, which may widen it into another array
+        self._outputs_at = 0
         self._nodes = np.empty(
             (5, 0), np.int32
         )  # tokens, depths, parents, features, survival (float32's bits)
         self._ask = self._make_ask(coupled)
         self._ask_at = ctypes.byref(self._ask)
-        self._extend, self._propose = self._lib.tlt_suffix_extend, self._lib.tlt_suffix_propose
+        self._follow, self._propose = self._lib.tlt_suffix_follow, self._lib.tlt_suffix_propose
 
     @property
     def num_bytes(self) -> int:
@@ -115,22 +117,26 @@ class SuffixDrafter:
             if sequence != _NONE:
                 have = self._lib.tlt_suffix_length(self._pool, trie, sequence)
                 self._append(trie, sequence, output[have:])
+        self._told[request.slot] = len(output)
 
     def stop(self, request: Request) -> None:
         """See `Drafter.stop`. What the request said stays: its siblings read it."""
+        self._read(request.row, 1)
         self._handles[request.slot] = _NONE
 
-    def extend(self, rows: RunningRows, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """See `Drafter.extend`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
-        count, total = len(counts), len(tokens)
-        assert rows is self._rows and count <= rows.num_rows
-        if total > len(self._fed):
-            self._fed = np.empty(2 * total, np.int32)
-            self._fed_at = self._fed.ctypes.data
-        self._fed[:total] = tokens
-        self._lengths[:count] = counts
-        ask = self._ask
-        check(self._extend(self._pool, count, ask.slots, ask.handles, self._fed_at, ask.lengths))
+    def follow(self, rows: RunningRows) -> None:
+        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
+        assert rows is self._rows
+        self._read(0, rows.num_rows)
+
+    def _read(self, first: int, count: int) -> None:
+        """Tells the tries what the rows from `first` on have drawn since."""
+        outputs, ask = self._rows.outputs, self._ask
+        if outputs is not self._outputs:
+            assert outputs.flags.c_contiguous
+            self._outputs, self._outputs_at = outputs, outputs.ctypes.data
+        rows = ask.slots + 4 * first, ask.handles, self._told_at, ask.positions + 4 * first
+        check(self._follow(self._pool, count, *rows, self._outputs_at, outputs.shape[1]))
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`. Siblings stand beside the trunk only, and only as long as the trunk goes on."""

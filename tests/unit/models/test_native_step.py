@@ -48,7 +48,7 @@ class Bench:
     def runner(self) -> ModelRunner:
         sampler = Sampler(torch.device("cpu"), partial(keyed_sample, threads=self.decoder.threads))
         runner = ModelRunner(self.decoder, self.kv, self.rows, self.kv.block_size, sampler, SingleRank())
-        runner.keep_hidden = True
+        runner.keep_pages()
         return runner
 
     def step(self, draft: Draft | None, count: int, in_one: bool) -> tuple:
@@ -67,8 +67,8 @@ class Bench:
             assert [p.dtype for p in parts] == [np.int32] * 3 + [bool] * 2
             verdict = tuple(p.tolist() for p in parts)
         assert result.tokens.dtype == np.int32 and result.logprobs.dtype == np.float32
-        hidden = result.hidden.view(torch.uint8).tolist()
-        return result.tokens.tolist(), result.logprobs.tolist(), verdict, hidden, self.kv.data.clone()
+        cached = self.kv.data.clone(), runner.pages.data
+        return result.tokens.tolist(), result.logprobs.tolist(), verdict, cached
 
 
 def bench(name: str, dtype: torch.dtype, threads: int = 1, seed: int = 0) -> Bench:
@@ -123,7 +123,7 @@ def test_equals_the_single_calls(name: str, dtype: torch.dtype, threads: int) ->
         made.rows.keys[0] = turn
         got, want = (made.step(draft, count, in_one) for in_one in (True, False))
         assert got[:-1] == want[:-1]
-        assert torch.equal(got[-1], want[-1])
+        assert all(map(torch.equal, got[-1], want[-1]))
         if draft is not None:
             accepted += sum(got[2][3])
             laid = np.array(got[2][2]) - np.repeat(np.cumsum(draft.counts + 1) - draft.counts - 1, got[2][0])
@@ -136,7 +136,7 @@ def test_a_draft_without_nodes_is_plain_decoding() -> None:
     made = bench("qwen3", torch.float32)
     for count in (1, 4):
         empty, plain = made.step(Draft.empty(count), count, True), made.step(None, count, True)
-        assert empty[:2] == plain[:2] and empty[3] == plain[3] and torch.equal(empty[4], plain[4])
+        assert empty[:2] == plain[:2] and all(map(torch.equal, empty[3], plain[3]))
         assert empty[2] == ([1] * count, [1] * count, list(range(count)), [], [])
         assert empty[2] == made.step(Draft.empty(count), count, False)[2]
 
@@ -151,9 +151,8 @@ def test_many_steps_of_changing_size_share_the_buffers() -> None:
         result, accepted = runner.verify(draft, coupled)
         kept.append((draft, result, accepted))
     for draft, result, accepted in kept:
-        tokens, logprobs, verdict, hidden, _ = made.step(draft, 0, False)
+        tokens, logprobs, verdict, _ = made.step(draft, 0, False)
         assert (result.tokens.tolist(), result.logprobs.tolist()) == (tokens, logprobs)
-        assert result.hidden.dtype == torch.bfloat16 and result.hidden.view(torch.uint8).tolist() == hidden
         assert (accepted.accepted.tolist(), accepted.reached.tolist()) == verdict[3:]
 
 
@@ -168,7 +167,7 @@ def test_the_rotary_table_grows() -> None:
     depths = np.arange(1, 5, dtype=np.int32)
     chain = Draft(np.array([4], np.int32), depths % V, np.ones(4, np.float32), depths)
     got, want = made.step(chain, 1, True), made.step(chain, 1, False)  # the first of them finds a short table
-    assert got[:-1] == want[:-1] and torch.equal(got[-1], want[-1])
+    assert got[:-1] == want[:-1] and all(map(torch.equal, got[-1], want[-1]))
     rows.positions[0] = 4999
     with pytest.raises(BackendError, match="position outside"):
         made.runner().verify(chain, coupled)
@@ -261,3 +260,30 @@ def test_rows_that_c_cannot_read_and_missing_weights_are_refused() -> None:
     decoder.load_weights(random_weights(CONFIGS["qwen3"]))
     with pytest.raises(BackendError, match="3 rows, there are 2"):
         NativeStep(decoder, kv, RowArrays(*fields)).decode(3)
+
+
+def test_pages_that_c_cannot_write_are_refused() -> None:
+    made = bench("qwen3", torch.float32)
+    runner, slots = made.runner(), 60 * 32
+    for wrong in (
+        torch.zeros(slots, 64, dtype=torch.bfloat16),
+        torch.zeros(slots - 1, 64),
+        torch.zeros(slots, 65),
+        torch.zeros(64, slots).T,
+    ):
+        with pytest.raises(BackendError, match="hidden states"):
+            runner.native_step.write_hidden_to(wrong)
+
+
+def test_dropped_pages_are_written_no_more() -> None:
+    made = bench("qwen3", torch.float32)
+    runner = made.runner()
+    pages = runner.keep_pages()
+    runner.forward(Batch(3))
+    written = pages.data.clone()
+    assert int((written != 0).any(1).sum()) == 3
+    runner.drop_pages()
+    made.rows.slot_mapping[:3] += 1
+    made.rows.positions[:3] += 1
+    runner.forward(Batch(3))
+    assert torch.equal(pages.data, written) and runner.pages is None

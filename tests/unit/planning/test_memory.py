@@ -75,8 +75,8 @@ def test_kv_bytes_of_a_known_model():
 def test_drafters_are_counted():
     shape, at = shape_of("qwen2.5-7b"), "rollout.speculation"
     bf16 = "rollout.dtype=bf16"
-    eagle = config_of(bf16, f"{at}.drafter=eagle", f"{at}.drafter_path=d", f"{at}.window=256")
-    assert kv_bytes_per_token(eagle, shape) == 57344 * 29 // 28
+    eagle = config_of(bf16, f"{at}.drafter=eagle", f"{at}.drafter_path=d")
+    assert kv_bytes_per_token(eagle, shape) == 57344 * 29 // 28 + 2 * 3584  # a layer, and a hidden state
     parts = {
         name: estimate_memory(config, shape, 1, "cuda")[0].parts["drafters"]
         for name, config in {
@@ -88,7 +88,7 @@ def test_drafters_are_counted():
     assert parts["none"] == 0
     assert parts["suffix"] == 200 * 2**20
     weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
-    assert parts["eagle"] == 2 * (weights + 256 * 256 * 3584)
+    assert parts["eagle"] == 2 * weights
 
 
 def test_reference_is_counted_only_with_a_kl_term():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.native import NativeDecoder
 from megatron_tlt.models.native_eagle import NativeEagle
 from megatron_tlt.models.native_pairs import native_pairs
-from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.batch import Batch, Chunk
+from megatron_tlt.rollout.pages import HiddenPages
+from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
@@ -60,29 +62,38 @@ class Twins:
         self.random, self.dtype, self.blocks = np.random.default_rng(seed), dtype, blocks
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size)
         self.decoder = make_decoder(dtype)
-        make = partial(EagleDrafter, rows=self.rows, num_blocks=MOST * blocks, block_size=SIZE)
-        make = partial(make, hidden_size=CONFIG.hidden_size, window=WINDOW, want_probs=want_probs)
+        self.pages = HiddenPages(MOST * blocks, SIZE, CONFIG.hidden_size, dtype)
+        make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW, want_probs=want_probs)
         self.native, self.arrays = make(self.decoder), make(ByArrays(self.decoder))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
             self.random.shuffle(own)
 
-    def states(self, count: int) -> torch.Tensor:
-        numbers = self.random.standard_normal((count, CONFIG.hidden_size)).astype(np.float32)
-        return torch.from_numpy(numbers).to(self.dtype)
+    def feed(self, blocks: list[int], start: int, end: int) -> None:
+        """The policy computed these positions."""
+        numbers = self.random.standard_normal((end - start, CONFIG.hidden_size)).astype(np.float32)
+        slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(start, end)])
+        self.pages.write(slots, torch.from_numpy(numbers).to(self.dtype))
 
     def request(self, order: int, prompt: int, max_tokens: int = 60, temperature: float = 0.8) -> Request:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=4)
-        request = Request(np.zeros(prompt, np.int32), params, order, 0, order, frozenset())
+        tokens = self.random.integers(0, CONFIG.vocab_size, prompt).astype(np.int32)
+        request = Request(tokens, params, order, 0, order, frozenset())
         request.output, request.logprobs = [order], [0.0]
         return request
 
-    def start(self, request: Request, carry: bool = True) -> None:
+    def start(self, request: Request, chunks: tuple[int, ...] = ()) -> None:
+        """Prefills it in chunks that end at `chunks` and at its end, then gives it a row."""
         cached, blocks = len(request.prompt) + len(request.output) - 1, self.free.pop()
+        tokens = np.concatenate((request.prompt, np.array(request.output[:-1], np.int32)))
+        prefill = Prefill(tokens, [request], True, blocks[: cached // SIZE + 1])
+        bounds = [0, *chunks, cached]
+        for start, end in pairwise(bounds):
+            self.feed(blocks, start, end)
+            for drafter in (self.native, self.arrays):
+                drafter.feed_chunks(Batch(0, [Chunk(prefill, start, end)]))
         self.rows.start(request, blocks, cached, blocks[cached // SIZE] * SIZE + cached % SIZE)
-        state = self.states(1)[0] if carry else None
         for drafter in (self.native, self.arrays):
-            request.carry = state
             drafter.start(request)
 
     def stop(self, request: Request) -> None:
@@ -108,9 +119,9 @@ class Twins:
     def advance(self, counts: list[int] | np.ndarray) -> None:
         counts = np.asarray(counts, np.int32)
         total = int(counts.sum())
-        hidden = self.states(total)
-        for drafter in (self.native, self.arrays):
-            drafter.take_hidden(self.rows, counts, hidden)
+        for row, count in enumerate(counts.tolist()):
+            root = int(self.rows.positions[row])
+            self.feed(self.rows.block_tables[row].tolist(), root, root + count)
         tokens = self.random.integers(0, CONFIG.vocab_size, total).astype(np.int32)
         self.rows.advance_many(tokens, np.zeros(total, np.float32), counts, SIZE)
 
@@ -128,7 +139,7 @@ def test_drafts_are_the_same(strategy: DraftStrategy, dtype: torch.dtype, want_p
     for step in range(60):
         if len(running) < MOST and step % 4 == 0:
             running.append(twins.request(step, 3 + step, 60 if step < 20 else 90, 0.8 * (step % 8 > 0)))
-            twins.start(running[-1], carry=step % 3 > 0)
+            twins.start(running[-1], (1, 2) if step % 3 else ())
         if step % 9 == 8:
             twins.stop(running.pop(step % len(running)))
         running = [r for r in running if twins.rows.output_len[r.row] < 50 or twins.stop(r)]
@@ -144,51 +155,67 @@ def test_drafts_are_the_same(strategy: DraftStrategy, dtype: torch.dtype, want_p
 
 
 def test_a_row_without_new_pairs_is_left_out() -> None:
-    """Nobody fed its prompt: the hidden state before its first token is unknown."""
+    """It was drafted for already, and has not gone on."""
     twins = Twins()
     for order in range(3):
-        twins.start(twins.request(order, 5), carry=order != 1)
+        twins.start(twins.request(order, 5))
+    assert (twins.propose([0, 3, 0]).counts > 0).tolist() == [False, True, False]
     assert (twins.propose([3, 3, 3]).counts > 0).tolist() == [True, False, True]
     twins.advance([1, 1, 1])
     assert (twins.propose([0, 2, 0]).counts > 0).tolist() == [False, True, False]
     twins.advance([2, 2, 2])
     assert twins.propose([0, 0, 0]).num_nodes == 0
-    only = Twins()
-    only.start(only.request(0, 5), carry=False)
     for strategy in (CHAIN, TREE):
-        assert only.propose([4], strategy).counts.tolist() == [0]
+        twins.propose([4, 4, 4], strategy)
+        assert twins.propose([4, 4, 4], strategy).num_nodes == 0
+        twins.advance([1, 1, 1])
 
 
-def test_hidden_states_of_rows_as_they_were() -> None:
-    """A backlog tells of several steps at once, of rows that have advanced since."""
-    together, single = Twins(seed=1), Twins(seed=1)
-    for twins in (together, single):
-        for order in range(3):
-            twins.start(twins.request(order, 4 + order))
-    rows = together.rows
-    then = SimpleNamespace(num_rows=3, slots=rows.slots[:3].copy(), positions=rows.positions[:3].copy())
-    states = []
-    for _ in range(4):
-        single.advance([1, 1, 1])
-        states.append(together.states(3))
-        tokens = together.random.integers(0, CONFIG.vocab_size, 3).astype(np.int32)
-        rows.advance_many(tokens, np.zeros(3, np.float32), np.ones(3, np.int32), SIZE)
-    hidden = torch.stack(states, 1).flatten(0, 1)
-    for drafter in (together.native, together.arrays):
-        drafter.take_hidden(then, np.full(3, 4, np.int32), hidden)
-    for drafter in (together.arrays, single.native, single.arrays):
-        assert torch.equal(together.native._ring, drafter._ring)
-    assert (together.propose([3] * 3).tokens == single.propose([3] * 3).tokens).all()
+def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
+    """In one chunk or several, alone or beside others: the same pairs, at the same slots."""
+    drafts = []
+    for chunks in ((), (1,), (3, 4, 17), (16, 32)):
+        twins = Twins(seed=3)
+        request = twins.request(0, 40)
+        twins.start(request, chunks)
+        for drafter in (twins.native, twins.arrays):
+            table = twins.rows.block_tables[0].tolist()
+            slots = [table[p // SIZE] * SIZE + p % SIZE for p in range(40)]
+            states = twins.pages.data[slots]
+            drafts.append((states, drafter.kv.data.clone()))
+        assert twins.propose([5]).num_nodes > 0
+    for states, cache in drafts[1:]:
+        assert torch.equal(states, drafts[0][0]) and torch.equal(cache, drafts[0][1])
 
 
-def test_more_states_than_the_window_holds() -> None:
+def test_prompts_that_are_prefilled_together() -> None:
+    """Chunks of several prompts in one batch, some of one token, which have no pair."""
+    alone, together = Twins(seed=4), Twins(seed=4)
+    prefills = []
+    for order, length in enumerate((1, 20, 2, 33)):
+        request, blocks = alone.request(order, length), alone.free.pop()
+        prefill = Prefill(request.prompt, [request], False, blocks[: length // SIZE + 1])
+        for twins in (alone, together):
+            twins.random = np.random.default_rng(order)
+            twins.feed(blocks, 0, length)
+        alone.native.feed_chunks(Batch(0, [Chunk(prefill, 0, length)]))
+        prefills.append(prefill)
+    together.native.feed_chunks(Batch(0, [Chunk(p, 0, len(p.tokens)) for p in prefills]))
+    assert torch.equal(alone.native.kv.data, together.native.kv.data)
+    assert alone.native.kv.data.any()
+
+
+def test_at_most_the_window_is_caught_up_with() -> None:
     twins = Twins()
     twins.start(twins.request(0, 4))
-    hidden = twins.states(2 * WINDOW + 3)
-    twins.native.take_hidden(twins.rows, np.array([len(hidden)], np.int32), hidden)
-    at = [(4 + i) % WINDOW for i in range(len(hidden) - WINDOW + 1, len(hidden) + 1)]
-    slot = int(twins.rows.slots[0])
-    assert torch.equal(twins.native._ring[slot * WINDOW : (slot + 1) * WINDOW][at], hidden[-WINDOW:])
+    twins.advance([WINDOW - 1])
+    assert twins.propose([2]).num_nodes == 2 and twins.native._first[twins.rows.slots[0]] == 1
+    twins.advance([WINDOW + 1])
+    last = int(twins.rows.positions[0])
+    unread = twins.rows.block_tables[0, (last - WINDOW - 1) // SIZE] * SIZE + (last - WINDOW - 1) % SIZE
+    twins.pages.data[unread] = torch.nan  # the state before the window
+    assert twins.propose([2]).num_nodes == 2
+    assert twins.native._first[twins.rows.slots[0]] == last - WINDOW + 1
 
 
 def test_positions_beyond_the_first_rotary_table() -> None:
@@ -203,17 +230,7 @@ def test_positions_beyond_the_first_rotary_table() -> None:
 def test_wrong_input_is_refused() -> None:
     twins = Twins()
     twins.start(twins.request(0, 5))
-    native, rows = twins.native, twins.rows
-    ones, hidden = np.ones(1, np.int32), twins.states(1)
-    for wrong in (hidden.bfloat16(), hidden[:, :9], twins.states(2)[:, ::2], twins.states(2)):
-        with pytest.raises(BackendError, match="hidden states"):
-            native.take_hidden(rows, ones, wrong)
-    many = SimpleNamespace(slots=np.zeros(MOST + 1, np.int32), positions=np.zeros(MOST + 1, np.int32))
-    with pytest.raises(BackendError, match="rows advance"):
-        native.take_hidden(many, np.ones(MOST + 1, np.int32), twins.states(MOST + 1))
-    many.slots[0] = MOST
-    with pytest.raises(BackendError, match="hidden states"):
-        native.take_hidden(many, ones, hidden)
+    native, rows, ones = twins.native, twins.rows, np.ones(1, np.int32)
     with pytest.raises(BackendError, match="drafts for"):
         native.propose(rows, np.ones(MOST + 1, np.int32), CHAIN)
     with pytest.raises(BackendError, match="1 to 4"):
@@ -232,12 +249,14 @@ def test_wrong_input_is_refused() -> None:
 
 def test_arrays_that_c_cannot_read_are_refused() -> None:
     decoder, rows = make_decoder(), RunningRows(MOST, 64, BLOCKS, CONFIG.vocab_size)
+    pages = partial(HiddenPages, BLOCKS, SIZE)
     rows.block_tables = np.asfortranarray(rows.block_tables)
     with pytest.raises(BackendError, match="block_tables must be contiguous"):
-        EagleDrafter(decoder, rows, BLOCKS, SIZE, CONFIG.hidden_size, WINDOW)
+        EagleDrafter(decoder, rows, pages(CONFIG.hidden_size), WINDOW)
     rows = RunningRows(MOST, 64, BLOCKS, CONFIG.vocab_size)
-    with pytest.raises(BackendError, match="hidden states"):
-        EagleDrafter(decoder, rows, BLOCKS, SIZE, CONFIG.hidden_size + 1, WINDOW)
+    for wrong in (pages(CONFIG.hidden_size + 1), pages(CONFIG.hidden_size, torch.bfloat16)):
+        with pytest.raises(BackendError, match="hidden states"):
+            EagleDrafter(decoder, rows, wrong, WINDOW)
 
 
 def test_other_decoders_take_the_long_way() -> None:

@@ -35,6 +35,7 @@ def test_a_preempted_request_is_not_read_twice() -> None:
         for step, run in enumerate(runs):
             by_request = dict(zip(requests, run, strict=True))
             table.extend([by_request[r] for r in table.rows.requests])
+            table.drafter.follow(table.rows)
             if number and step % 7 == 3:
                 table.stop(requests[step % 2])
                 table.start(requests[step % 2])
@@ -45,6 +46,28 @@ def test_a_preempted_request_is_not_read_twice() -> None:
     assert counts[0] == counts[1]
     for table in tables:
         assert check_against_naive(table, table.propose(), CHAIN) > 0
+
+
+def test_whatever_was_missed_is_read_when_it_is_wanted() -> None:
+    """At the next draft, or when a request leaves, however long nobody looked; outputs may move in between."""
+    rng, table = random.Random(2), Table()
+    requests = [make_request(i, [1, 2, 3], [i]) for i in range(3)]
+    for request in requests:
+        table.admit(request)
+    for step in range(60):
+        table.extend([repetitive(rng, rng.randint(0, 3)) or [1] for _ in table.rows.requests])
+        if step == 20:  # nothing was drafted yet
+            table.stop(requests[1])
+        if step == 40:  # its output needs more room than there is
+            table.rows._resize_output(1000)
+        if step in (30, 59):
+            assert check_against_naive(table, table.propose(), CHAIN) > 0
+    lengths = [
+        table.drafter._lib.tlt_suffix_length(table.drafter._pool, *table.drafter._sequences[r.order][:2])
+        for r in requests
+    ]
+    assert lengths[1] == len(requests[1].output) > 20
+    assert [lengths[r.order] for r in table.rows.requests] == table.rows.output_len[:2].tolist()
 
 
 def test_a_request_that_went_on_elsewhere_catches_up() -> None:
@@ -117,7 +140,6 @@ def test_memory_stays_in_its_bounds_and_nothing_breaks() -> None:
         for _ in range(50):
             tokens = rng.integers(0, V, 200).astype(np.int32)
             counts = np.array([100, 100], np.int32)
-            table.drafter.extend(table.rows, tokens, counts)
             table.rows.advance_many(tokens, np.zeros(200, np.float32), counts, 1 << 14)
             draft = table.propose()
             drafted += draft.num_nodes
@@ -176,9 +198,14 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
     table = Table()
     table.admit(make_request(0, [1, 2, 3], [0]))
     before = table.propose().tokens.tolist()
+    told = table.drafter._told.copy()
     for bad in (-1, V, 1 << 30):
+        table.rows.outputs[table.rows.slots[0], 1:3] = 4, bad
+        table.rows.output_len[0] = 3
         with pytest.raises(BackendError, match="outside the vocabulary"):
-            table.drafter.extend(table.rows, np.array([4, bad], np.int32), np.array([2], np.int32))
+            table.drafter.follow(table.rows)
+        assert (table.drafter._told == told).all()
+        table.rows.output_len[0] = 1
     assert table.propose().tokens.tolist() == before
     with pytest.raises(BackendError, match="outside the vocabulary"):
         table.start(make_request(1, [1, V], [0], name="other"))

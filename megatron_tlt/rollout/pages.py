@@ -1,0 +1,55 @@
+"""Paged hidden states: what the policy made of every cached token, kept as its keys and values are.
+
+The state after the final norm of the token fed at position p of a request lies at the slot of p, in the same block
+tables as the KV cache. So prompts share it, forks copy it, and what is computed again is written again.
+
+Legend: H hidden size, T rows of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class HiddenPages:
+    """The states of `num_blocks` blocks of `block_size` positions. Memory of blocks never used is not touched (CPU)."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hidden_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.data = torch.zeros(
+            num_blocks * block_size, hidden_size, dtype=dtype, device=device
+        )  # [slots, H]
+
+    def write(self, slots: Tensor, hidden: Tensor) -> None:
+        """`hidden` [T, H] to `slots` [T] of any integer type, on any device. Mutates the pages."""
+        self.data.index_copy_(0, slots.to(self.data.device, torch.int64), hidden)
+
+    def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies block src[i] to dst[i]; all sources are read before anything is written."""
+        blocks = self.data.view(self.num_blocks, self.block_size, -1)
+        blocks[list(dst)] = blocks[list(src)]
+
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies slot src[i] to dst[i]; all sources are read before anything is written."""
+        self.data[list(dst)] = self.data[list(src)]
+
+    def read(self, blocks: Sequence[int], count: int) -> Tensor:
+        """The first `count` positions [count, H] of a request with these `blocks`: a copy, on the CPU."""
+        table = torch.tensor(blocks, dtype=torch.int64)
+        slots = (table[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[:count]
+        return self.data[slots.to(self.data.device)].cpu()
+
+
+def page_bytes(block_size: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block's hidden states, in bytes."""
+    return block_size * hidden_size * dtype.itemsize
