@@ -16,9 +16,16 @@ from megatron_tlt.backends.build import build_backend, generate_file
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, SingleRank, TensorParallel
+from megatron_tlt.distributed.tensor_parallel import (
+    GroupTensorParallel,
+    SingleRank,
+    TensorParallel,
+    agree_on,
+)
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.evaluation import Evaluator
+from megatron_tlt.idle.policy import IdlePolicy
+from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.log import setup_logging
@@ -26,14 +33,17 @@ from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
+from megatron_tlt.upkeep import DrafterUpkeep
 
 if TYPE_CHECKING:
     import argparse
 
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.online import OnlineTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.loop import RLTrainer
+    from megatron_tlt.observer import Observer
     from megatron_tlt.sft import SftTrainer
 
 
@@ -52,7 +62,9 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
     rewards = RewardPool(config.rewards)
     rewards.warm_up()  # the workers import while this rank builds its engine
-    backend = open_backend(config, world, tokenizer)
+    tp = tensor_parallel(world, config.rollout.tp)
+    trainer = _drafter_trainer(config, world, tp)
+    backend = open_backend(config, world, tokenizer, tp, trainer)
     params = sampling_params(config)
     policy = MegatronPolicy(
         world,
@@ -64,6 +76,7 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         keep_reference=algorithm.needs_reference,
         seed=config.train.seed,
     )
+    observer = Observer(config, world)
     return RLTrainer(
         config,
         world,
@@ -72,12 +85,12 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         algorithm=algorithm,
         policy=policy,
         backend=backend,
-        sync=BucketedSync(config.sync, backend, world),
+        upkeep=_upkeep(config, world, backend, tp, trainer, observer),
         evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
         checkpoints=CheckpointManager(
             config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world
         ),
-        observer=Observer(config, world),
+        observer=observer,
         params=params,
     )
 
@@ -179,18 +192,77 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
     return GroupTensorParallel(groups[world.rank // size])
 
 
-def open_backend(config: Config, world: World, tokenizer: Tokenizer) -> RolloutBackend:
-    """The rollout engine of this rank, without weights."""
+def open_backend(
+    config: Config,
+    world: World,
+    tokenizer: Tokenizer,
+    tp: TensorParallel | None = None,
+    trainer: OnlineTrainer | None = None,
+) -> RolloutBackend:
+    """The rollout engine of this rank, without weights; with the drafter of `trainer`, if there is one.
+
+    Collective, unless `tp` (see `tensor_parallel`) is given.
+    """
     return build_backend(
         config.rollout,
         config.model,
         config.sync,
         device=world.device,
         tokenizer=tokenizer,
-        tp=tensor_parallel(world, config.rollout.tp),
+        tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
         load_weights=False,  # the first push brings them, by the same way as every later one
+        drafter=None if trainer is None else trainer.weights(),
+        keep_features=trainer is not None,
     )
+
+
+def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineTrainer | None:
+    """This rank's trainer of the drafter, from the configured weights or random ones; None where it is not trained."""
+    if not config.idle.train_drafter:
+        return None
+    from megatron_tlt.drafter.checkpoint import load_drafter
+    from megatron_tlt.drafter.online import OnlineTrainer
+    from megatron_tlt.models.eagle import EagleModel
+
+    shape = ModelConfig.from_hf(config.model.path)
+    path = config.rollout.speculation.drafter_path
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # every rank starts from the same weights, and nobody else sees the draws
+        torch.manual_seed(config.drafter.seed)
+        model = EagleModel(shape)
+    if path is not None:
+        model.load_state_dict(load_drafter(path, shape).weights)
+    temperature = config.rollout.temperature
+    return OnlineTrainer(
+        model.to(world.device), config.drafter, temperature=temperature, unit=tp, device=world.device
+    )
+
+
+def _upkeep(
+    config: Config,
+    world: World,
+    backend: RolloutBackend,
+    tp: TensorParallel,
+    trainer: OnlineTrainer | None,
+    observer: Observer,
+) -> DrafterUpkeep:
+    """What this rank does while it waits for others. Collective."""
+    from megatron_tlt.idle.coordinator import IdleCoordinator  # needs MPI
+
+    coordinator: Coordinator = SoloCoordinator()
+    if world.size > 1:
+        coordinator = IdleCoordinator.of(config.idle, world.comm, tp.size, world.local_size)
+    window = IdleWindow(
+        coordinator,
+        IdlePolicy.of(config.idle),
+        unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
+        on_span=observer.state,
+        poll_seconds=config.idle.poll_ms / 1e3,
+        silent_seconds=world.timeout_s,
+    )
+    return DrafterUpkeep(world, backend, BucketedSync(config.sync, backend, world), window, trainer)
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
-from megatron_tlt.actor.checkpoint_files import read_latest, step_directory
+from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory
+from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -24,31 +25,51 @@ class CheckpointManager:
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None
+        self._drafter = AsyncDrafterCheckpoint()
+        self._resumed: Path | None = None
 
     def load_latest(self) -> dict[str, Any] | None:
         """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
 
         Raises CheckpointError when the checkpoint asked for is damaged or of another model.
         """
-        found = find_checkpoint(self._world, self._directory, self._section.resume)
-        return None if found is None else self._policy.load(found)
+        self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
+        return None if self._resumed is None else self._policy.load(self._resumed)
 
-    def maybe_save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Publishes a finished save, and starts one if `step` (steps done) is due."""
-        if self._pending is not None and self._pending.poll():
-            self._pending = None
+    def load_drafter(self) -> dict[str, Any] | None:
+        """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
+        file = None if self._resumed is None else self._resumed / DRAFTER_STATE
+        return None if file is None or not file.is_file() else load_state(file)
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Callable[[], dict[str, Any]],
+        drafter: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        """Publishes a finished save, and starts one if `step` (steps done) is due.
+
+        `drafter` gives the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint.
+        """
+        if self._pending is not None:
+            self._drafter.wait()
+            if self._pending.poll():
+                self._pending = None
         every = self._section.every
         if not every or (step % every and step != self._num_steps):
             return
         self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state(), self._section.keep)
+        if self._world.is_main and (drafting := drafter()) is not None:
+            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
         if not self._section.asynchronous:
             self.wait()
 
     def wait(self) -> None:
         """Publishes the save under way, if there is one."""
         if self._pending is not None:
+            self._drafter.wait()
             self._pending.wait()
             self._pending = None
 

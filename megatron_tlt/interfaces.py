@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import numpy as np
     from torch import Tensor
 
     from megatron_tlt.types import (
         EngineStats,
+        FeatureChunk,
         PastAnswer,
         Prompt,
         RewardResult,
@@ -88,6 +90,15 @@ class RolloutBackend(Protocol):
 
         Returns when this replica has no live request. `on_progress(running, waiting, generated_tokens)` is
         called now and then. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
+        """
+
+    def running_lengths(self) -> np.ndarray:
+        """Tokens that each running answer has so far, int [B]. Mutates nothing."""
+
+    def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
+        """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
+
+        Only while no request is there. Mutates the engine.
         """
 
     @property

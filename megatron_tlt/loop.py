@@ -1,8 +1,8 @@
 """The RL loop: the page to read first.
 
 The same text runs on every rank (SPMD under mpiexec or srun); there is no controller process. Each step:
-roll out my share of the prompts, wait for the slowest rank (the *idle* time that later trains the drafter),
-score, exchange sequences, update the policy, push its weights into the engine.
+roll out my share of the prompts, train the drafter until the slowest rank is done (the *idle* time),
+score, exchange sequences, update the policy, merge the ranks' drafters, push both into the engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.evaluation import Evaluator
     from megatron_tlt.experience import StepTable
-    from megatron_tlt.interfaces import RolloutBackend, WeightSync
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observer import Observer
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.types import Prompt, Sample, SamplingParams, TrainSequence
+    from megatron_tlt.upkeep import DrafterUpkeep
 
 
 @dataclass
@@ -56,7 +57,7 @@ class RLTrainer:
         algorithm: Algorithm,
         policy: MegatronPolicy,
         backend: RolloutBackend,
-        sync: WeightSync,
+        upkeep: DrafterUpkeep,
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager,
         observer: Observer,
@@ -64,7 +65,7 @@ class RLTrainer:
     ):
         self.config, self.world, self.params = config, world, params
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
-        self.policy, self.backend, self.sync = policy, backend, sync
+        self.policy, self.backend, self.upkeep = policy, backend, upkeep
         self.evaluator, self.checkpoints, self.observer = evaluator, checkpoints, observer
         self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
         self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
@@ -81,7 +82,7 @@ class RLTrainer:
             )
             return
         with self._phase("push"):
-            self.sync.push(self.policy.named_weights(), version=self.policy.policy_version)
+            self.upkeep.push(self.policy)
         self._evaluate()
         while self.progress.step < self.config.train.num_steps:
             self._train_one()
@@ -98,31 +99,36 @@ class RLTrainer:
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
         with self._phase("update"):
             out = self._update(batch)
+        with self._phase("merge"):
+            merged = self.upkeep.merge()
         with self._phase("push"):
-            pushed = self.sync.push(self.policy.named_weights(), version=out.policy_version)
+            pushed = self.upkeep.push(self.policy)
         self.progress.step += 1
         with self._phase("log"):
-            metrics = {**batch.metrics, **out.metrics, **pushed, **table_metrics(table)}
+            metrics = {**batch.metrics, **out.metrics, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
-            self.observer.log_step(self.progress.step, seconds, metrics, stats, groups)
+            self.observer.log_step(
+                self.progress.step, seconds, metrics, stats, groups, self.upkeep.take_figures()
+            )
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
         with self._phase("checkpoint"):
-            self.checkpoints.maybe_save(self.progress.step, self._state)
+            self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
         kept: list[SampleGroup] = []
         wanted = self.config.train.prompts_per_step
         rounds = self.config.algorithm.max_sampling_rounds if self.config.algorithm.dynamic_sampling else 1
+        self.upkeep.begin_step(self.backend.policy_version)
         for _ in range(rounds):
             prompts = self.prompts.next_batch(wanted)[self.replica :: self.num_replicas]
-            with self._phase("rollout"):
+            with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
                 samples = self.backend.generate(
-                    prompts, self.params, self.config.rollout.samples_per_prompt, self.observer.on_rollout
+                    prompts, self.params, self.config.rollout.samples_per_prompt, on_progress
                 )
             with self._phase("idle"):
-                self.world.barrier()
+                self.upkeep.wait(samples)
             with self._phase("score"):
                 scored = self._score(prompts, samples)
                 share_answers(self.world, self.backend, scored)
@@ -185,6 +191,7 @@ class RLTrainer:
             "prompts": self.prompts.state_dict(),
             "evaluations": [e.to_json() for e in self.progress.evaluations],
             "engine": self.backend.state_dict(),
+            "upkeep": self.upkeep.state_dict(),
         }
 
     def _resume(self) -> None:
@@ -194,6 +201,7 @@ class RLTrainer:
             return
         self.prompts.load_state_dict(state["prompts"])
         self.backend.load_state_dict(state.get("engine", {}))
+        self.upkeep.load_state_dict(state.get("upkeep", {}), self.checkpoints.load_drafter())
         self.progress = Progress(state["step"], [EvalResult.from_json(e) for e in state["evaluations"]])
         self.observer.start(self.progress.step)
 
@@ -205,7 +213,8 @@ class RLTrainer:
             yield
 
     def close(self) -> None:
-        """Frees engine, reward workers and log files."""
+        """Frees engine, reward workers, communicators and log files. Collective."""
+        self.upkeep.close()
         self.backend.close()
         self.rewards.close()
         self.observer.close()

@@ -58,9 +58,9 @@ class Observer:
         self._progress.phase(name, step)
         return self._events.span(name, step)
 
-    def state(self, name: str, step: int, started: float, seconds: float) -> None:
-        """Notes the rank's state for `seconds` from `started` (seconds since the epoch) on."""
-        self._events.state(name, step, started, seconds)
+    def state(self, name: str, started: float, seconds: float) -> None:
+        """Notes the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
+        self._events.state(name, self._world.step, started, seconds)
 
     def note(self, text: str) -> None:
         """A line for the person watching (rank 0)."""

@@ -6,10 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
+from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import EngineStats, PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import (
+    EngineStats,
+    FeatureChunk,
+    PastAnswer,
+    Prompt,
+    Sample,
+    SamplingParams,
+    WeightBucket,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from megatron_tlt.rollout.engine import Engine
@@ -122,6 +132,18 @@ class EmbeddedBackend:
             range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n)
         )  # stable: equals keep their order
         return [prompts[i] for i in order]
+
+    def running_lengths(self) -> np.ndarray:
+        """Tokens that each running answer has so far, int32 [B]."""
+        rows = self.engine.scheduler.rows
+        return rows.output_len[: rows.num_rows].copy()
+
+    def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
+        """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
+
+        Only while no request is there.
+        """
+        self.engine.features = None if sink is None else FeatureTap(sink)
 
     @property
     def wants_history(self) -> bool:

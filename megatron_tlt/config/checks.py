@@ -39,6 +39,7 @@ def check_config(
         *_check_shape_pp(shape, config),
         *_check_architecture(config, shape),
         *check_rollout(config, shape, num_ranks, device),
+        *check_idle(config),
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),
         *check_algorithm(config),
@@ -161,7 +162,7 @@ def check_rollout(
         most = rollout.max_batched_tokens
         allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
-    yield from check_speculation(rollout.speculation)
+    yield from check_speculation(rollout.speculation, has_drafter=config.idle.train_drafter)
     if shape is not None:
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
@@ -189,6 +190,14 @@ def longest_request(config: Config) -> int:
     """Tokens of the longest prompt and answer together, training or evaluation."""
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     return config.data.max_prompt_tokens + answer
+
+
+def check_idle(config: Config) -> Problems:
+    """Training the drafter needs one that can be trained."""
+    drafter = config.rollout.speculation.drafter
+    if config.idle.train_drafter and not config.rollout.speculation.uses_eagle:
+        allowed = f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {drafter!r} has nothing to train"
+        yield ConfigProblem("idle.train_drafter", True, allowed)
 
 
 def check_batch(config: Config, num_ranks: int) -> Problems:

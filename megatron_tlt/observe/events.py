@@ -74,10 +74,6 @@ class EventLog:
         if error is not None:
             self.flush()
 
-    def add_span(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
-        """Notes a span that somebody else timed, `started` in seconds since the epoch. It counts in no total."""
-        self._add(started, step, "span", name, attrs, seconds)
-
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Notes that something happened now."""
         self._add(time.time(), step, "instant", name, attrs)

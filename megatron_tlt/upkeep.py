@@ -1,0 +1,202 @@
+"""The drafter during RL: trained while this rank waits, merged when all ranks meet, served together with the policy.
+
+    rank 0   rollout ================================== | score .. update | merge | push policy and drafter
+    rank 1   rollout ============ | train train train . | score .. update | merge | push policy and drafter
+                     hidden states of finished answers --^
+
+Nothing here can change an answer (docs/numerics.md): the drafter only proposes, and the policy's gradients, weights and
+rewards never see it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_tlt.idle.window import IdleWindow, WindowReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.online import OnlineTrainer
+    from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
+    from megatron_tlt.types import Sample
+
+Progress = Callable[[int, int, int], None]
+
+_log = logging.getLogger(__name__)
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_KEPT_LENGTHS = 256
+_FIRST_GUESS = 256.0  # tokens of an answer, until lengths have been seen
+
+
+class DrafterUpkeep:
+    """One rank's part. Without a trainer (`idle.train_drafter` off) ranks wait, and tell each other how long."""
+
+    def __init__(
+        self,
+        world: World,
+        backend: RolloutBackend,
+        sync: WeightSync,
+        window: IdleWindow,
+        trainer: OnlineTrainer | None = None,
+    ):
+        """`backend` drafts with the weights of `trainer`."""
+        self.trainer = trainer
+        self._world, self._backend, self._sync, self._window = world, backend, sync, window
+        self._lengths = np.array([_FIRST_GUESS])  # of the last rollout's answers, ascending
+        self._figures: dict[str, float] = {}
+        self._published = 0 if trainer is None else trainer.version
+
+    # -- a step, in this order ------------------------------------------------------------------------------
+
+    def begin_step(self, policy_version: int) -> None:
+        """A step's rollouts by `policy_version` begin: what is too old to train on is dropped."""
+        self._figures = {}
+        if self.trainer is not None:
+            self.trainer.begin_step(policy_version)
+
+    @contextmanager
+    def rollout(self, on_progress: Progress | None = None) -> Iterator[Progress]:
+        """Around one `generate`: hidden states of finished answers are kept, and others are told how far it is.
+
+        Yields the callback for `generate`, which calls `on_progress`, too.
+        """
+        self._window.begin()
+        started = time.perf_counter()
+
+        def progress(running: int, waiting: int, generated_tokens: int) -> None:
+            speed = generated_tokens / max(1e-6, time.perf_counter() - started)
+            left = tokens_left(self._backend.running_lengths(), waiting, self._lengths)
+            self._window.coordinator.progress(running, left, speed)
+            if on_progress is not None:
+                on_progress(running, waiting, generated_tokens)
+
+        trainer = self.trainer
+        if trainer is not None and trainer.enabled:
+            self._backend.collect_features(trainer.buffer.add)
+        try:
+            yield progress
+        finally:
+            if trainer is not None:
+                self._backend.collect_features(None)
+
+    def wait(self, samples: list[Sample]) -> WindowReport:
+        """This replica is dry: trains, or sleeps, until every replica is. Collective; nobody waits inside MPI."""
+        if samples:
+            self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
+        trainer = self.trainer
+        report = self._window.run(trainer.step if trainer is not None else _nothing)
+        self._add(
+            {
+                "idle/seconds": report.idle_seconds,
+                "idle/recovered_seconds": report.training_seconds,
+                "drafter/steps": float(report.steps),
+                "drafter/tokens": float(report.tokens),
+            }
+        )
+        if report.stop_seconds is not None:
+            stop_ms = 1e3 * max(0.0, report.stop_seconds)
+            self._figures["idle/stop_ms_max"] = max(stop_ms, self._figures.get("idle/stop_ms_max", 0.0))
+        return report
+
+    def merge(self) -> dict[str, float]:
+        """One drafter of all replicas' again. Collective. Returns metrics."""
+        trainer = self.trainer
+        if trainer is None:
+            return {}
+        started = time.perf_counter()
+        report = trainer.merge(_all_reduce, self._world.rank, self._world.size)
+        if trainer.failure is not None:
+            self._window.disable(trainer.failure)
+        metrics = {f"drafter/{name}": value for name, value in trainer.metrics().items()}
+        metrics["drafter/disabled"] = float(len(report.disabled))
+        metrics["drafter/merge_seconds"] = time.perf_counter() - started
+        return metrics
+
+    def push(self, policy: Policy) -> dict[str, float]:
+        """Policy and, if the engines have another, drafter into every engine: both or none. Collective.
+
+        Raises SyncError.
+        """
+        trainer, drafter = self.trainer, None
+        if trainer is not None and trainer.version != self._published:
+            drafter = trainer.weights(), trainer.version
+        version = policy.policy_version
+        metrics = self._sync.push(self._watch(policy.named_weights(), version), version, drafter)
+        if trainer is not None:
+            self._published = trainer.version
+        return metrics
+
+    def _watch(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        """Passes the policy's stream on; the trainer keeps the embedding and the LM head that go with `version`."""
+        kept: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if self.trainer is not None and name in (EMBED, HEAD):
+                kept[name] = tensor.detach().clone()  # a stream's tensors may be gone with the next one
+            yield name, tensor
+        if self.trainer is not None:
+            self.trainer.set_tables(version, kept[EMBED], kept.get(HEAD, kept[EMBED]))
+
+    def take_figures(self) -> dict[str, float]:
+        """This rank's figures of the step; names as in `Observer.log_step`."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def _add(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._figures[name] = self._figures.get(name, 0.0) + value
+
+    def drafter_state(self) -> dict[str, Any] | None:
+        """Weights, moments and counters of the drafter in training; None where nothing is trained."""
+        return None if self.trainer is None else self.trainer.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the drafter itself."""
+        return {"lengths": self._lengths[-_KEPT_LENGTHS:].tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any], drafter: Mapping[str, Any] | None) -> None:
+        """Takes `state_dict`'s and `drafter_state`'s. Raises CheckpointError for the drafter of another policy."""
+        self._lengths = np.array(state.get("lengths") or [_FIRST_GUESS])
+        if self.trainer is not None and drafter is not None:
+            self.trainer.load_state_dict(drafter)
+        elif drafter is not None:
+            _log.warning("the checkpoint's trained drafter is not used: idle.train_drafter is off")
+
+    def close(self) -> None:
+        """Frees the coordinator's communicator. Collective."""
+        close = getattr(self._window.coordinator, "close", None)
+        if close is not None:
+            close()
+
+
+def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:
+    """Tokens until a replica's last answer ends, if answers are as long as `lengths` (ascending) were.
+
+    Where its answers run side by side, the longest of them may hold it up more than their sum does: then it is as if
+    all of them were that long. running int [B], tokens of each running answer so far.
+    """
+    mean = float(lengths.mean())
+    if not len(running):
+        return waiting * mean
+    sums = np.concatenate((np.cumsum(lengths[::-1])[::-1], [0.0]))  # of the i-th and all longer ones
+    at = np.searchsorted(lengths, running, side="right")
+    longer = len(lengths) - at
+    # Longer than any before: half as much again.
+    residual = np.where(longer > 0, sums[at] / np.maximum(longer, 1) - running, np.maximum(running / 2, 1.0))
+    return max(float(residual.sum()) + waiting * mean, float(residual.max()) * len(running))
+
+
+def _all_reduce(tensor: Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def _nothing() -> None:
+    return None
