@@ -32,7 +32,7 @@ class OneRank:
 class Backend:
     """Two answers of one token to each prompt; keeps what it is told."""
 
-    wants_history = True
+    wants_history, policy_version = True, 0
 
     def __init__(self) -> None:
         self.told: list[PastAnswer] = []
@@ -53,6 +53,19 @@ class Rewards:
             group.rewards = [RewardResult(float(r), r) for r in right]
 
 
+class Upkeep:
+    """Nobody to wait for, nothing to train."""
+
+    def begin_step(self, policy_version: int) -> None:
+        """Nothing is too old."""
+
+    def rollout(self, on_progress: Any) -> Any:
+        return nullcontext(on_progress)
+
+    def wait(self, samples: list[Sample]) -> None:
+        """Nobody else."""
+
+
 def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
     section = AlgorithmSection(dynamic_sampling=True, max_sampling_rounds=1)
     config = Config.model_validate(
@@ -65,9 +78,10 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         "algorithm": build_algorithm(section, max_tokens=8),
         "policy": SimpleNamespace(dims=Dims()),
         "backend": backend,
+        "upkeep": Upkeep(),
         "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
     }
-    others = dict.fromkeys(("sync", "evaluator", "checkpoints", "params"))
+    others = dict.fromkeys(("evaluator", "checkpoints", "params"))
     trainer = RLTrainer(config, OneRank(), **parts, **others)  # type: ignore[arg-type]
     groups, table = trainer._rollout()
     assert [g.prompt.prompt_id for g in groups] == [1]

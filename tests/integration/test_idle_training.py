@@ -1,0 +1,108 @@
+"""Whole runs that train the drafter in idle time: the policy never knows, and a resumed run trains on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, load_state
+from megatron_tlt.observe.events import read_events
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import checkpoint_tensors, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
+SPEC = "rollout.speculation"
+TRAIN = [
+    f"{SPEC}.drafter=eagle",
+    f"{SPEC}.selector=fixed",
+    f"{SPEC}.draft_len=3",
+    "idle.train_drafter=true",
+    "idle.min_tail_seconds=0",
+    "drafter.online.warmup_steps=0",
+]
+
+
+def run(folder: Path, jobs: list[tuple[str, list[str], str]], ranks: int = 2) -> str:
+    """Runs named jobs into `folder`/NAME; their output."""
+    config = folder / "tiny.yaml"
+    listing = folder / "jobs.json"
+    listing.write_text(
+        json.dumps([[str(config), [f"train.run_dir={folder / name}", *o], fault] for name, o, fault in jobs])
+    )
+    return run_ranks(ranks, "tests/integration/workers/train_idle.py", str(listing)).stdout
+
+
+def assert_same_policy(folder: Path, name: str, step: int = 4) -> None:
+    checkpoint = f"checkpoints/step-{step:06d}"
+    plain, other = (checkpoint_tensors(folder / n / checkpoint) for n in ("off", name))
+    assert other.keys() == plain.keys() and any(value.abs().sum() > 0 for value in plain.values())
+    unequal = [key for key in plain if not torch.equal(plain[key], other[key])]
+    assert not unequal, f"{name}: {unequal[:5]}"
+    for mine, theirs in zip(rows(folder / name), rows(folder / "off"), strict=True):
+        assert {k: mine[k] for k in SAME} == {k: theirs[k] for k in SAME}, name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("idle")
+    write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
+    faults = ("", "crash", "nan")
+    jobs = [("off", [], ""), *((f"train-{fault}", TRAIN, fault) for fault in faults)]
+    (path / "said").write_text(run(path, jobs))
+    return path
+
+
+def test_the_drafter_is_trained_in_idle_time(folder: Path):
+    steps = rows(folder / "train-")
+    assert all(row["drafter/steps"] > 0 and row["drafter/disabled"] == 0 for row in steps)
+    assert [row["drafter/version"] for row in steps] == [1, 2, 3, 4]
+    assert all(0 < row["idle/recovered_seconds"] <= row["idle/seconds"] for row in steps)
+    saved = load_state(folder / "train-/checkpoints/step-000004" / DRAFTER_STATE)
+    early = load_state(folder / "train-/checkpoints/step-000002" / DRAFTER_STATE)
+    assert saved["version"] == 4
+    assert all(not torch.equal(saved["model"][name], early["model"][name]) for name in saved["model"])
+
+
+@pytest.mark.parametrize("fault", ["", "crash", "nan"])
+def test_the_policy_never_knows(folder: Path, fault: str):
+    assert_same_policy(folder, f"train-{fault}")
+    drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))
+    assert drafted > 0
+    if fault == "crash":
+        last = rows(folder / f"train-{fault}")[-1]
+        assert last["drafter/disabled"] > 0
+        assert (folder / "said").read_text().count("drafter training is off for the rest of the run") == 1
+
+
+def test_states_fill_the_rollout_phase_of_every_rank(folder: Path):
+    for rank in range(2):
+        events = read_events(folder / "train-", rank)
+        for step in range(4):
+            mine = [e for e in events if e["step"] == step]
+            states = sum(e["dur"] for e in mine if e["kind"] == "state")
+            phase = sum(e["dur"] for e in mine if e["kind"] == "span" and e["name"] in ("rollout", "idle"))
+            assert states == pytest.approx(phase, abs=0.05)
+        names = {e["name"] for e in events if e["kind"] == "state"}
+        assert names == ({"BUSY", "IDLE", "TRAINING"} if rank == 0 else {"BUSY", "IDLE"})
+
+
+def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
+    jobs = [("halves", [*TRAIN, f"train.num_steps={n}"], "") for n in (2, 4)]
+    run(folder, jobs)
+    assert_same_policy(folder, "halves")
+    states = [load_state(folder / f"halves/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
+    assert [s["version"] for s in states] == [2, 4]
+    assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
+
+
+def test_replicas_of_two_ranks_train_as_one(folder: Path):
+    overrides = ["rollout.tp=2", "actor.tp=2", "cluster.ranks_per_node=4"]
+    run(folder, [("tp-off", overrides, ""), ("tp-train", [*overrides, *TRAIN], "")], ranks=4)
+    plain, other = (
+        checkpoint_tensors(folder / n / "checkpoints/step-000004") for n in ("tp-off", "tp-train")
+    )
+    assert all(torch.equal(plain[key], other[key]) for key in plain)
+    assert [row["drafter/version"] for row in rows(folder / "tp-train")] == [1, 2, 3, 4]

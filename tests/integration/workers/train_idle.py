@@ -1,0 +1,62 @@
+"""Runs of `train_many.py` with uneven ranks and, by name, something wrong with the drafter's training.
+
+argv: a JSON file of [[config, overrides, fault], ...]; the fault is "" for none.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_tlt import cli
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.build import build_trainer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.online import OnlineTrainer
+from megatron_tlt.errors import DrafterError
+
+SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
+GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineTrainer._learn, OnlineTrainer.weights
+
+
+def slow_last_rank(world: World) -> None:
+    def generate(self, *args):
+        samples = GENERATE(self, *args)
+        if world.rank == world.size - 1:
+            time.sleep(SLOW_S)
+        return samples
+
+    EmbeddedBackend.generate = generate
+
+
+def break_it(fault: str, world: World) -> None:
+    def learn(self, sample):
+        if fault == "crash" and world.rank == 0 and self.trained_steps >= 2:
+            raise DrafterError("broken on purpose")
+        return LEARN(self, sample)
+
+    def weights(self):
+        tensors = WEIGHTS(self)
+        if fault == "nan" and self.version:
+            return {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+        return tensors
+
+    OnlineTrainer._learn, OnlineTrainer.weights = learn, weights
+
+
+def body(world: World) -> None:
+    slow_last_rank(world)
+    for path, overrides, fault in json.loads(Path(sys.argv[1]).read_text()):
+        break_it(fault, world)
+        trainer = build_trainer(load_config(path, overrides, Config), world)
+        trainer.run()
+        trainer.close()
+        world.barrier()
+
+
+first, overrides, _ = json.loads(Path(sys.argv[1]).read_text())[0]
+sys.exit(cli._on_every_rank(load_config(first, overrides, Config).distributed, 1, body))
