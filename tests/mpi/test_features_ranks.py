@@ -24,6 +24,6 @@ def test_ranks_emit_the_states_of_a_plain_pass(tmp_path: Path, ranks: int):
         assert case["preemptions"] > 0, name
         assert case["ranks_agree"], name
         assert case["off_plain_pass"] == 0.0 or (
-            name.startswith("torch") and case["off_plain_pass"] < 1e-5
+            name.startswith("torch") and case["off_plain_pass"] < 1e-4
         ), name
         assert case["off_one_rank"] < 1e-4, name
