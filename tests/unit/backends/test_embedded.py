@@ -21,9 +21,10 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import PastAnswer, Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import FeatureChunk, PastAnswer, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.tiny_models import random_weights
 
@@ -157,6 +158,24 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
     assert pushed.generate(PROMPTS, PARAMS, 2) == expected
     assert pushed.weight_checksums().keys() == CONFIG.parameter_shapes().keys()
     assert loaded.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4)
+
+
+def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Path):
+    model = ModelSection(path=str(model_dir), max_context=64)
+    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_features=True)
+    chunks: list[FeatureChunk] = []
+    backend.engine.features = FeatureTap(chunks.append)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    for version in (3, 4):
+        backend.begin_update(version)
+        for name, tensor in random_weights(CONFIG):
+            backend.update_weights(WeightBucket(version, [(name, tensor)]))
+        backend.finish_update()
+        backend.generate(PROMPTS, params, 1)
+    assert sorted((c.prompt_id, c.policy_version) for c in chunks) == [(1, 3), (1, 4), (3, 3), (3, 4)]
+    # 4 MiB hold as many blocks of keys, values and hidden states.
+    assert backend.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4 + 16 * 32 * 4)
+    assert backend.engine.runner.pages.data.shape == (16 * backend.engine.blocks.num_blocks, 32)
 
 
 def test_wrong_sizes_are_found_together(model_dir: Path):

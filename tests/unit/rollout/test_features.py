@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import FeatureChunk, SamplingParams
 from megatron_tlt.warmup import policy_hidden
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
@@ -61,7 +63,7 @@ def check(engine: Engine, jobs: list[Job], chunks: list[FeatureChunk], exact: bo
     expected = [r for r in requests if len(r.output) >= 2]
     assert len(told) == len(chunks) == len(expected)
     texts = [[*r.prompt.tolist(), *r.output] for r in expected]
-    decoder = engine.runner.decoder
+    decoder = getattr(engine.runner.decoder, "inner", engine.runner.decoder)
     for request, text, want in zip(expected, texts, policy_hidden(decoder, texts, 16, 512), strict=True):
         chunk = told[request.prompt_id, request.sample_index]
         assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == text
@@ -186,3 +188,17 @@ def test_pages_are_kept_as_long_as_somebody_reads_them() -> None:
     drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
     with pytest.raises(AssertionError, match="hidden states"):
         tapped(drafting)
+
+
+def test_graphs_write_their_states_too() -> None:
+    """Steps of fixed shapes, padded; the states of real rows only are kept."""
+    decoder = build_decoder(CONFIG, kernels="torch")
+    decoder.load_weights(WEIGHTS)
+    limits = SchedulerLimits(16, 128, 256, CONFIG.vocab_size)
+    jobs = random_jobs(131, 6, seed=8)
+    for attached in (False, True):
+        engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder))
+        if attached:
+            attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
+        assert check(engine, jobs, tapped(engine), exact=False) > 200
+        assert engine.runner.decoder.pool.stats().rows > 0

@@ -1,0 +1,33 @@
+"""Hidden states that the engine keeps against those of Hugging Face `transformers` (fp32, CPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.types import FeatureChunk
+from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
+from tests.helpers.engines import answer_all, make_engine, random_jobs
+from tests.helpers.tiny_models import hf_model, model_config, named_weights
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_kept_states_equal_transformers(family: str, kernels: str) -> None:
+    """After plain decoding and after trees of drafts, in little memory, prompts in chunks."""
+    model, jobs = hf_model(family), random_jobs(131, 8, seed=8)
+    made = {"num_blocks": 10, "max_running": 8, "budget": 50}
+    engines = [make_engine(model_config(model), named_weights(model), kernels, **made) for _ in range(2)]
+    known = answer_all(make_engine(model_config(model), named_weights(model), kernels), jobs)
+    attach(engines[1], OracleDrafter(known, 131, 0.3, True), RandomSelector("oracle", 5, 3))
+    for engine in engines:
+        chunks: list[FeatureChunk] = []
+        engine.features = FeatureTap(chunks.append)
+        answers = answer_all(engine, jobs)
+        assert engine.take_stats().preemptions > 0
+        assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values()) > 5
+        for chunk in chunks:
+            with torch.no_grad():
+                out = model(torch.from_numpy(chunk.token_ids[None, :-1]).long(), output_hidden_states=True)
+            torch.testing.assert_close(chunk.hidden, out.hidden_states[-1][0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,96 @@
+"""When the drafters are told what was said, and whose time that is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_tlt.distributed.tensor_parallel import SingleRank
+from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.coupled import coupled
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.rollout.spec.verify import Accepted
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
+from tests.helpers.suffix_tables import make_request
+
+CHAIN = DraftStrategy("slow", 2)
+
+
+class World:
+    """A clock, and a drafter and a selector that take their time by it."""
+
+    kind = "slow"
+
+    def __init__(self) -> None:
+        self.now, self.follows = 0.0, 0
+        self.strategy = NO_DRAFT
+        self.observed: list[tuple[str, float, float]] = []
+        self.rows = RunningRows(4, 16, 4, 50)
+        self.speculator = Speculator(
+            self, self, coupled, self.rows, lambda nodes: nodes, SingleRank(), clock=lambda: self.now
+        )
+        request = make_request(0, [1, 2], [3])
+        request.params = SamplingParams(max_tokens=40)
+        self.rows.start(request, [0], 2, 2)
+
+    def select(self, running: int) -> DraftStrategy:
+        self.now += 1.0
+        return self.strategy
+
+    def rest(self, running: int) -> int:
+        return 0
+
+    def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
+        return np.ones(len(survival), bool)
+
+    def follow(self, rows: RunningRows) -> None:
+        self.follows += 1
+        self.now += 50.0
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        self.now += 3.0
+        ones = np.ones(1, np.int32)
+        return Draft(ones, ones, np.ones(1, np.float32), ones)
+
+    def observe(self, *told) -> None:
+        if isinstance(told[0], DraftStrategy):
+            self.observed.append((told[0].kind, *told[4:]))
+
+    def step(self, strategy: DraftStrategy) -> None:
+        self.strategy = strategy
+        draft = self.speculator.plan()
+        assert (draft is not None) == (strategy is CHAIN)
+        self.now += 10.0
+        one, yes = np.ones(1, np.int32), np.ones(1, bool)
+        result, accepted = StepResult(one, np.zeros(1, np.float32)), None
+        if draft is not None:
+            accepted = Accepted(one, np.zeros(1, np.int32), yes, yes)
+            result.counts = one
+        self.speculator.told(draft, accepted, result, 10.0)
+
+
+def test_nobody_follows_while_nobody_drafts() -> None:
+    world = World()
+    for _ in range(20):
+        world.step(NO_DRAFT)
+    assert world.follows == 0
+    world.step(CHAIN)
+    world.step(CHAIN)
+    assert world.follows == 2
+
+
+def test_what_was_missed_is_no_part_of_the_step_that_reads_it() -> None:
+    """Behind plain steps; behind a drafted one following belongs to the draft."""
+    world = World()
+    for strategy in (NO_DRAFT, NO_DRAFT, CHAIN, CHAIN, NO_DRAFT, CHAIN):
+        world.step(strategy)
+    world.speculator._settle()
+    assert world.observed == [
+        ("none", 0.0, 11.0),
+        ("none", 0.0, 11.0),
+        ("slow", 3.0, 11.0),
+        ("slow", 53.0, 11.0),
+        ("none", 0.0, 11.0),
+        ("slow", 3.0, 11.0),
+    ]
