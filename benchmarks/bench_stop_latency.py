@@ -163,11 +163,13 @@ def main() -> None:
     a_round, a_rank = fit(told, args.step_ms)
     rounds = math.log2(MODEL_RANKS)
     here = args.step_ms + a_round * rounds + a_rank * MODEL_RANKS
-    apart = args.step_ms + a_round * rounds + SEND_US / 1e3 * MODEL_RANKS
+    # With a core each, a round takes at most one look more, and each message of the last one what a send takes.
+    apart = args.step_ms + max(a_round, 1e3 * POLL_S) * rounds + SEND_US / 1e3 * MODEL_RANKS
     print(f"fitted: micro-step * (N-1)/N + {a_round:.2f} ms * log2(N) + {a_rank:.3f} ms * N")
     print(f"model for {MODEL_RANKS} ranks: {here:.0f} ms if they shared these cores as the measured ones do,")
     print(
-        f"  {apart:.0f} ms with a core each ({SEND_US:g} us a send instead of {1e3 * a_rank:.0f} us a rank)"
+        f"  at most {apart:.0f} ms with a core each: {1e3 * POLL_S:g} ms a round, {SEND_US:g} us a send "
+        f"instead of {1e3 * a_rank:.0f} us a rank"
     )
     summary: dict[str, Any] = {f"stop_ms_median_{r['ranks']}": r["median_ms"] for r in told}
     summary |= {f"stop_ms_p99_{r['ranks']}": r["p99_ms"] for r in told}
