@@ -59,6 +59,11 @@ class _Post:
         """Sends and receives that have not completed."""
         return len(self._sends) + len(self._receives)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a send is under way: the receiver's queue is full, because it does not poll."""
+        return bool(self._sends)
+
     def send(self, to: int, data: bytearray) -> None:
         """Sends; `data` must not change afterwards."""
         request = self._comm.Isend(data, dest=to)
@@ -188,7 +193,12 @@ class IdleCoordinator:
         self._report()
 
     def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
-        """While BUSY: what is still expected of this replica. Reported when it moved by 20 %; microseconds."""
+        """While BUSY: what is still expected of this replica. Reported when it moved by 20 %; microseconds.
+
+        Outside a window (an evaluation rolls out, too) it does nothing.
+        """
+        if self._is_complete:
+            return
         old = self._me
         if (
             has_changed(old.tokens_left, tokens_left, self._change, _SMALL_TOKENS)
@@ -242,7 +252,10 @@ class IdleCoordinator:
         return None if self._tail_end is None else self._tail_end - self._clock.now()
 
     def poll(self, force: bool = False) -> None:
-        """Takes what has come, sends what is due. Sub-microsecond within `min_poll_seconds` of the last call."""
+        """Takes what has come, sends what is due.
+
+        About a microsecond within `min_poll_seconds` of the last call, ten where nothing has come.
+        """
         now = self._clock.now()
         if not force and now - self._polled_at < self._min_poll:
             return
@@ -315,8 +328,12 @@ class IdleCoordinator:
             self._send_reports()
 
     def _send_reports(self) -> None:
-        """The newest of each rank that has news, many in one message."""
-        if not self._outbox:
+        """The newest of each rank that has news, many in one message.
+
+        Not while an earlier message is on its way: a leader that does not poll for a while finds the newest
+        reports, not all of them, and nobody's list of sends grows.
+        """
+        if not self._outbox or self._post.is_sending:
             return
         reports = list(self._outbox.values())
         self._outbox.clear()

@@ -58,6 +58,10 @@ def test_reports_go_through_the_first_rank_of_each_node(per_node):
     run(8, "sub_leaders", per_node)
 
 
+def test_a_leader_that_does_not_poll_finds_the_newest_reports_not_all():
+    assert run(4, "deaf_leader")["outstanding"] == 1
+
+
 def test_calls_out_of_order_are_refused():
     run(2, "protocol")
 

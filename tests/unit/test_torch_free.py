@@ -28,6 +28,8 @@ TORCH_FREE = [
     "megatron_tlt.rollout.spec.strategy",
     "megatron_tlt.idle.state",
     "megatron_tlt.idle.policy",
+    "megatron_tlt.idle.coordinator",
+    "megatron_tlt.idle.window",
     "megatron_tlt.sim",
 ]
 

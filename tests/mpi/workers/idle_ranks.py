@@ -227,6 +227,31 @@ def sub_leaders(per_node: str) -> None:
     say_ok(tails=[round(t, 3) for t in tails])
 
 
+def deaf_leader() -> None:
+    """Rank 0 does not poll while the others have news all the time: they keep the newest, not a heap of sends."""
+    most = 0
+    with IdleCoordinator(WORLD, min_poll_seconds=0.0) as coordinator:
+        coordinator.begin()
+        for i in range(3000):
+            if RANK:
+                coordinator.progress(1, 10_000.0 * (i % 2 + 1) + i, 10.0)
+                most = max(most, coordinator.outstanding)
+        WORLD.Barrier()
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            coordinator.poll()
+            time.sleep(0.002)
+        if RANK == 0:
+            left = {e.report.tokens_left for e in coordinator.board()[1:] if e.report is not None}
+            assert left == {20_000.0 + 2999}, left
+        coordinator.enter_done()
+        while not coordinator.all_done():
+            time.sleep(0.002)
+    most = WORLD.allreduce(most, MPI.MAX)
+    assert most <= 1, most
+    say_ok(outstanding=most)
+
+
 def protocol() -> None:
     """Calls out of order are refused, and say what they wanted."""
     said = []

@@ -140,6 +140,30 @@ def test_it_does_not_begin_what_would_make_others_wait(clock):
     assert report.stop_seconds <= 2 * POLL_S
 
 
+def test_the_length_of_a_micro_step_is_a_moving_average_over_windows(clock):
+    seen = []
+
+    class Recorder(IdlePolicy):
+        def decide(self, view):
+            seen.append(view.micro_step_seconds)
+            return super().decide(view)
+
+    lengths = iter([0.1, 0.2, 0.2, 0.3])
+
+    def step_fn():
+        clock.time += next(lengths)
+        return {"tokens": 1.0}
+
+    policy = Recorder(min_tail_seconds=0.0, max_steps_per_window=2)
+    window = make(FakeCoordinator(clock, over_at=10.31, knows_tail=False), clock, policy)
+    window.run(step_fn)
+    window.coordinator.over_at = clock.time + 0.5
+    window.run(step_fn)
+    averages = sorted({round(s, 6) for s in seen if s is not None})
+    assert averages == [0.1, 0.12, 0.136, 0.1688]  # a fifth of the way to each new one
+    assert seen[0] is None
+
+
 def test_told_that_it_is_over_it_stops_and_leaves_when_its_barrier_is_complete(clock):
     coordinator = FakeCoordinator(clock, over_at=10.2, rounds=0.05, knows_tail=False)
     calls = []
