@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from bench_record import ROOT, write_record
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tools"))
 
 from demo_traces import generate
 
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    count, rounds = (48, 1) if args.quick else (192, 5)
+    count, rounds = (48, 1) if args.quick else (192, 3)
     rows, summary = [], {}
     for name, shapes in (("traces", trace_lengths(count)), ("long-tailed", long_tailed_lengths(count))):
         mine = measure(name, shapes, rounds)
