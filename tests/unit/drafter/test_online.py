@@ -103,8 +103,7 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
     else:
         t.tables.get(0)[1][3] = torch.nan
     with pytest.raises(DrafterError, match="policy version 0"):
-        for _ in range(20):
-            t.step()
+        [t.step() for _ in range(20)]
     assert torch.equal(everything(t), begun) and t.trained_steps == 2
     assert not t.enabled and t.step() is None
     report = t.merge(alone)
