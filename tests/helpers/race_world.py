@@ -18,6 +18,7 @@ class RaceWorld:
     noise: float = 0.05
     outliers: float = 0.0  # share of steps that a neighbour makes 5 to 50 times as long to the reader
     cold: float = 3.0  # plain steps that a change of arms costs
+    drift: object = None  # factor on what the reader sees, a function of the clock
     clock: float = 0.0
     done: float = 0.0
     last: int = 0
@@ -39,6 +40,8 @@ class RaceWorld:
         self.clock, self.done = self.clock + took, self.done + tokens
         rest = race.rest()
         seen = took * self.rng.lognormal(0.0, self.noise)
+        if self.drift is not None:
+            seen *= self.drift(self.clock)
         if self.rng.random() < self.outliers:
             seen *= self.rng.uniform(5, 50)
         race.observe(arm, running, tokens, seen, self.spent[arm], 1.0, arm != self.last)

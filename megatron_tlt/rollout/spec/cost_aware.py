@@ -129,12 +129,11 @@ class CostAware:
         return self._index[strategy.kind, strategy.draft_len, strategy.min_survival > 0]
 
     def _race(self, running: int) -> Race:
-        """The regime's; a new one starts from what its nearest neighbour knows."""
+        """The regime's, which begins when it is first met."""
         key = running.bit_length()
         race = self._races.get(key)
         if race is None:
-            near = min(self._races, key=lambda k: abs(k - key), default=None)
-            race = Race(len(self.arms), None if near is None else self._races[near])
+            race = Race(len(self.arms), key, self._races)
             self._races[key] = race
         return race
 
@@ -206,7 +205,7 @@ class CostAware:
             costs.load_state_dict(state["drafts"][kind])
         self._prices, self._races = {}, {}
         for key, saved in state["races"].items():
-            race = self._races[int(key)] = Race(len(self.arms))
+            race = self._races[int(key)] = Race(len(self.arms), int(key), self._races)
             race.load_state_dict(saved)
 
 

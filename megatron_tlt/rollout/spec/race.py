@@ -14,19 +14,20 @@ No clock, no torch. Source of the comparison by whole spans: measured, docs/log.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
 PLAIN = 0  # index of the arm that is plain decoding
 
 _BUDGET = 0.01  # of the time may be lost to trials of all arms together
-_EAGER = 10.0  # times the budget for the first trial of an arm that may yet be the best, half of it for the next ...
-_UNSURE = 0.75  # ... which are those whose gain is this share of the best one's at least
+_EAGER = 4.0  # times the budget for the first trial of an arm that may yet be the best, half of it for the next ...
+_UNSURE = 0.85  # ... which are those whose gain is this share of the best one's at least
 _LEAD = 1.02  # an arm must be faster by so much to take over
 _COLD = 2  # steps after a change of arms that tell of the change: drafters catch up, caches fill
 _TRIAL = (6, 24)  # steps of a trial, and request-steps, at least
 _CLOSE, _LONG = 0.9, 4  # arms within this share of the best lose little: longer trials for them
-_HOPELESS = 0.6  # share of the best's gain at which a trial is broken off, and a regime starts without one
+_HOPELESS = 0.6  # share of the best's gain below which a trial is broken off
 _OUTLIER = (
     2.0  # a step takes at most so many times what it should, by its span's median: the rest was others' doing
 )
@@ -69,13 +70,18 @@ class Arm:
 class Race:
     """The arms at about so many running requests. `playing` is the one whose turn it is."""
 
-    def __init__(self, arms: int, like: Race | None = None):
-        """`arms` >= 1, of which the first is plain decoding. `like`: the race of a neighbouring regime, if any."""
+    def __init__(self, arms: int, key: int = 0, others: Mapping[int, Race] | None = None):
+        """`arms` >= 1, of which the first is plain decoding. `others`: the races of all regimes, this one's by `key`.
+
+        What this race does not know yet it takes from the nearest one that does.
+        """
         self.arms = [Arm() for _ in range(arms)]
         self.time = 0.0  # in plain steps
-        self.best = PLAIN
-        if like is not None:
-            self._start_like(like)
+        self._key, self._others = key, {} if others is None else others
+        near = self._nearest()
+        self.best: int = near[0].best if near else PLAIN
+        for at in range(arms):
+            self._learn(at)
         self._bill_to: Arm | None = None  # whose trial has just ended
         self.playing = PLAIN  # what the rest is measured by comes first
         self._usual: list[float] = []  # of the span's steps that count, and what they took over it
@@ -83,16 +89,21 @@ class Race:
         self._worth = self._cold_loss = 0.0
         self._cold, self._changes = _COLD, 0
 
-    def _start_like(self, like: Race) -> None:
-        self.best = like.best
-        top = like.top
-        for arm, other in zip(self.arms, like.arms, strict=True):
-            if not other.spent:
-                continue
-            share = _PRIOR / other.spent
-            arm.worth, arm.spent, arm.fed = other.worth * share, _PRIOR, other.fed
-            if arm.gain < _HOPELESS * top:
-                self._bill(arm, _TRIAL[0] * (top / arm.gain - 1.0))
+    def _nearest(self) -> list[Race]:
+        """The other races, the nearest regime's first."""
+        keys = sorted(self._others, key=lambda key: abs(key - self._key))
+        return [self._others[key] for key in keys if key != self._key]
+
+    def _learn(self, at: int) -> None:
+        """What a neighbour knows of an arm that is unknown here, if one does: a little weight, and no haste."""
+        arm = self.arms[at]
+        for race in self._nearest():
+            other = race.arms[at]
+            if other.trials or (race.best == at and other.spent):
+                arm.worth, arm.spent, arm.fed = _PRIOR * other.gain, _PRIOR, other.fed
+                if at not in (PLAIN, self.best):
+                    self._bill(arm, _TRIAL[0] * max(0.0, self.top / arm.gain - 1.0) + 2 * _COLD)
+                return
 
     @property
     def top(self) -> float:
@@ -160,7 +171,7 @@ class Race:
         return max(8, 32 // running) if self.playing != PLAIN else 8
 
     def _is_hopeless(self, steps: int, running: int) -> bool:
-        return steps >= 4 and steps * running >= 8 and self._worth < _HOPELESS * self.top * self._paid()
+        return steps >= 2 and steps * running >= 8 and self._worth < _HOPELESS * self.top * self._paid()
 
     def _paid(self) -> float:
         """What the span took, without outliers."""
@@ -190,6 +201,9 @@ class Race:
     def _next(self) -> int:
         """The arm of the next span: one that is due, unknown ones first and then the fastest, or the best."""
         arms = self.arms
+        for at, arm in enumerate(arms):
+            if not arm.spent:
+                self._learn(at)
         known = [i for i, arm in enumerate(arms) if arm.spent]
         fastest = max(known, key=lambda i: arms[i].gain)
         if arms[fastest].gain > _LEAD * self.top:
