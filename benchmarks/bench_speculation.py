@@ -1,7 +1,9 @@
 """Speculative against plain decoding: the same engine, prompts and noise, so the same answers, token for token.
 
-Strategies take turns within a round (A B C ... A B C ...); every figure is the median over rounds of the ratio to plain
-decoding in the same round. A batch size b means: at most b requests run, and enough wait to keep it so. The
+Strategies take turns within a round (A B C ... C B A ...); every figure is the median over rounds of the ratio to plain
+decoding in the same round. Ratios are of CPU time of this process, which runs one thread: on a machine that others
+share, preemption alone moves wall time by a fifth. Wall time is in the rows, too (`speedup_wall`). A side's turn lasts
+`--seconds` of plain decoding at least. A batch size b means: at most b requests run, and enough wait to keep it so. The
 long-tailed rollout starts 64 requests together and runs until the last has ended. Prompts, sampling and lengths are
 the quickstart's. Answers of all strategies are compared; a difference ends the benchmark with an error.
 
@@ -15,6 +17,7 @@ regime of real policies, where a forward is bound by reading weights and further
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 import sys
@@ -56,6 +59,16 @@ FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fi
 
 
 @dataclass
+class Turn:
+    """What a side did with a round's work: seconds of CPU and wall time, tokens and answers."""
+
+    cpu: float
+    wall: float
+    tokens: int
+    answers: list[Any]
+
+
+@dataclass
 class Side:
     """One strategy's engine."""
 
@@ -63,19 +76,17 @@ class Side:
     backend: EmbeddedBackend
     accept_length: float = 0.0
 
-    def run(
-        self, prompts: list[Prompt], params: SamplingParams, running: int
-    ) -> tuple[float, int, list[Any]]:
-        """Seconds, tokens and answers with at most `running` requests at a time."""
+    def run(self, prompts: list[Prompt], params: SamplingParams, running: int) -> Turn:
+        """Answers with at most `running` requests at a time, and what they took."""
         scheduler = self.backend.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_running=running)
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         samples = self.backend.generate(prompts, params, SAMPLES)
-        seconds = time.perf_counter() - started
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         stats = self.backend.take_stats()
         if stats.speculation.row_steps:
             self.accept_length = stats.speculation.accept_length
-        return seconds, stats.generated_tokens, [(s.token_ids, s.logprobs) for s in samples]
+        return Turn(cpu, wall, stats.generated_tokens, [(s.token_ids, s.logprobs) for s in samples])
 
 
 def open_side(name: str, args: argparse.Namespace) -> Side:
@@ -139,21 +150,23 @@ def measure(
     """Rows of one batch size. The first prompts only warm the engines up; each round takes the next ones."""
     for side in sides:
         side.run(work[0], params, running)
-    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    turns: dict[str, list[Turn]] = {side.name: [] for side in sides}
     lengths: dict[str, list[float]] = {side.name: [] for side in sides}
-    for turn in range(repeats):
+    for round_ in range(repeats):
         expected = None
-        for side in sides if turn % 2 == 0 else sides[::-1]:
-            seconds, tokens, answers = side.run(work[1 + turn % (len(work) - 1)], params, running)
+        for side in sides if round_ % 2 == 0 else sides[::-1]:
+            turn = side.run(work[1 + round_ % (len(work) - 1)], params, running)
             if expected is None:
-                expected = answers
-            elif answers != expected:
+                expected = turn.answers
+            elif turn.answers != expected:
                 raise SystemExit(f"{side.name} gave other answers than the others at batch {running}")
-            rates[side.name].append(tokens / seconds)
+            turn.answers = []
+            turns[side.name].append(turn)
             lengths[side.name].append(side.accept_length)
     rows = []
     for side in sides:
-        ratios = [a / b for a, b in zip(rates[side.name], rates["plain"])]
+        pairs = list(zip(turns[side.name], turns["plain"], strict=True))
+        ratios = [plain.cpu / turn.cpu for turn, plain in pairs]
         rows.append(
             {
                 "batch": running,
@@ -161,12 +174,26 @@ def measure(
                 "speedup": statistics.median(ratios),
                 "min": min(ratios),
                 "max": max(ratios),
-                "tokens_per_s": statistics.median(rates[side.name]),
+                "speedup_wall": statistics.median(plain.wall / turn.wall for turn, plain in pairs),
+                "tokens_per_s": statistics.median(turn.tokens / turn.cpu for turn, _ in pairs),
+                "tokens_per_s_wall": statistics.median(turn.tokens / turn.wall for turn, _ in pairs),
                 "accept_length": statistics.median(lengths[side.name]),
                 "repeats": repeats,
             }
         )
     return rows
+
+
+def plan_work(
+    plain: Side, prompts: list[Prompt], params: SamplingParams, running: int, args: argparse.Namespace
+) -> list[list[Prompt]]:
+    """Warm-up and rounds: each at least four times the batch, and `--seconds` of plain decoding."""
+    first = prompts[: max(2, running // 2)]
+    plain.run(first, params, running)
+    seconds = plain.run(first, params, running).cpu / len(first)
+    each = min(len(prompts), max(len(first), math.ceil(args.seconds / seconds)))
+    starts = [turn * each % len(prompts) for turn in range(args.repeats + 1)]
+    return [(prompts[at:] + prompts[:at])[:each] for at in starts]
 
 
 def table(rows: list[dict[str, Any]], batches: list[Any]) -> str:
@@ -190,7 +217,8 @@ def summarize(rows: list[dict[str, Any]], batches: list[int]) -> dict[str, float
     fixed = [max([of[name, b]["speedup"] for name in FIXED if (name, b) in of] + [1.0]) for b in batches]
     summary = {"speedup_b1": ours[0], "worst_batch": min(ours)}
     summary["adaptive_vs_best_fixed"] = min(a / b for a, b in zip(ours, fixed))
-    summary["speedup_tail"] = of["ours", "tail"]["speedup"]
+    if ("ours", "tail") in of:
+        summary["speedup_tail"] = of["ours", "tail"]["speedup"]
     summary["accept_length"] = of["ours", batches[0]]["accept_length"]
     return summary
 
@@ -209,18 +237,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="deepen the policy to so many layers, same answers")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--strategies", nargs="+", choices=[*STRATEGIES], default=[*STRATEGIES])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="rounds")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of plain decoding in a side's turn")
+    parser.add_argument("--no-tail", action="store_true", help="leave the long-tailed rollout out")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
+    if args.strategies[0] != "plain" or "ours" not in args.strategies:
+        raise SystemExit(
+            "--strategies: plain comes first, as what the others are compared with, and ours is needed"
+        )
     import torch
 
     torch.set_num_threads(1)
     if args.quick:
-        args.batches, args.repeats = [1, 8], 3
+        args.batches, args.repeats, args.seconds = [1, 8], 3, 0.0
         args.strategies = ["plain", "ours", "suffix 4", "eagle 2", "eagle 4"]
     with tempfile.TemporaryDirectory() as folder:
         if args.layers:
@@ -234,14 +268,14 @@ def compare(args: argparse.Namespace) -> None:
     prompts, params = open_prompts(args)
     rows: list[dict[str, Any]] = []
     for batch in args.batches:
-        each = max(2, batch // 2)  # prompts of a round: 8 samples each, so at least four times the batch
-        work = [prompts[i : i + each] for i in range(0, len(prompts) - each + 1, each)]
-        rows += measure(sides, work[: args.repeats + 1], params, batch, args.repeats)
+        work = plan_work(sides[0], prompts, params, batch, args)
+        rows += measure(sides, work, params, batch, args.repeats)
         print(table([r for r in rows if r["batch"] == batch], [batch]), flush=True)
-    each = TAIL // SAMPLES
-    work = [prompts[i : i + each] for i in range(0, len(prompts), each)]
-    tail = measure(sides, work[: args.repeats + 1], params, TAIL, args.repeats)
-    rows += [row | {"batch": "tail"} for row in tail]
+    if not args.no_tail:
+        each = TAIL // SAMPLES
+        work = [prompts[i : i + each] for i in range(0, len(prompts), each)]
+        tail = measure(sides, work[: args.repeats + 1], params, TAIL, args.repeats)
+        rows += [row | {"batch": "tail"} for row in tail]
     print(table(rows, [*args.batches, "tail"]))
     summary = summarize(rows, args.batches)
     for name, value in summary.items():

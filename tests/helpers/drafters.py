@@ -112,9 +112,6 @@ class RandomSelector:
     def rest(self, running: int) -> int:
         return 0
 
-    def rate(self, running: int) -> float:
-        return 0.0
-
     def select(self, running: int) -> DraftStrategy:
         if self.random.random() < 0.2:
             return NO_DRAFT

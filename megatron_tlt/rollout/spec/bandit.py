@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.rollout.spec.admission import best_of_each
+from megatron_tlt.rollout.spec.selector import WholeStrategies
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 _WHERE = "rollout.speculation.bandit"
@@ -71,7 +71,7 @@ class _Arm:
         return sizes[middle] if len(sizes) % 2 else (sizes[middle - 1] + sizes[middle]) / 2
 
 
-class BucketedEpsilonGreedy:
+class BucketedEpsilonGreedy(WholeStrategies):
     """Plays the arm with the best median of tokens per second in the bucket of running requests.
 
     Arms never played come first, in their order; ties go to the arm named first. With probability epsilon, which
@@ -125,26 +125,6 @@ class BucketedEpsilonGreedy:
             if (draw >> 11) * 2.0**-53 < self.epsilon(running):
                 best = (draw & 0x7FF) % len(self.arms)
         return self.arms[best]
-
-    def rest(self, running: int) -> int:
-        """See `StrategySelector.rest`: none."""
-        return 0
-
-    def rate(self, running: int) -> float:
-        """See `StrategySelector.rate`: unknown."""
-        return 0.0
-
-    def admit(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        survival: np.ndarray,
-        depths: np.ndarray,
-        counts: np.ndarray,
-        parents: np.ndarray | None,
-    ) -> np.ndarray:
-        """See `StrategySelector.admit`: the arm's number of likeliest nodes of each request."""
-        return best_of_each(survival, counts, strategy.num_verify_tokens - 1)
 
     def observe(
         self,

@@ -38,7 +38,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     """
     section = drafting.section
     trained = _eagle(drafting, scheduler, runner)
-    drafter = _drafter(drafting, scheduler, trained, _clock(runner))
+    drafter = _drafter(drafting, scheduler, trained)
     speculator = Speculator(
         drafter,
         build_selector(section, drafter.kind),
@@ -58,7 +58,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
 
 def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter | None:
     section, eagle = drafting.section, drafting.eagle
-    if section.drafter not in ("eagle", "hybrid"):
+    if not section.uses_eagle:
         return None
     if eagle is None:
         raise ConfigError.of(
@@ -73,9 +73,7 @@ def _clock(runner: ModelRunner) -> Callable[[], float]:
     return time.thread_time if runner.device.type == "cpu" else time.perf_counter
 
 
-def _drafter(
-    drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None, clock: Callable[[], float]
-) -> Drafter:
+def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None) -> Drafter:
     section = drafting.section
     if section.drafter == "eagle":
         assert trained is not None
@@ -88,7 +86,7 @@ def _drafter(
         return suffix
     from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 
-    return HybridDrafter(suffix, trained, len(scheduler.rows.limit), clock)
+    return HybridDrafter(suffix, trained, len(scheduler.rows.limit))
 
 
 def _verifier(section: SpeculationSection) -> Verifier:

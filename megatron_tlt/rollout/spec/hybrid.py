@@ -1,18 +1,17 @@
 """Suffix and eagle together: each request takes the proposal from which it may expect more.
 
 The suffix draft costs next to nothing, so it is made first, for every row. The eagle drafter is then asked only for
-the rows where it is likely to do better, judged by what its own drafts of that request promised lately, and only if
-what they promise more than the suffix draft is worth the time of an eagle call, which is measured.
+the rows where it is likely to do clearly better, judged by what its own drafts of that request promised lately.
+Whether that pays in time is not judged here: a selector that measures it may ask for one part alone, by the
+strategy's kind ("suffix" or "eagle").
 
 A draft's promise is in tokens: the sum of its nodes' survivals, each less what its row costs.
-Legend: B rows, A rows asked for, N nodes.
+Legend: B rows, N nodes.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,37 +25,8 @@ from megatron_tlt.types import DraftStrategy
 
 SUFFIX, EAGLE = 0, 1
 _MEMORY = 0.8  # of a request's running mean
-_DRAFT_SHARE = 0.25  # what drafting adds to a step, as long as nobody says what time is worth
+_DRAFT_SHARE = 0.25  # of a step's tokens that an eagle draft must promise more, to be worth its call
 _EXPLORE = 128  # proposals after which the eagle drafter is asked whatever it promised
-_TRUST = 1 / 8  # of a new measurement of an eagle call
-_MARGINAL = 0.5  # a further token's time, in mean times a token: a call costs something however short it is
-
-
-class CallSeconds:
-    """Seconds of an eagle call by the rows that it is for; doubling buckets. Unmoved by single slow calls."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, float, float]] = {}  # bucket -> calls, seconds a row, longest draft
-
-    def observe(self, asked: int, longest: int, seconds: float) -> None:
-        """A call for `asked` >= 1 rows drafted at most `longest` tokens for each. Mutates the estimate."""
-        key, row = asked.bit_length(), seconds / asked
-        calls, usual, length = self._known.get(key, (0, row, float(longest)))
-        if calls < 4:
-            usual = min(usual, row)  # the first calls catch up with much
-        else:
-            usual += _TRUST * (min(row, 1.5 * usual) - usual)
-        self._known[key] = calls + 1, usual, length + _TRUST * (longest - length)
-
-    def of(self, asked: int) -> tuple[float, float]:
-        """(a call for `asked` >= 1 rows, each further token of a row) in seconds; zeros if nothing is known."""
-        if not self._known:
-            return 0.0, 0.0
-        key = asked.bit_length()
-        if key not in self._known:
-            key = min(self._known, key=lambda known: abs(known - key))
-        _, row, longest = self._known[key]
-        return row * asked, _MARGINAL * row / max(1.0, longest)
 
 
 class HybridDrafter:
@@ -64,18 +34,9 @@ class HybridDrafter:
 
     kind = "hybrid"
 
-    def __init__(
-        self,
-        suffix: SuffixDrafter,
-        eagle: EagleDrafter,
-        slots: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        """For requests in `slots` slots; `clock` times eagle calls."""
-        self._clock = clock
+    def __init__(self, suffix: SuffixDrafter, eagle: EagleDrafter, slots: int):
+        """For requests in `slots` slots."""
         self.suffix, self.eagle = suffix, eagle
-        self.rate = 0.0  # tokens per second that this engine achieves at present; 0 if unknown
-        self._calls = CallSeconds()
         self._promise = np.full(slots, 4.0, np.float32)  # of an eagle draft, by slot
         self._usual = 4.0
         self._unasked = 0  # proposals since the last eagle call
@@ -110,17 +71,24 @@ class HybridDrafter:
         self.eagle.load_state_dict(state["eagle"])
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`."""
-        first = self.suffix.propose(rows, lengths, strategy)
+        """See `Drafter.propose`. A strategy of kind "suffix" or "eagle" asks that part for all rows."""
         count = rows.num_rows
+        if strategy.kind == "eagle":
+            draft = self.eagle.propose(rows, lengths, strategy)
+            draft.source = np.full(count, EAGLE, np.int8)
+            return draft
+        first = self.suffix.propose(rows, lengths, strategy)
+        if strategy.kind == "suffix":
+            first.source = np.full(count, SUFFIX, np.int8)
+            return first
         row_of = np.repeat(np.arange(count), first.counts)
-        price = strategy.min_survival if self.rate else 0.0
+        price = strategy.min_survival
         expected = _promised(first, row_of, price, count)
         ask = self._ask(rows.slots[:count], lengths, expected)
-        if ask is None:
-            first.source = np.zeros(count, np.int8)
+        if not ask.any():
+            first.source = np.full(count, SUFFIX, np.int8)
             return first
-        second = self._eagle_draft(rows, lengths, ask, strategy)
+        second = self.eagle.propose(rows, np.where(ask, lengths, 0).astype(np.int32), strategy)
         row_of_second = np.repeat(np.arange(count), second.counts)
         promised = _promised(second, row_of_second, price, count)
         asked = rows.slots[:count][ask]
@@ -130,41 +98,15 @@ class HybridDrafter:
         use = ask & (promised > expected)
         return _merge(first, second, row_of, row_of_second, use)
 
-    def _ask(self, slots: np.ndarray, lengths: np.ndarray, expected: np.ndarray) -> np.ndarray | None:
-        """Bool [B], the rows to ask the eagle drafter for, or None. `expected` [B] is the suffix drafts' promise."""
+    def _ask(self, slots: np.ndarray, lengths: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        """Bool [B], the rows to ask the eagle drafter for. `expected` [B] is what the suffix drafts promise."""
         self._unasked += 1
-        explore = self._unasked > _EXPLORE
-        more = self._promise[slots] - expected
-        if explore:
-            ask = lengths > 0
-        elif not self.rate:
-            ask = (more > _DRAFT_SHARE * (1 + expected)) & (lengths > 0)
-        else:
-            ask = (more > 0) & (lengths > 0)
-            asked = int(np.count_nonzero(ask))
-            if asked:  # rows that do not pay for themselves only make the call longer
-                ask &= more > self.rate * self._calls.of(asked)[0] / asked
-        asked = int(np.count_nonzero(ask))
-        if not asked:
-            return None
-        if self.rate and not explore and more[ask].sum() < self.rate * self._calls.of(asked)[0]:
-            return None
-        self._unasked = 0
+        ask: np.ndarray = lengths > 0
+        if self._unasked <= _EXPLORE:
+            ask &= self._promise[slots] - expected > _DRAFT_SHARE * (1 + expected)
+        if ask.any():
+            self._unasked = 0
         return ask
-
-    def _eagle_draft(
-        self, rows: RunningRows, lengths: np.ndarray, ask: np.ndarray, strategy: DraftStrategy
-    ) -> Draft:
-        """The eagle drafter's proposal for the rows in `ask`, timed. Tokens of it must be worth its own time, too."""
-        asked = int(np.count_nonzero(ask))
-        if self.rate:
-            least = min(0.95, strategy.min_survival + self.rate * self._calls.of(asked)[1])
-            strategy = replace(strategy, min_survival=least)
-        started = self._clock()
-        draft = self.eagle.propose(rows, np.where(ask, lengths, 0).astype(np.int32), strategy)
-        seconds = self._clock() - started
-        self._calls.observe(asked, int(draft.counts.max()) // strategy.topk, seconds)
-        return draft
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`: each part learns from its own rows."""

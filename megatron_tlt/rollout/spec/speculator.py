@@ -22,14 +22,13 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.model_runner import Verifier
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
-    from megatron_tlt.rollout.spec.strategy import StrategySelector
+    from megatron_tlt.rollout.spec.selector import StrategySelector
 
 Reserve = Callable[[np.ndarray], np.ndarray]
 Clock = Callable[[], float]
@@ -106,8 +105,6 @@ class Speculator:
         if has_rested:  # what was said in steps that nobody drafted in is no part of this one
             followed = self._clock()
             self._began, started = self._began + followed - started, followed
-        if self._tp.size == 1 and isinstance(self.drafter, HybridDrafter):  # other ranks' clocks differ
-            self.drafter.rate = self.selector.rate(rows.num_rows)
         lengths = self._reserve(self._wanted(strategy)) // strategy.topk
         draft = self._propose(rows, lengths, strategy)
         self._draft_seconds = self._clock() - started
@@ -222,7 +219,12 @@ class Speculator:
     def _agree_strategy(self, strategy: DraftStrategy) -> DraftStrategy:
         if self._tp.size == 1:
             return strategy
-        kinds = ("none", self.drafter.kind)
+        kinds = (
+            "none",
+            self.drafter.kind,
+            "suffix",
+            "eagle",
+        )  # a hybrid's strategy may name one of its parts
         numbers = np.array(
             [
                 kinds.index(strategy.kind),

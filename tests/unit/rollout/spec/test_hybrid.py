@@ -1,57 +1,79 @@
-"""What the hybrid drafter knows of the price of an eagle call, and when it makes one."""
+"""Whom the hybrid drafter asks: each row the part that promises more, or one part alone where a strategy says so."""
 
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.hybrid import CallSeconds, HybridDrafter
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.hybrid import EAGLE, SUFFIX, HybridDrafter
+from megatron_tlt.types import DraftStrategy
 
 
-def test_calls_cost_what_they_did_by_rows():
-    calls = CallSeconds()
-    assert calls.of(4) == (0.0, 0.0)
-    for _ in range(10):
-        calls.observe(1, 4, 100e-6)
-        calls.observe(16, 4, 400e-6)
-    assert calls.of(1)[0] == pytest.approx(100e-6)
-    assert calls.of(16)[0] == pytest.approx(400e-6)
-    assert calls.of(1)[1] == pytest.approx(0.5 * 25e-6)
-    assert calls.of(64)[0] == pytest.approx(1600e-6)  # nearest bucket, by rows
+class Part:
+    """Drafts chains with the same survival for every token, and notes for which rows it was asked."""
+
+    def __init__(self, survivals, token):
+        self.survivals, self.token, self.asked = survivals, token, []
+
+    def propose(self, rows, lengths, strategy):
+        self.asked.append(lengths.tolist())
+        survivals = [s for s, n in zip(self.survivals, lengths, strict=True) for _ in range(n)]
+        depths = np.concatenate([np.arange(1, n + 1) for n in lengths]).astype(np.int32)
+        nodes = len(survivals)
+        tokens, feature = np.full(nodes, self.token, np.int32), np.zeros(nodes, np.int32)
+        counts = lengths.astype(np.int32)
+        return Draft(counts, tokens, np.array(survivals, np.float32), depths, None, feature)
+
+    def observe(self, draft, reached, accepted):
+        self.learned = reached.tolist()
 
 
-def test_neither_the_first_calls_nor_slow_ones_are_believed():
-    calls = CallSeconds()
-    calls.observe(1, 4, 5e-3)  # caught up with a long answer
-    for _ in range(6):
-        calls.observe(1, 4, 100e-6)
-    calls.observe(1, 4, 20e-3)
-    assert calls.of(1)[0] < 110e-6
+class Rows:
+    num_rows, slots = 3, np.arange(3, dtype=np.int32)
 
 
-def asks(rate, promise, expected, call):
-    drafter = HybridDrafter(None, None, 8)
-    drafter.rate = rate
+def hybrid(promise=4.0):
+    drafter = HybridDrafter(Part([0.9, 0.1, 0.5], SUFFIX), Part([0.5, 0.8, 0.5], EAGLE), 3)
     drafter._promise[:] = promise
-    for _ in range(5):
-        drafter._calls.observe(4, 4, call)
-    return drafter._ask(np.arange(4, dtype=np.int32), np.full(4, 5, np.int32), np.array(expected))
+    return drafter
 
 
-def test_eagle_is_asked_only_for_rows_that_pay_for_the_call():
-    """At 1000 tokens a second a call of 0.8 ms for four rows is worth 0.2 tokens a row."""
-    assert asks(1000.0, 0.1, [0.0] * 4, 800e-6) is None
-    assert asks(1000.0, 1.0, [0.0] * 4, 800e-6).tolist() == [True] * 4
-    assert asks(1000.0, 1.0, [0.0, 0.95, 0.0, 2.0], 800e-6).tolist() == [True, False, True, False]
-    assert asks(1000.0, 1.0, [0.0, 2.0, 2.0, 2.0], 8e-3) is None
+LENGTHS = np.array([4, 4, 0], np.int32)
 
 
-def test_without_a_rate_it_must_promise_a_quarter_more():
-    chosen = asks(0.0, 2.0, [0.0, 1.0, 1.5, 3.0], 0.0)
+def test_each_row_takes_what_promises_more():
+    drafter = hybrid()
+    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
+    assert drafter.eagle.asked == [[0, 4, 0]]  # 3.6 tokens of four are promised to the first row already
+    assert draft.source.tolist() == [SUFFIX, EAGLE, SUFFIX]
+    assert draft.tokens.tolist() == [SUFFIX] * 4 + [EAGLE] * 4
+    np.testing.assert_allclose(draft.survival, [0.9] * 4 + [0.8] * 4)
+    reached = np.ones(8, bool)
+    drafter.observe(draft, reached, reached)
+    assert drafter.suffix.learned == [True] * 4 + [False] * 4
+    assert drafter.eagle.learned == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize(("kind", "source"), [("suffix", SUFFIX), ("eagle", EAGLE)])
+def test_a_strategy_may_ask_for_one_part_alone(kind, source):
+    """Whatever was promised: a trial of a part must not depend on how the other one does."""
+    drafter = hybrid(promise=0.0)
+    draft = drafter.propose(Rows, LENGTHS, DraftStrategy(kind, 4))
+    part, other = (drafter.suffix, drafter.eagle) if source == SUFFIX else (drafter.eagle, drafter.suffix)
+    assert part.asked == [LENGTHS.tolist()] and other.asked == []
+    assert draft.source.tolist() == [source] * 3 and set(draft.tokens.tolist()) == {source}
+    drafter.observe(draft, np.ones(8, bool), np.ones(8, bool))
+    assert part.learned == [True] * 8
+
+
+def test_eagle_must_promise_a_quarter_more():
+    drafter = hybrid(promise=2.0)
+    chosen = drafter._ask(np.zeros(4, np.int32), np.full(4, 5, np.int32), np.array([0.0, 1.0, 1.5, 3.0]))
     assert chosen.tolist() == [True, True, False, False]
 
 
 def test_eagle_is_tried_again_after_long_silence():
-    drafter = HybridDrafter(None, None, 8)
-    drafter.rate, drafter._promise[:] = 1000.0, 0.0
-    ask = (np.arange(2, dtype=np.int32), np.full(2, 5, np.int32), np.zeros(2))
-    asked = [drafter._ask(*ask) is not None for _ in range(300)]
-    assert 1 <= sum(asked) <= 3
+    drafter = hybrid(promise=-1.0)
+    for _ in range(300):
+        drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
+    assert 2 <= len(drafter.eagle.asked) <= 4
+    assert drafter._promise[1] > 0.4  # on its way to 3.2

@@ -1,4 +1,4 @@
-"""Fixed strategies and the factory."""
+"""The factory of selectors."""
 
 import numpy as np
 import pytest
@@ -7,34 +7,13 @@ from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_aware import CostAware
-from megatron_tlt.rollout.spec.strategy import FixedSelector, build_selector
+from megatron_tlt.rollout.spec.selector import FixedSelector
+from megatron_tlt.rollout.spec.strategy import build_selector
 from megatron_tlt.types import DraftStrategy
 
 SURVIVAL = np.array([0.9, 0.5, 0.8, 0.7, 0.6], np.float32)
 DEPTHS = np.array([1, 2, 1, 2, 3], np.int32)
 COUNTS = np.array([2, 3], np.int32)
-
-
-def test_fixed_always_drafts_and_feeds_everything():
-    strategy = DraftStrategy("eagle", 5)
-    selector = FixedSelector(strategy)
-    assert {selector.select(running).name for running in (1, 7, 64)} == {strategy.name}
-    assert selector.admit(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None).tolist() == [True] * 5
-
-
-def test_fixed_feeds_the_likeliest_nodes_up_to_its_number():
-    strategy = DraftStrategy("eagle", 3, 1, 3)
-    keep = FixedSelector(strategy).admit(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None)
-    assert keep.tolist() == [True, True, True, True, False]
-
-
-def test_fixed_has_nothing_to_remember():
-    selector = FixedSelector(DraftStrategy("eagle", 3))
-    before = selector.state_dict()
-    selector.observe(selector.select(2), 2, 8, np.array([1, 4], np.int32), 1e-5, 1e-3)
-    assert selector.state_dict() == before
-    selector.load_state_dict(before)
-    assert selector.select(2).draft_len == 3
 
 
 def test_the_factory_builds_what_is_configured():
@@ -48,9 +27,7 @@ def test_the_factory_builds_what_is_configured():
     assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1)
     aware = build_selector(SpeculationSection(min_survival=0.3), "hybrid")
     assert isinstance(aware, CostAware) and aware.kind == "hybrid"
-    assert (
-        aware.select(1).kind == "none"
-    )  # finds its own least survival, from measurements that it does not have yet
+    assert aware.select(1).kind == "none"  # plain decoding comes first: what the rest is measured by
 
 
 def test_arms_that_cannot_be_are_named():

@@ -1,0 +1,230 @@
+"""Which of a few ways to decode is fastest: each is played for spans of steps now and then, the best one always else.
+
+    span of the best arm -> is another arm's trial due? --no--> another span of the best arm
+            ^                        | yes
+            +--- its bill: when it is due again <--- span of that arm
+
+What a trial loses is its bill. An arm is due again when the time since would lose `_BUDGET` of itself by such trials:
+an arm that loses much is tried seldom, one that loses nothing often. First trials are let come sooner.
+
+All amounts are in plain steps: a step is worth `emitted / running` of them, and costs its seconds over those of a
+plain step of as many requests. So steps of different batch sizes, and of a slower and a faster hour, can be added up.
+No clock, no torch. Source of the comparison by whole spans: measured, docs/log.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median_low
+
+PLAIN = 0  # index of the arm that is plain decoding
+
+_BUDGET = 0.01  # of the time may be lost to trials of all arms together
+_EAGER = 4.0  # times the budget for the first trial of an arm that may yet be the best, half of it for the next ...
+_UNSURE = 0.85  # ... which are those whose gain is this share of the best one's at least
+_LEAD = 1.02  # an arm must be faster by so much to take over
+_COLD = 2  # steps after a change of arms that tell of the change: drafters catch up, caches fill
+_TRIAL = (6, 24)  # steps of a trial, and request-steps, at least
+_CLOSE, _LONG = 0.9, 4  # arms within this share of the best lose little: longer trials for them
+_HOPELESS = 0.6  # share of the best's gain below which a trial is broken off
+_OUTLIER = (
+    2.0  # a step takes at most so many times what it should, by its span's median: the rest was others' doing
+)
+_DEAR = 32.0  # plain steps that a change of arms is billed with at most
+_MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over
+_FADE = 0.8  # of an arm's mean is kept at a trial, at most
+_CHANGED = 1.25  # a span that is so far off the mean is left out; two in a row make half of it forgotten
+_PRIOR = 8.0  # plain steps that a neighbouring regime's experience weighs
+_REST = 64  # plain steps at most that nobody looks at
+
+
+@dataclass(slots=True)
+class Arm:
+    """What one way of decoding gave: `worth` for `spent`, fading sums in plain steps."""
+
+    worth: float = 0.0
+    spent: float = 0.0
+    trials: int = 0
+    due: float = 0.0  # the regime's time from which on it may be tried
+    fed: float = 1.0  # drafted nodes fed a request, fading mean
+    is_doubted: bool = False  # the last span was far off the mean, and left out
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as plain decoding; infinite while unknown."""
+        return self.worth / self.spent if self.spent else float("inf")
+
+    def add(self, worth: float, spent: float, keep: float) -> None:
+        """One more span. Mutates the sums."""
+        if self.spent and not 1 / _CHANGED < worth / spent / self.gain < _CHANGED:
+            self.is_doubted = not self.is_doubted
+            if self.is_doubted:
+                return
+            keep = min(keep, 0.5)
+        self.is_doubted = False
+        self.worth = self.worth * keep + worth
+        self.spent = self.spent * keep + spent
+
+
+class Race:
+    """The arms at about so many running requests. `playing` is the one whose turn it is."""
+
+    def __init__(self, arms: int, key: int = 0, others: Mapping[int, Race] | None = None):
+        """`arms` >= 1, of which the first is plain decoding. `others`: the races of all regimes, this one's by `key`.
+
+        What this race does not know yet it takes from the nearest one that does.
+        """
+        self.arms = [Arm() for _ in range(arms)]
+        self.time = 0.0  # in plain steps
+        self._key, self._others = key, {} if others is None else others
+        near = self._nearest()
+        self.best: int = near[0].best if near else PLAIN
+        for at in range(arms):
+            self._learn(at)
+        self._bill_to: Arm | None = None  # whose trial has just ended
+        self.playing = PLAIN  # what the rest is measured by comes first
+        self._usual: list[float] = []  # of the span's steps that count, and what they took over it
+        self._ratios: list[float] = []
+        self._worth = self._cold_loss = 0.0
+        self._cold, self._changes = _COLD, 0
+
+    def _nearest(self) -> list[Race]:
+        """The other races, the nearest regime's first."""
+        keys = sorted(self._others, key=lambda key: abs(key - self._key))
+        return [self._others[key] for key in keys if key != self._key]
+
+    def _learn(self, at: int) -> None:
+        """What a neighbour knows of an arm that is unknown here, if one does: a little weight, and no haste."""
+        arm = self.arms[at]
+        for race in self._nearest():
+            other = race.arms[at]
+            if other.trials or (race.best == at and other.spent):
+                arm.worth, arm.spent, arm.fed = _PRIOR * other.gain, _PRIOR, other.fed
+                if at not in (PLAIN, self.best):
+                    self._bill(arm, _TRIAL[0] * max(0.0, self.top / arm.gain - 1.0) + 2 * _COLD)
+                return
+
+    @property
+    def top(self) -> float:
+        """The best arm's gain; 1 while unknown."""
+        arm = self.arms[self.best]
+        return arm.gain if arm.spent else 1.0
+
+    def observe(
+        self, arm: int, running: int, worth: float, spent: float, usual: float, fed: float, changed: bool
+    ) -> None:
+        """A step of `arm` that fed `fed` drafted nodes a request. Mutates the race.
+
+        `usual`: what a step of so many rows takes, about, up to a factor. `changed`: the step before was of another
+        kind, perhaps in another regime.
+        """
+        if arm != self.playing:  # another rank decides
+            self._begin(arm)
+        if changed and self._changes < 4:  # who changes at every step must be judged by such steps
+            self._cold, self._changes = _COLD, self._changes + 1
+        self.time += worth / self.top
+        self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
+        if self._cold:
+            self._cold -= 1
+            self._cold_loss += spent - worth / self.top
+            if not self._cold and self._bill_to is not None and arm == self.best:
+                self._bill(self._bill_to, min(self._cold_loss, _DEAR))
+                self._bill_to = None
+            return
+        self._worth += worth
+        self._usual.append(usual)
+        self._ratios.append(spent / usual)
+        steps = len(self._usual)
+        if steps >= self._length(running) or (self.is_trial and self._is_hopeless(steps, running)):
+            self._close(steps, running)
+
+    def rest(self) -> int:
+        """Plain steps to make without a look at them; counts them as made."""
+        if self.playing != PLAIN or self.is_trial or self._cold or self._usual:
+            return 0
+        due = min((arm.due for arm in self.arms[1:]), default=self.time + _REST)
+        steps = max(0, min(_REST, int(due - self.time)))
+        self.time += steps
+        return steps
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it is not the best arm's turn."""
+        return self.playing != self.best
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the next step only tells of a change of arms."""
+        return self._cold > 0
+
+    def _begin(self, arm: int) -> None:
+        self._cold = _COLD if arm != self.playing else 0
+        self.playing, self._usual, self._ratios = arm, [], []
+        self._worth, self._cold_loss, self._changes = 0.0, 0.0, 0
+
+    def _length(self, running: int) -> int:
+        arm = self.arms[self.playing]
+        if self.is_trial:
+            steps = max(_TRIAL[0], -(-_TRIAL[1] // running))
+            return steps * _LONG if arm.trials and arm.gain >= _CLOSE * self.top else steps
+        return max(8, 32 // running) if self.playing != PLAIN else 8
+
+    def _is_hopeless(self, steps: int, running: int) -> bool:
+        return steps >= 2 and steps * running >= 8 and self._worth < _HOPELESS * self.top * self._paid()
+
+    def _paid(self) -> float:
+        """What the span took, without outliers."""
+        most = _OUTLIER * median_low(self._ratios)
+        return sum(min(ratio, most) * usual for ratio, usual in zip(self._ratios, self._usual, strict=True))
+
+    def _close(self, steps: int, running: int) -> None:
+        arm, spent = self.arms[self.playing], self._paid()
+        keep = max(0.5, 1.0 - max(steps * running / _MEMORY[0], steps / _MEMORY[1]))
+        if self.is_trial:
+            arm.trials += 1
+            lost = spent - self._worth / self.top
+            arm.add(self._worth, spent, min(keep, _FADE))
+            self._bill_to = arm
+            arm.due = self.time
+            self._bill(arm, max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR))
+        else:
+            arm.add(self._worth, spent, keep)
+        self._begin(self._next())
+
+    def _bill(self, arm: Arm, lost: float) -> None:
+        """Puts `arm` off for what it `lost`."""
+        eager = max(1.0, _EAGER / max(1, arm.trials)) if arm.gain >= _UNSURE * self.top else 1.0
+        share = _BUDGET * eager / (len(self.arms) - 1)
+        arm.due = max(arm.due, self.time) + max(0.0, lost) / share
+
+    def _next(self) -> int:
+        """The arm of the next span: one that is due, unknown ones first and then the fastest, or the best."""
+        arms = self.arms
+        for at, arm in enumerate(arms):
+            if not arm.spent:
+                self._learn(at)
+        known = [i for i, arm in enumerate(arms) if arm.spent]
+        fastest = max(known, key=lambda i: arms[i].gain)
+        if arms[fastest].gain > _LEAD * self.top:
+            self.best = fastest
+        due = [i for i, arm in enumerate(arms) if i != self.best and arm.due <= self.time]
+        return max(due, key=lambda i: arms[i].gain, default=self.best)
+
+    def state_dict(self) -> list[float | int | list[float | int]]:
+        """Time, best arm, and each arm's numbers."""
+        arms: list[list[float | int]] = [[a.worth, a.spent, a.trials, a.due, a.fed] for a in self.arms]
+        return [self.time, self.best, *arms]
+
+    def load_state_dict(self, state: list[float | int | list[float | int]]) -> None:
+        """Takes `state_dict`'s; a new span begins."""
+        time, best, *arms = state
+        assert isinstance(time, float | int) and isinstance(best, int)
+        self.time, self.best = float(time), best
+        for at, numbers in enumerate(arms):
+            assert isinstance(numbers, list)
+            worth, spent, trials, due, fed = numbers
+            self.arms[at] = Arm(worth, spent, int(trials), due, fed)
+        self._bill_to = None
+        self._begin(self.best)
+        self._cold = _COLD

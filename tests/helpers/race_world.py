@@ -1,0 +1,56 @@
+"""Arms with known speeds under a virtual clock, for `rollout.spec.race`. Everything in plain steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class RaceWorld:
+    """Steps of arm i are worth tokens of mean `worth[i](time)` and cost `spent[i]`, after a change `cold` more."""
+
+    worth: list
+    spent: list
+    seed: int = 0
+    luck: float = 0.5  # deviation of a request's tokens over their mean
+    noise: float = 0.05
+    outliers: float = 0.0  # share of steps that a neighbour makes 5 to 50 times as long to the reader
+    cold: float = 3.0  # plain steps that a change of arms costs
+    drift: object = None  # factor on what the reader sees, a function of the clock
+    clock: float = 0.0
+    done: float = 0.0
+    last: int = 0
+
+    def __post_init__(self):
+        self.rng = np.random.default_rng(self.seed)
+
+    def gain(self, arm):
+        """True speed of an arm at present."""
+        worth = self.worth[arm]
+        return (worth(self.clock) if callable(worth) else worth) / self.spent[arm]
+
+    def step(self, race, running=4):
+        """One step of the race's arm, or a rest. Returns the arm."""
+        arm = race.playing
+        mean = self.gain(arm) * self.spent[arm]
+        tokens = mean if arm == 0 else mean * max(0.0, self.rng.normal(1.0, self.luck / running**0.5))
+        took = self.spent[arm] + (self.cold if arm != self.last else 0.0)
+        self.clock, self.done = self.clock + took, self.done + tokens
+        rest = race.rest()
+        seen = took * self.rng.lognormal(0.0, self.noise)
+        if self.drift is not None:
+            seen *= self.drift(self.clock)
+        if self.rng.random() < self.outliers:
+            seen *= self.rng.uniform(5, 50)
+        race.observe(arm, running, tokens, seen, self.spent[arm], 1.0, arm != self.last)
+        self.clock, self.done, self.last = self.clock + rest, self.done + rest * self.gain(0), arm
+        return arm
+
+    def run(self, race, until, running=4):
+        """Until the clock shows so many plain steps more. Returns work done over time."""
+        clock, done = self.clock, self.done
+        while self.clock < clock + until:
+            self.step(race, running)
+        return (self.done - done) / (self.clock - clock)
