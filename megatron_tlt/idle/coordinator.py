@@ -215,8 +215,8 @@ class IdleCoordinator:
         """This replica ran dry: enters the done barrier, IDLE. Returns at once."""
         if self._barrier is not None or self._is_complete:
             raise CoordinatorError(f"enter_done in window {self.epoch} needs one begin before it")
+        self.entered_at = self._wall()  # before the barrier: nobody has left before the last one's
         self._barrier = self._comm.Ibarrier()
-        self.entered_at = self._wall()
         self._me = replace(self._me, running=0, tokens_left=0.0)
         self.tell(RankState.IDLE)
         self.poll(force=True)

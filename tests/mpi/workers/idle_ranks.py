@@ -65,7 +65,7 @@ def orders() -> None:
     rng = random.Random(3)
     while len(some) < 12 and SIZE > 4:
         some.append(tuple(rng.sample(range(SIZE), SIZE)))
-    trained = 0
+    trained = late = 0
     with IdleCoordinator(WORLD) as coordinator:
         window = IdleWindow(coordinator, EAGER)
         for order in some:
@@ -73,10 +73,11 @@ def orders() -> None:
             work(coordinator, 0.03 * (1 + order[RANK]))
             reports = check(window.run(step))
             last = max(range(SIZE), key=lambda r: reports[r].entered_at)
-            assert reports[last].steps == 0 or SIZE > 4  # eight ranks share two cores: two may be last
+            late += reports[last].steps
             trained += sum(r.steps for r in reports)
         assert coordinator.epoch == len(some)
     assert (trained > 0) == (SIZE > 1)
+    assert late <= max(2, trained // 10)  # not 0: ranks share cores, and two may be last
     say_ok(windows=len(some), steps=trained)
 
 
