@@ -28,6 +28,7 @@ from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
@@ -262,7 +263,9 @@ def _upkeep(
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,
     )
-    return DrafterUpkeep(world, backend, BucketedSync(config.sync, backend, world), window, trainer)
+    uuid = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
+    sync = BucketedSync(config.sync, backend, world)
+    return DrafterUpkeep(world, backend, sync, window, trainer, GpuMonitor(uuid))
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_tlt.idle.window import IdleWindow, WindowReport
+from megatron_tlt.observe.gpu import GpuMonitor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,12 +48,14 @@ class DrafterUpkeep:
         sync: WeightSync,
         window: IdleWindow,
         trainer: OnlineTrainer | None = None,
+        gpu: GpuMonitor | None = None,
     ):
-        """`backend` drafts with the weights of `trainer`."""
+        """`backend` drafts with the weights of `trainer`; `gpu` only reports."""
         self.trainer = trainer
         self._world, self._backend, self._sync, self._window = world, backend, sync, window
         self._lengths = np.array([_FIRST_GUESS])  # of the last rollout's answers, ascending
         self._figures: dict[str, float] = {}
+        self._gpu = gpu or GpuMonitor(None)
         self._published = 0 if trainer is None else trainer.version
 
     # -- a step, in this order ------------------------------------------------------------------------------
@@ -93,7 +96,9 @@ class DrafterUpkeep:
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         trainer = self.trainer
+        self._gpu.start()
         report = self._window.run(trainer.step if trainer is not None else _nothing)
+        self._add(_named(self._gpu.stop()))
         self._add(
             {
                 "idle/seconds": report.idle_seconds,
@@ -103,8 +108,7 @@ class DrafterUpkeep:
             }
         )
         if report.stop_seconds is not None:
-            stop_ms = 1e3 * max(0.0, report.stop_seconds)
-            self._figures["idle/stop_ms_max"] = max(stop_ms, self._figures.get("idle/stop_ms_max", 0.0))
+            self._add({"idle/stop_ms_max": 1e3 * max(0.0, report.stop_seconds)})
         return report
 
     def merge(self) -> dict[str, float]:
@@ -114,6 +118,8 @@ class DrafterUpkeep:
             return {}
         started = time.perf_counter()
         report = trainer.merge(_all_reduce, self._world.rank, self._world.size)
+        if report.disabled and self._window.disabled_reason is None:  # who failed has said so itself
+            self._window.disabled_reason = f"it failed on rank {', '.join(map(str, report.disabled))}"
         if trainer.failure is not None:
             self._window.disable(trainer.failure)
         metrics = {f"drafter/{name}": value for name, value in trainer.metrics().items()}
@@ -152,7 +158,8 @@ class DrafterUpkeep:
 
     def _add(self, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._figures[name] = self._figures.get(name, 0.0) + value
+            old = self._figures.get(name, 0.0)
+            self._figures[name] = max(old, value) if name.endswith("_max") else old + value
 
     def drafter_state(self) -> dict[str, Any] | None:
         """Weights, moments and counters of the drafter in training; None where nothing is trained."""
@@ -192,6 +199,11 @@ def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float
     # Longer than any before: half as much again.
     residual = np.where(longer > 0, sums[at] / np.maximum(longer, 1) - running, np.maximum(running / 2, 1.0))
     return max(float(residual.sum()) + waiting * mean, float(residual.max()) * len(running))
+
+
+def _named(gpu: Mapping[str, float]) -> dict[str, float]:
+    """Of a window's GPU metrics what adds up over ranks: energy; of the others the highest is reported."""
+    return {name if name == "gpu/energy_j" else f"{name}_max": value for name, value in gpu.items()}
 
 
 def _all_reduce(tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.speculator import Speculator
 
 Progress = Callable[[int, int, int], None]
-_PROGRESS_EVERY_S = 0.2
+_PROGRESS_EVERY_S = 0.02  # waiting ranks hear through it how long it will take
 
 
 @dataclass(frozen=True)
