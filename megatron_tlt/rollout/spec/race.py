@@ -48,6 +48,7 @@ class Arm:
     trials: int = 0
     due: float = 0.0  # the regime's time from which on it may be tried
     fed: float = 1.0  # drafted nodes fed a request, fading mean
+    lost: float = 0.0  # by the last trial
     is_doubted: bool = False  # the last span was far off the mean, and left out
 
     @property
@@ -100,9 +101,9 @@ class Race:
         for race in self._nearest():
             other = race.arms[at]
             if other.trials or (race.best == at and other.spent):
-                arm.worth, arm.spent, arm.fed = _PRIOR * other.gain, _PRIOR, other.fed
+                arm.worth, arm.spent, arm.fed, arm.lost = _PRIOR * other.gain, _PRIOR, other.fed, other.lost
                 if at not in (PLAIN, self.best):
-                    self._bill(arm, _TRIAL[0] * max(0.0, self.top / arm.gain - 1.0) + 2 * _COLD)
+                    self._bill(arm, arm.lost)
                 return
 
     @property
@@ -187,7 +188,8 @@ class Race:
             arm.add(self._worth, spent, min(keep, _FADE))
             self._bill_to = arm
             arm.due = self.time
-            self._bill(arm, max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR))
+            arm.lost = max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR)
+            self._bill(arm, arm.lost)
         else:
             arm.add(self._worth, spent, keep)
         self._begin(self._next())
@@ -213,7 +215,9 @@ class Race:
 
     def state_dict(self) -> list[float | int | list[float | int]]:
         """Time, best arm, and each arm's numbers."""
-        arms: list[list[float | int]] = [[a.worth, a.spent, a.trials, a.due, a.fed] for a in self.arms]
+        arms: list[list[float | int]] = [
+            [a.worth, a.spent, a.trials, a.due, a.fed, a.lost] for a in self.arms
+        ]
         return [self.time, self.best, *arms]
 
     def load_state_dict(self, state: list[float | int | list[float | int]]) -> None:
@@ -223,8 +227,8 @@ class Race:
         self.time, self.best = float(time), best
         for at, numbers in enumerate(arms):
             assert isinstance(numbers, list)
-            worth, spent, trials, due, fed = numbers
-            self.arms[at] = Arm(worth, spent, int(trials), due, fed)
+            worth, spent, trials, due, fed, lost = numbers
+            self.arms[at] = Arm(worth, spent, int(trials), due, fed, lost)
         self._bill_to = None
         self._begin(self.best)
         self._cold = _COLD
