@@ -89,6 +89,9 @@ class Race:
         self._ratios: list[float] = []
         self._worth = self._cold_loss = 0.0
         self._cold, self._changes = _COLD, 0
+        self._resting = self._rested = (
+            0  # steps of a rest that begins with this step, and of one that is over
+        )
 
     def _nearest(self) -> list[Race]:
         """The other races, the nearest regime's first."""
@@ -113,13 +116,24 @@ class Race:
         return arm.gain if arm.spent else 1.0
 
     def observe(
-        self, arm: int, running: int, worth: float, spent: float, usual: float, fed: float, changed: bool
+        self,
+        arm: int,
+        running: int,
+        worth: float,
+        spent: float,
+        usual: float,
+        fed: float,
+        changed: bool,
+        stayed: bool = True,
     ) -> None:
         """A step of `arm` that fed `fed` drafted nodes a request. Mutates the race.
 
         `usual`: what a step of so many rows takes, about, up to a factor. `changed`: the step before was of another
-        kind, perhaps in another regime.
+        kind, perhaps in another regime. `stayed`: it was of this regime.
         """
+        if stayed:  # a rest that ended with the regime may have been short: it does not count
+            self.time += self._rested
+        self._rested, self._resting = self._resting, 0
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
@@ -141,12 +155,12 @@ class Race:
             self._close(steps, running)
 
     def rest(self) -> int:
-        """Plain steps to make without a look at them; counts them as made."""
+        """Plain steps to make without a look at them, after this one; counted if the regime then still is."""
         if self.playing != PLAIN or self.is_trial or self._cold or self._usual:
             return 0
         due = min((arm.due for arm in self.arms[1:]), default=self.time + _REST)
         steps = max(0, min(_REST, int(due - self.time)))
-        self.time += steps
+        self._resting = steps
         return steps
 
     @property
