@@ -118,11 +118,12 @@ class SpecWorld:
             self._emit(np.ones(B, np.int32), seconds)
             rest = selector.rest(B)
             selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, self.timed(seconds))
-            for _ in range(rest):  # unobserved, unless the batch gets smaller
-                if len(self.lengths) != B:
+            for _ in range(rest):  # unobserved, while there are about as many requests
+                still = len(self.lengths)
+                if still.bit_length() != B.bit_length():
                     break
                 self.behind += 1
-                self._emit(np.ones(B, np.int32), float(self.step_seconds(B, B)))
+                self._emit(np.ones(still, np.int32), float(self.step_seconds(still, still)))
             return strategy, None
         gaps, bucket, survival, lengths, drafting = self.propose(strategy)
         L = strategy.draft_len

@@ -61,7 +61,7 @@ class CostAware:
         self._races: dict[int, Race] = {}
         self._prices: dict[int, _Prices] = {}
         self._drafted = 0  # tokens in the trunks of the present step's draft
-        self._last_kind = "none"
+        self._last_kind, self._last_race = "none", 0
         self._steps = 0
 
     def select(self, running: int) -> DraftStrategy:
@@ -111,6 +111,7 @@ class CostAware:
         """See `StrategySelector.observe`."""
         race, arm = self._race(running), self._arm(strategy)
         changed, self._last_kind = strategy.kind != self._last_kind, strategy.kind
+        stayed, self._last_race = running.bit_length() == self._last_race, running.bit_length()
         self._steps += 1
         often = race.is_trial or race.time < _YOUNG or self._steps % _SELDOM == 0
         if not self.step_costs.is_known or (often and not race.is_cold and not changed):
@@ -121,7 +122,7 @@ class CostAware:
         prices, fed = self._priced(running), rows_fed - running
         spent = (draft_seconds + step_seconds) / prices.plain
         usual = prices.cost_list[min(fed, len(prices.cost_list) - 1)] / prices.plain
-        race.observe(arm, running, tokens / running, spent, usual, fed / running, changed)
+        race.observe(arm, running, tokens / running, spent, usual, fed / running, changed, stayed)
 
     # Prices
 

@@ -48,6 +48,7 @@ class Arm:
     trials: int = 0
     due: float = 0.0  # the regime's time from which on it may be tried
     fed: float = 1.0  # drafted nodes fed a request, fading mean
+    lost: float = 0.0  # by the last trial
     is_doubted: bool = False  # the last span was far off the mean, and left out
 
     @property
@@ -88,6 +89,9 @@ class Race:
         self._ratios: list[float] = []
         self._worth = self._cold_loss = 0.0
         self._cold, self._changes = _COLD, 0
+        self._resting = self._rested = (
+            0  # steps of a rest that begins with this step, and of one that is over
+        )
 
     def _nearest(self) -> list[Race]:
         """The other races, the nearest regime's first."""
@@ -100,9 +104,9 @@ class Race:
         for race in self._nearest():
             other = race.arms[at]
             if other.trials or (race.best == at and other.spent):
-                arm.worth, arm.spent, arm.fed = _PRIOR * other.gain, _PRIOR, other.fed
+                arm.worth, arm.spent, arm.fed, arm.lost = _PRIOR * other.gain, _PRIOR, other.fed, other.lost
                 if at not in (PLAIN, self.best):
-                    self._bill(arm, _TRIAL[0] * max(0.0, self.top / arm.gain - 1.0) + 2 * _COLD)
+                    self._bill(arm, arm.lost)
                 return
 
     @property
@@ -112,13 +116,24 @@ class Race:
         return arm.gain if arm.spent else 1.0
 
     def observe(
-        self, arm: int, running: int, worth: float, spent: float, usual: float, fed: float, changed: bool
+        self,
+        arm: int,
+        running: int,
+        worth: float,
+        spent: float,
+        usual: float,
+        fed: float,
+        changed: bool,
+        stayed: bool = True,
     ) -> None:
         """A step of `arm` that fed `fed` drafted nodes a request. Mutates the race.
 
         `usual`: what a step of so many rows takes, about, up to a factor. `changed`: the step before was of another
-        kind, perhaps in another regime.
+        kind, perhaps in another regime. `stayed`: it was of this regime.
         """
+        if stayed:  # a rest that ended with the regime may have been short: it does not count
+            self.time += self._rested
+        self._rested, self._resting = self._resting, 0
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
@@ -140,12 +155,12 @@ class Race:
             self._close(steps, running)
 
     def rest(self) -> int:
-        """Plain steps to make without a look at them; counts them as made."""
+        """Plain steps to make without a look at them, after this one; counted if the regime then still is."""
         if self.playing != PLAIN or self.is_trial or self._cold or self._usual:
             return 0
         due = min((arm.due for arm in self.arms[1:]), default=self.time + _REST)
         steps = max(0, min(_REST, int(due - self.time)))
-        self.time += steps
+        self._resting = steps
         return steps
 
     @property
@@ -187,7 +202,8 @@ class Race:
             arm.add(self._worth, spent, min(keep, _FADE))
             self._bill_to = arm
             arm.due = self.time
-            self._bill(arm, max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR))
+            arm.lost = max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR)
+            self._bill(arm, arm.lost)
         else:
             arm.add(self._worth, spent, keep)
         self._begin(self._next())
@@ -213,7 +229,9 @@ class Race:
 
     def state_dict(self) -> list[float | int | list[float | int]]:
         """Time, best arm, and each arm's numbers."""
-        arms: list[list[float | int]] = [[a.worth, a.spent, a.trials, a.due, a.fed] for a in self.arms]
+        arms: list[list[float | int]] = [
+            [a.worth, a.spent, a.trials, a.due, a.fed, a.lost] for a in self.arms
+        ]
         return [self.time, self.best, *arms]
 
     def load_state_dict(self, state: list[float | int | list[float | int]]) -> None:
@@ -223,8 +241,8 @@ class Race:
         self.time, self.best = float(time), best
         for at, numbers in enumerate(arms):
             assert isinstance(numbers, list)
-            worth, spent, trials, due, fed = numbers
-            self.arms[at] = Arm(worth, spent, int(trials), due, fed)
+            worth, spent, trials, due, fed, lost = numbers
+            self.arms[at] = Arm(worth, spent, int(trials), due, fed, lost)
         self._bill_to = None
         self._begin(self.best)
         self._cold = _COLD

@@ -57,7 +57,7 @@ def lengths(seed, count=64):
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("running", [1, 2, 5, 16, 64])
 def test_within_five_percent_of_the_best_fixed_strategy(running, name):
-    steps = max(1500, 4000 // running)
+    steps = 1500
     reached = speed(CostAware("eagle", 8), running, SpecWorld(seed=1, **WORLDS[name]), 1500, steps)
     assert reached >= 0.95 * best_fixed(running, name)
 
@@ -69,14 +69,14 @@ def test_where_drafting_loses_it_costs_two_percent_at_most(running, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("stairs", 1.0), ("gpu", 2.5), ("cheap", 0.98), ("useless", 0.97)]
+    ("name", "least"), [("stairs", 0.96), ("gpu", 2.8), ("cheap", 0.96), ("useless", 0.975)]
 )
 def test_whole_rollouts_with_a_long_tail(name, least):
-    """Few steps at each batch size, in each of many rollouts."""
+    """About 40 steps in each regime of each rollout: it takes several rollouts to find out."""
     selector, engine = CostAware("eagle", 8), SpecWorld(seed=1, **(WORLDS | LOSING)[name])
-    first, *later = (engine.drain(selector, lengths(i)) for i in range(12))
+    first, *later = (engine.drain(selector, lengths(i)) for i in range(16))
     assert first[1] / first[0] > 0.55  # the price of finding out
-    spent, plain = np.array(later[3:]).sum(0)
+    spent, plain = np.array(later[7:]).sum(0)
     assert plain / spent > least
 
 
@@ -102,7 +102,7 @@ def test_a_drafter_that_turns_bad_is_dropped_and_taken_up_again():
     world.quality = 0.02
     assert speed(selector, 1, world, 1000, 4000) > 0.97
     world.quality = 1.0
-    assert speed(selector, 1, world, 20000, 1000) > 1.7
+    assert speed(selector, 1, world, 12000, 1000) > 1.6
 
 
 def test_plain_steps_after_drafts_are_not_taken_for_what_plain_decoding_costs():
@@ -114,8 +114,8 @@ def test_plain_steps_after_drafts_are_not_taken_for_what_plain_decoding_costs():
 def test_plain_decoding_comes_first_then_drafts():
     selector, world = CostAware("eagle", 8), SpecWorld()
     world.start([1 << 40] * 4)
-    kinds = [world.step(selector)[0].kind for _ in range(40)]
-    assert kinds == sorted(kinds, reverse=True) and set(kinds) == {"none", "eagle"}
+    kinds = [world.step(selector)[0].kind for _ in range(20)]
+    assert kinds == ["none"] * 10 + ["eagle"] * 10
 
 
 def test_a_hybrid_plays_its_parts_alone_too():
@@ -131,13 +131,11 @@ def test_a_hybrid_plays_its_parts_alone_too():
 
 
 def learned(draft_len=8, topk=1, seconds=lambda rows: 200e-6 + 20e-6 * rows):
-    """A selector that saw steps of one request with 1 to 10 rows; drafts of any length emit three tokens."""
+    """A selector that knows what steps of one request cost, and of no gain by drafting."""
     selector = CostAware("eagle", draft_len, topk)
-    for i in range(400):
-        rows = 1 + i % 10
-        strategy = NO_DRAFT if rows == 1 else DraftStrategy("eagle", draft_len, topk)
-        emitted = np.array([1 if rows == 1 else 3], np.int32)
-        selector.observe(strategy, 1, rows, emitted, 0.0, seconds(rows))
+    for _ in range(40):
+        for rows in range(1, 11):
+            selector.step_costs.observe(1, rows, seconds(rows))
     return selector
 
 

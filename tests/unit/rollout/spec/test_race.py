@@ -94,16 +94,26 @@ def test_rests_only_between_spans_of_plain_decoding_and_until_a_trial_is_due():
     world, race = RaceWorld([1, 0.5], [1, 2.0], seed=6), Race(2)
     assert race.rest() == 0  # nothing is known yet
     world.run(race, 3000)
-    rests = []
+    rests, time = [], race.time
     for _ in range(2000):
-        playing, trial, before = race.playing, race.is_trial, race.time
+        playing, trial = race.playing, race.is_trial
         rests.append(race.rest())
-        assert race.time == before + rests[-1]
-        assert not rests[-1] or (playing == 0 and not trial and race.time <= race.arms[1].due)
-        race.observe(
-            playing, 4, world.gain(playing) * world.spent[playing], world.spent[playing], 1.0, 0.0, False
-        )
+        assert not rests[-1] or (playing == 0 and not trial)
+        step = world.spent[playing]
+        race.observe(playing, 4, world.gain(playing) * step, step, step, 0.0, False)
     assert max(rests) == 64 and sum(rests) > 3 * len(rests)
+    assert race.time > time + 0.99 * sum(rests)
+
+
+def test_a_rest_that_ended_with_its_regime_does_not_count():
+    race = Race(1)
+    for _ in range(10):
+        race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
+    assert race.rest() == 64
+    race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
+    assert race.time == 11
+    race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False, stayed=False)
+    assert race.time == 12
 
 
 def test_steps_of_an_arm_that_another_rank_chose_count_for_that_arm():
