@@ -85,7 +85,7 @@ def main() -> None:
     writers = {kind: AsyncDrafterCheckpoint() for kind in ("full", "selective")}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        for round_number in range(3 if args.quick else 6):
+        for round_number in range(3 if args.quick else 4):
             for kind, (state, wait) in kinds.items():
                 taken = save(writers[kind.split()[0]], Path(folder) / "drafter.safetensors", state, wait)
                 if round_number:

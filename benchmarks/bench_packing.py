@@ -1,9 +1,10 @@
 """Drafter training on packed sequences against batches padded to their longest sequence.
 
-    python benchmarks/bench_packing.py [--quick] [--out r.json] [--threads 1]
+    python benchmarks/bench_packing.py [--quick] [--out r.json] [--answers N] [--rounds N]
 
 The model is the demo policy's drafter; an optimizer step of each kind has about as many answers. All three train on
-the same answers, in turns (A B A B), and medians are compared:
+the same answers, in turns (A B A B), and medians of processor time are compared (one thread: on a machine that
+others use, too, it is the steadier clock):
 
     padded   answers in random order, so many a batch; every row of the rectangle is computed, padding included,
              and would be masked in the loss
@@ -102,10 +103,10 @@ def batches(sequences: list[DraftSequence]) -> dict[str, list[PairBatch]]:
 
 def seconds_of(step: Callable[[PairBatch], object], data: list[PairBatch]) -> float:
     """One pass over the batches."""
-    started = time.perf_counter()
+    started = time.process_time()
     for batch in data:
         step(batch)
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
@@ -146,10 +147,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer answers, one round")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--answers", type=int)
+    parser.add_argument("--rounds", type=int)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     count, rounds = (48, 1) if args.quick else (192, 3)
+    count, rounds = args.answers or count, args.rounds or rounds
     rows, summary = [], {}
     for name, shapes in (("traces", trace_lengths(count)), ("long-tailed", long_tailed_lengths(count))):
         mine = measure(name, shapes, rounds)
