@@ -109,7 +109,7 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
     """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory."""
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.checkpointing import CheckpointManager
-    from megatron_tlt.export import write_hf
+    from megatron_tlt.export import write_drafter, write_hf
     from megatron_tlt.sft import CompletionLoss
 
     check_on(config, world)
@@ -123,8 +123,12 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
         raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'}")
     world.enter("export")
     write_hf(policy, world, config.model, out, dtype or config.actor.dtype)
+    drafter = manager.load_drafter()
+    if world.is_main and drafter is not None:
+        write_drafter(drafter, policy, out / "drafter")
     if world.is_main:
-        print(f"wrote {out} (policy version {policy.policy_version})", flush=True)
+        trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
+        print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
 
 
 def run_evaluation(config: Config, world: World, out: Path | None) -> None:

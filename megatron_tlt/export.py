@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.loader import save_hf
 
@@ -42,6 +44,20 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
     world.barrier()
+
+
+def write_drafter(state: Mapping[str, Any], policy: MegatronPolicy, out: Path) -> None:
+    """Writes the drafter of a checkpoint (`OnlineTrainer.state_dict`) as a directory for `drafter_path`. One rank only.
+
+    Raises CheckpointError if it is not this policy's.
+    """
+    save_drafter(
+        out,
+        policy.config,
+        state["model"],
+        policy_version=policy.policy_version,
+        trained_steps=int(state["trained_steps"]),
+    )
 
 
 def _copy_companions(source: Path, out: Path) -> None:

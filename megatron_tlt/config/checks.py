@@ -176,8 +176,9 @@ def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    layers = shape.num_layers + rollout.speculation.uses_eagle  # the drafter's pairs lie in the same blocks
-    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim
+    has_eagle = rollout.speculation.uses_eagle  # its pairs, and hidden states, lie in the same blocks
+    layers = shape.num_layers + has_eagle
+    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + has_eagle * shape.hidden_size
     width *= 4 if rollout.dtype == "fp32" else 2
     blocks = -(-longest_request(config) // rollout.block_size)
     needed = -(-blocks * rollout.block_size * width // 2**20)

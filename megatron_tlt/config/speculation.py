@@ -54,7 +54,7 @@ class SpeculationSection(Section):
     selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
     """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
     request's draft length from estimated survival and measured step costs."""
-    draft_len: PositiveInt = Field(default=8, le=32)
+    draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
     topk: PositiveInt = Field(default=1, le=4)
     """Candidates at each drafted position: 1 is a chain, more make a small tree."""

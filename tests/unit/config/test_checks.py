@@ -133,6 +133,14 @@ def test_a_trained_drafter_needs_cache_too():
     assert paths(*fits, *eagle) == {"rollout.kv_cache_mib"}
 
 
+def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
+    train = "idle.train_drafter=true"
+    assert paths(train) == paths(train, "rollout.speculation.drafter=suffix") == {"idle.train_drafter"}
+    # Without a directory it starts from random weights.
+    assert paths(train, "rollout.speculation.drafter=eagle") == set()
+    assert paths("rollout.speculation.drafter=eagle") == {"rollout.speculation.drafter_path"}
+
+
 def test_no_shape_skips_its_checks():
     config = build_config(BASE, ["actor.pp=2", "rollout.top_k=99999"])
     assert check_config(config, None, 4) == []
