@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_tlt.drafter.checkpoint import CONFIG, load_drafter
+from megatron_tlt.drafter.checkpoint import CONFIG, KIND, load_drafter
 from megatron_tlt.drafter.export import ExportFiles, Format, Origin, check_eagle_format, export_eagle
+from megatron_tlt.drafter.export3 import KIND3, export_eagle3, load_eagle3
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle_base import eagle_parameter_shapes
@@ -40,6 +42,22 @@ def export_drafter(
     target = Path(out)
     refuse_existing(target)
     about = read_about(Path(drafter))
+    if about["drafter"] == KIND3:
+        if policy is not None:
+            raise ConfigError.of(
+                "policy", str(policy), "a drafter of kind eagle3 has a head of its own: give none"
+            )
+        shape, weights, origin = load_eagle3(drafter, about)
+        files = export_eagle3(shape, weights, kind, dtype, origin)
+    else:
+        files = _export_eagle(Path(drafter), about, kind, dtype, policy)
+    write_export(target, files)
+    return files
+
+
+def _export_eagle(
+    drafter: Path, about: Mapping[str, Any], kind: Format, dtype: torch.dtype, policy: str | Path | None
+) -> ExportFiles:
     config = ModelConfig.from_hf(about)
     check_eagle_format(config, kind)
     if policy is not None and kind != "hf":
@@ -47,11 +65,8 @@ def export_drafter(
         raise ConfigError.of("policy", str(policy), allowed)
     saved = load_drafter(drafter, config)
     tables = policy_tables(policy, config) if policy is not None else None
-    files = export_eagle(
-        config, saved.weights, kind, dtype, Origin(saved.policy_version, saved.trained_steps), tables
-    )
-    write_export(target, files)
-    return files
+    origin = Origin(saved.policy_version, saved.trained_steps)
+    return export_eagle(config, saved.weights, kind, dtype, origin, tables)
 
 
 def read_about(drafter: Path) -> dict[str, Any]:
@@ -62,10 +77,9 @@ def read_about(drafter: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from e
     kind = about.get("drafter") if isinstance(about, dict) else None
-    if kind != "eagle":
-        raise CheckpointError(
-            f"{file}: drafter = {kind!r} is not a kind that can be exported: it must be 'eagle'"
-        )
+    if kind not in (KIND, KIND3):
+        allowed = f"it must be '{KIND}' or '{KIND3}'"
+        raise CheckpointError(f"{file}: drafter = {kind!r} is not a kind that can be exported: {allowed}")
     return dict(about)
 
 
