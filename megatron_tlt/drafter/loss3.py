@@ -77,7 +77,7 @@ def _step_loss(
         known = torch.isin(best, ids)
         p = p[:, ids]
         wanted = p / p.sum(-1, keepdim=True)
-    log_q = (model.logits(drafted) / t).log_softmax(-1)
+    log_q = (model.logits(drafted.float()) / t).log_softmax(-1)
     ce = -(wanted * log_q).sum(-1)[known].sum()
     accept = torch.minimum(p, log_q.detach().exp()).sum()
     return ce, accept, known.sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.loss import LossWeights, draft_loss
 from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
 
 Average = Callable[[list[Tensor]], None]
@@ -27,7 +28,7 @@ class DrafterTrainer:
 
     def __init__(
         self,
-        model: EagleModel,
+        model: EagleModel | Eagle3Model,
         embed: Tensor,
         head: Tensor,
         section: DrafterSection,
@@ -63,7 +64,7 @@ class DrafterTrainer:
         layout = PairLayout(batch)
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=section.dtype == "bf16"):
             outputs = model.unroll(self.embed, batch, layout, section.draft_steps)
-        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights)
+        loss, parts = self._loss(outputs, batch, layout)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -77,11 +78,16 @@ class DrafterTrainer:
         self.trained_steps += 1
         metrics = {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate}
         metrics["tokens"] = float(len(batch.tokens))
-        for step, (hidden, ce, accept) in enumerate(
-            zip(report.hidden, report.ce, report.accept, strict=True), 1
-        ):
-            metrics |= {f"hidden/{step}": hidden, f"ce/{step}": ce, f"accept/{step}": accept}
+        for name, values in parts.items():
+            metrics |= {f"{name}/{step}": value for step, value in enumerate(values, 1)}
         return metrics
+
+    def _loss(
+        self, outputs: Sequence[Tensor], batch: PairBatch, layout: PairLayout
+    ) -> tuple[Tensor, dict[str, list[float]]]:
+        """The loss (0-d) and its parts by unrolled step."""
+        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights)
+        return loss, {"hidden": report.hidden, "ce": report.ce, "accept": report.accept}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and step count."""

@@ -210,6 +210,13 @@ class Eagle3Model(nn.Module):
         normed = rms_norm(outputs, self.norm.weight, self.config.policy.rms_norm_eps)
         return linear(normed, self.lm_head.weight).float()
 
+    def full_logits(self, outputs: Tensor) -> Tensor:
+        """Float32 [.., V] of outputs o [.., H]: -inf for tokens that the drafter does not know."""
+        own = self.logits(outputs)
+        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
+        out[..., self.token_ids()] = own
+        return out
+
     def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
         """As `EagleModel.unroll`: `steps` outputs o [N, H] from every base, fed with the true tokens.
 
