@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_tlt.drafter.batching import collate
+from megatron_tlt.drafter.checkpoint import check_drafter
 from megatron_tlt.drafter.export import FORMATS, Format, Origin
 from megatron_tlt.drafter.export3 import export_eagle3, load_eagle3
 from megatron_tlt.drafter.export_files import export_drafter, read_about, write_export
@@ -174,6 +175,12 @@ def test_hf_is_what_the_other_exports_are_made_of(tmp_path) -> None:
     got, weights, origin = load_eagle3(out, read_about(out))
     assert (got, origin) == (config, Origin(7, 30))
     assert all(torch.equal(weights[n], w) for n, w in random_eagle3(config).items())
+
+
+def test_the_rollouts_here_refuse_it(tmp_path) -> None:
+    out = export(tmp_path, CONFIGS["qwen3"], "hf")
+    with pytest.raises(CheckpointError, match="does not describe an eagle drafter"):
+        check_drafter(out, CONFIGS["qwen3"].policy)
 
 
 def test_what_does_not_fit_is_named(tmp_path) -> None:
