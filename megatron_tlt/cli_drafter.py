@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.models.eagle3 import Eagle3Config
     from megatron_tlt.warmup import DrafterWarmUp
 
 OnEveryRank = Callable[[Any, int | None, Callable[["World"], None]], int]
@@ -40,9 +41,23 @@ def add_drafter(commands: Any, on_every_rank: OnEveryRank) -> None:
                 else "start from this drafter, not from fresh weights"
             )
             action.add_argument("--drafter", type=Path, required=name == "eval", help=start)
+        if name == "train":
+            action.add_argument(
+                "--kind",
+                choices=("eagle", "eagle3"),
+                help="eagle (default): for rollouts; eagle3: for serving",
+            )
+            action.add_argument("--layers", type=_ids, help="eagle3: policy layers to read, as 1,5,8")
+            action.add_argument(
+                "--draft-vocab", type=int, help="eagle3: draft only this many tokens (default all)"
+            )
         about = "also write the result as JSON" if name == "eval" else "directory to write"
         action.add_argument("--out", type=Path, required=name != "eval", help=about)
         action.set_defaults(run=_command(body, on_every_rank))
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def _command(body: Body, on_every_rank: OnEveryRank) -> Callable[[argparse.Namespace], int]:
@@ -76,8 +91,8 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.build import open_tokenizer
     from megatron_tlt.data.prompts import build_prompts
 
-    warm_up = _warm_up(config, world)
-    _start_from(warm_up, args.drafter, config.drafter.seed)
+    warm_up = _warm_up(config, world, args)
+    warm_up.start(args.drafter, config.drafter.seed)
     tokenizer = open_tokenizer(config)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed).next_batch(
         config.drafter.num_prompts
@@ -90,8 +105,8 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> None:
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
     prompts = _held_out(config, required=True)
-    warm_up = _warm_up(config, world)
-    _start_from(warm_up, args.drafter, config.drafter.seed)
+    warm_up = _warm_up(config, world, args)
+    warm_up.start(args.drafter, config.drafter.seed)
     result = warm_up.measure(warm_up.held_out(prompts))
     if world.is_main:
         print(result.table(), flush=True)
@@ -100,7 +115,7 @@ def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
             args.out.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
-def _warm_up(config: Config, world: World) -> DrafterWarmUp:
+def _warm_up(config: Config, world: World, args: argparse.Namespace) -> DrafterWarmUp:
     """The engine with the model's weights, without speculation: it is what the drafter learns from."""
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.build import open_backend, open_tokenizer, sampling_params
@@ -110,7 +125,9 @@ def _warm_up(config: Config, world: World) -> DrafterWarmUp:
     from megatron_tlt.preflight import check_on
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.warmup import DrafterWarmUp
+    from megatron_tlt.warmup3 import Eagle3WarmUp
 
+    shape = _eagle3_shape(config, args)
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     config = config.model_copy(update={"rollout": plain})
     check_on(config, world)
@@ -119,18 +136,33 @@ def _warm_up(config: Config, world: World) -> DrafterWarmUp:
     path = config.model.path
     assert isinstance(backend, EmbeddedBackend), "the one backend there is"
     BucketedSync(config.sync, backend, world).push(iter_weights(path, ModelConfig.from_hf(path)), version=0)
+    if shape is not None:
+        return Eagle3WarmUp(config, world, backend, sampling_params(config), shape)
     return DrafterWarmUp(config, world, backend, sampling_params(config))
 
 
-def _start_from(warm_up: DrafterWarmUp, drafter: Path | None, seed: int) -> None:
-    from megatron_tlt.drafter.checkpoint import load_drafter
+def _eagle3_shape(config: Config, args: argparse.Namespace) -> Eagle3Config | None:
+    """The drafter to train or measure if it is of kind eagle3: the given one's, or that of the options."""
+    from megatron_tlt.drafter.export3 import KIND3, load_eagle3
+    from megatron_tlt.drafter.export_files import read_about, refuse_existing
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.eagle3 import Eagle3Config
 
-    if drafter is None:
-        warm_up.model.initialise(seed)
-        return
-    saved = load_drafter(drafter, warm_up.model_config)
-    warm_up.model.load_full(saved.weights.items())
-    warm_up.trained_steps = saved.trained_steps
+    kind, layers, vocab = (getattr(args, name, None) for name in ("kind", "layers", "draft_vocab"))
+    about = read_about(args.drafter) if args.drafter is not None else {"drafter": kind or "eagle"}
+    if kind not in (None, about["drafter"]):
+        raise ConfigError.of("--kind", kind, f"{args.drafter} is of kind {about['drafter']}")
+    fresh = about["drafter"] == KIND3 and args.drafter is None
+    for name, value in (("--layers", layers), ("--draft-vocab", vocab)):
+        if value is not None and not fresh:
+            raise ConfigError.of(name, value, "is for a fresh drafter of kind eagle3")
+    if about["drafter"] != KIND3:
+        return None
+    if args.action == "train":
+        refuse_existing(args.out)  # before the work, not after it
+    if fresh:
+        return Eagle3Config.of(ModelConfig.from_hf(config.model.path), layers, vocab)
+    return load_eagle3(args.drafter, about)[0]
 
 
 def _held_out(config: Config, required: bool) -> list[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.drafter.batching import DraftSequence, epoch
-from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
     from megatron_tlt.models.base import Decoder
+    from megatron_tlt.models.eagle3 import Eagle3Model
     from megatron_tlt.types import Prompt, SamplingParams
 
 _EVAL_SEED_OFFSET = 0x5EED  # as in evaluation: not the noise of training rollouts
@@ -50,8 +51,22 @@ class DrafterWarmUp:
         self._config, self._world, self._backend, self._params = config, world, backend, params
         self.model_config = ModelConfig.from_hf(config.model.path)
         self._embed, self._head = lookup_tables(config.model.path, self.model_config, world.device)
-        self.model = EagleModel(self.model_config).to(world.device)
+        self.model = self._new_model().to(world.device)
         self.trained_steps = 0
+
+    def _new_model(self) -> EagleModel | Eagle3Model:
+        return EagleModel(self.model_config)
+
+    def start(self, drafter: Path | None, seed: int) -> None:
+        """Takes a drafter's weights, or fresh ones without. Raises CheckpointError for a drafter that does not fit."""
+        model = self.model
+        assert isinstance(model, EagleModel), "the other kind has a start of its own"
+        if drafter is None:
+            model.initialise(seed)
+            return
+        saved = load_drafter(drafter, self.model_config)
+        model.load_full(saved.weights.items())
+        self.trained_steps = saved.trained_steps
 
     def train(self, train: Sequence[Prompt], held_out: Sequence[Prompt], out: Path) -> Acceptance:
         """`drafter.num_steps` optimizer steps from the model's present weights; writes `out`. Collective.
@@ -64,14 +79,7 @@ class DrafterWarmUp:
         data = self.answers(train, section.samples_per_prompt, self._params)
         tests = self.held_out(held_out)
         self._say(f"{sum(s.num_bases for s in data)} answer tokens of this rank in {_since(started)}")
-        trainer = DrafterTrainer(
-            self.model,
-            self._embed,
-            self._head,
-            section,
-            self._params.temperature,
-            average=_average if self._world.size > 1 else None,
-        )
+        trainer = self._trainer(data)
         batches = self._endless(data)
         result = Acceptance.empty(section.eval_steps)
         for step in range(1, section.num_steps + 1):
@@ -85,6 +93,13 @@ class DrafterWarmUp:
         self.trained_steps += trainer.trained_steps
         self.save(out, result)
         return result
+
+    def _trainer(self, data: Sequence[DraftSequence]) -> DrafterTrainer:
+        """A trainer of the model. Collective; `data` are this rank's training answers."""
+        del data
+        average = average_gradients if self._world.size > 1 else None
+        section, temperature = self._config.drafter, self._params.temperature
+        return DrafterTrainer(self.model, self._embed, self._head, section, temperature, average)
 
     def held_out(self, prompts: Sequence[Prompt]) -> list[DraftSequence]:
         """One answer to each of this replica's held-out prompts, with noise that training does not see."""
@@ -114,18 +129,21 @@ class DrafterWarmUp:
     def save(self, out: Path, result: Acceptance | None = None) -> None:
         """Rank 0 writes the drafter and, if there is one, the measurement. Collective."""
         if self._world.is_main:
-            save_drafter(
-                out,
-                self.model_config,
-                self.model.state_dict(),
-                policy_version=self._backend.policy_version,
-                trained_steps=self.trained_steps,
-                dtype=DTYPES[self._config.drafter.save_dtype],
-            )
+            self._write(out)
             if result is not None and result.bases:
                 text = json.dumps(result.to_json(), indent=2)
                 (out / "eval.json").write_text(text + "\n", encoding="utf-8")
         self._world.barrier()
+
+    def _write(self, out: Path) -> None:
+        save_drafter(
+            out,
+            self.model_config,
+            self.model.state_dict(),
+            policy_version=self._backend.policy_version,
+            trained_steps=self.trained_steps,
+            dtype=DTYPES[self._config.drafter.save_dtype],
+        )
 
     def answers(self, prompts: Sequence[Prompt], samples: int, params: SamplingParams) -> list[DraftSequence]:
         """This replica's share of the prompts, answered, with the policy's hidden states. On the CPU.
@@ -138,13 +156,8 @@ class DrafterWarmUp:
         prompt_of = {p.prompt_id: p.token_ids for p in mine}
         drawn = self._backend.generate(mine, params, samples)
         texts = [[*prompt_of[s.prompt_id], *s.token_ids] for s in drawn]
-        decoder = self._backend.engine.runner.decoder
-        if isinstance(decoder, PooledDecoder):  # graphs serve the engine's cache only
-            decoder = decoder.inner
         rollout = self._config.rollout
-        states = policy_hidden(
-            cast("Decoder", decoder), texts, rollout.block_size, rollout.max_batched_tokens
-        )
+        states = policy_hidden(self._policy(), texts, rollout.block_size, rollout.max_batched_tokens)
         return [
             DraftSequence(
                 torch.tensor(text),
@@ -154,6 +167,13 @@ class DrafterWarmUp:
             )
             for s, text, hidden in zip(drawn, texts, states, strict=True)
         ]
+
+    def _policy(self) -> Decoder:
+        """What reads the policy's hidden states off the answers."""
+        decoder = self._backend.engine.runner.decoder
+        if isinstance(decoder, PooledDecoder):  # graphs serve the engine's cache only
+            decoder = decoder.inner
+        return cast("Decoder", decoder)
 
     def _endless(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:
         if not any(s.num_bases for s in data):
@@ -222,7 +242,7 @@ def lookup_tables(path: str | Path, config: ModelConfig, device: torch.device) -
     return embed, tables.get("lm_head.weight", embed)
 
 
-def _average(gradients: list[Tensor]) -> None:
+def average_gradients(gradients: list[Tensor]) -> None:
     """Means over all ranks, in place, in one collective."""
     flat = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(flat)

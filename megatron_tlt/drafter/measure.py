@@ -9,17 +9,20 @@ Legend: J drafted positions, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
 from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor, row_keys
 
@@ -89,7 +92,7 @@ class Acceptance:
 
 @torch.no_grad()
 def measure(
-    model: EagleModel,
+    model: EagleModel | Eagle3Model,
     embed: Tensor,
     head: Tensor,
     sequences: Sequence[DraftSequence],
@@ -101,8 +104,10 @@ def measure(
 ) -> Acceptance:
     """What drafts of `steps` tokens would be worth on these answers, sampled with their `key`s at `temperature`.
 
-    Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device.
+    Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
+    H columns of the sequences' hidden states are the policy's final ones.
     """
+    drafted = model.full_logits if isinstance(model, Eagle3Model) else partial(linear, weight=head.float())
     result = Acceptance.empty(steps)
     pieces = [piece for s in sequences if s.num_bases for piece in windows(s, window)]
     for group in pack(pieces, batch_tokens):
@@ -120,7 +125,7 @@ def measure(
             noise_keys = row_keys(keys, position + step)
             alive &= layout.valid(step)
             matched = _compare(
-                result.sums[step], output, batch, layout, step, head, temperature, noise_keys, alive
+                result.sums[step], output, drafted, batch, layout, step, head, temperature, noise_keys, alive
             )
             alive &= matched
     return result
@@ -129,6 +134,7 @@ def measure(
 def _compare(
     sums: np.ndarray,
     output: Tensor,
+    drafted: Callable[[Tensor], Tensor],
     batch: PairBatch,
     layout: PairLayout,
     step: int,
@@ -143,8 +149,8 @@ def _compare(
     size = max(1, _ELEMENTS_AT_ONCE // head.shape[0])
     for a, b in pairwise([*range(0, len(rows), size), len(rows)]):
         part, real = rows[a:b], valid[a:b]
-        q = output[a:b].float() @ head.float().T / (temperature or 1.0)
-        p = (batch.hidden[part].float() @ head.float().T / (temperature or 1.0)).softmax(-1)
+        q = drafted(output[a:b].float()) / (temperature or 1.0)
+        p = (batch.hidden[part, -head.shape[1] :].float() @ head.float().T / (temperature or 1.0)).softmax(-1)
         score = q + gumbel_noise(key_tensor(keys[a:b], head.device), head.shape[0]) if temperature else q
         matched[a:b] = (score.argmax(-1) == batch.tokens[part + 1]) & real
         q = q.softmax(-1)

@@ -15,6 +15,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.loss import LossWeights, draft_loss
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
 
 Average = Callable[[list[Tensor]], None]
@@ -30,7 +31,7 @@ class DrafterTrainer:
 
     def __init__(
         self,
-        model: EagleModel,
+        model: EagleModel | Eagle3Model,
         embed: Tensor,
         head: Tensor,
         section: DrafterSection,
@@ -85,15 +86,20 @@ class DrafterTrainer:
         steps, bf16 = self._section.draft_steps, self._section.dtype == "bf16"
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=bf16), self._precision():
             outputs = model.unroll(self.embed, batch, layout, steps)
-        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights, counts)
+        loss, parts = self._loss(outputs, batch, layout, counts)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         metrics = {"loss": float(loss.detach()), "tokens": float(len(batch.tokens))}
-        for step, (hidden, ce, accept) in enumerate(
-            zip(report.hidden, report.ce, report.accept, strict=True), 1
-        ):
-            metrics |= {f"hidden/{step}": hidden, f"ce/{step}": ce, f"accept/{step}": accept}
+        for name, values in parts.items():
+            metrics |= {f"{name}/{step}": value for step, value in enumerate(values, 1)}
         return metrics
+
+    def _loss(
+        self, outputs: Sequence[Tensor], batch: PairBatch, layout: PairLayout, counts: Sequence[int] | None
+    ) -> tuple[Tensor, dict[str, list[float]]]:
+        """The loss (0-d) and its parts by unrolled step; `counts` as in `backward`."""
+        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights, counts)
+        return loss, {"hidden": report.hidden, "ce": report.ce, "accept": report.accept}
 
     def apply(self) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step. Mutates weights and optimizer.

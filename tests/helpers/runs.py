@@ -15,8 +15,8 @@ from tests.helpers.mpi import ROOT
 TOKENIZER = ROOT / "assets" / "demo-policy"
 
 
-def make_model(directory: Path) -> Path:
-    """A random Qwen3 of two layers that speaks the demo tokenizer."""
+def make_model(directory: Path, num_layers: int = 2) -> Path:
+    """A random Qwen3, of two layers by default, that speaks the demo tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     demo = json.loads((TOKENIZER / "config.json").read_text())
@@ -25,7 +25,7 @@ def make_model(directory: Path) -> Path:
         vocab_size=demo["vocab_size"],
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

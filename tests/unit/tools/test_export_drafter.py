@@ -1,0 +1,63 @@
+"""The command: exit codes, what it prints, and that the page's commands are the tool's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import export_drafter
+import pytest
+
+from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafter.export import FORMATS
+from megatron_tlt.models.config import ModelConfig
+from tests.helpers.mpi import ROOT
+from tests.helpers.tiny_drafters import FAMILIES, random_drafter
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    save_drafter(tmp_path / "d", FAMILIES["qwen2"], random_drafter(FAMILIES["qwen2"]))
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize("kind", ["hf", "sglang", "vllm"])
+def test_writes_and_says_what(kind: str, drafter, tmp_path, capsys) -> None:
+    arguments = ["--drafter", str(drafter), "--format", kind, "--out", str(tmp_path / "out")]
+    assert export_drafter.main(arguments) == 0
+    said = capsys.readouterr().out
+    for file in (tmp_path / "out").iterdir():
+        assert str(file) in said
+    assert ("13 tensors" if kind == "sglang" else "12 tensors") in said
+    assert "bf16" in said
+    assert export_drafter.main(arguments) == 1
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "says"),
+    [
+        ("trtllm", "bf16", "TensorRT-LLM's PyTorch backend runs EAGLE-3 drafters only"),
+        ("onnx", "bf16", "format = 'onnx': must be one of hf, sglang, trtllm, vllm"),
+        ("hf", "int8", "dtype = 'int8': must be one of bf16, fp16, fp32"),
+    ],
+)
+def test_what_cannot_be_is_code_2_and_nothing_written(kind, dtype, says, drafter, tmp_path, capsys) -> None:
+    given = ["--drafter", str(drafter), "--format", kind, "--dtype", dtype, "--out", str(tmp_path / "out")]
+    assert export_drafter.main(given) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_pages_commands_run_on_the_demo_drafter(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "export_drafter.md").read_text()
+    lines = re.findall(r"^    python tools/export_drafter\.py (.*--drafter assets.*)$", page, re.MULTILINE)
+    assert len(lines) == 2
+    codes = [export_drafter.main(shlex.split(line.replace("runs/", f"{tmp_path}/"))) for line in lines]
+    assert codes == [0, 2]
+    said = capsys.readouterr().err.strip().removeprefix("export_drafter: ")
+    assert said in " ".join(page.split())
+    about = ModelConfig.from_hf(tmp_path / "demo-hf")
+    assert load_drafter(tmp_path / "demo-hf", about).trained_steps == 1800
+    assert all(f in page for f in FORMATS)

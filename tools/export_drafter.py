@@ -1,0 +1,51 @@
+"""Writes a trained drafter in the layout of a serving engine.
+
+    python tools/export_drafter.py --drafter DIR --format hf|sglang|trtllm|vllm --out DIR [--dtype bf16] [--policy DIR]
+
+`--drafter` is a directory of `megatron-tlt drafter train`. What runs where: docs/export_drafter.md. Exit codes:
+0 written, 1 something is torn or in the way, 2 the engine cannot run this drafter or an argument is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tlt.drafter.export import DTYPES, FORMATS, parse_dtype, parse_format
+from megatron_tlt.drafter.export_files import export_drafter
+from megatron_tlt.errors import ConfigError, TltError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a trained drafter in the layout of a serving engine.")
+    parser.add_argument("--drafter", type=Path, required=True, help="drafter directory of Megatron-TLT")
+    parser.add_argument("--format", required=True, help=", ".join(FORMATS))
+    parser.add_argument("--out", type=Path, required=True, help="directory to make; it must not exist")
+    parser.add_argument("--dtype", default="bf16", help=f"of the weights: {', '.join(DTYPES)} (default bf16)")
+    parser.add_argument("--policy", type=Path, help="hf only: also copy this policy's embedding and LM head")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        kind, dtype = parse_format(args.format), parse_dtype(args.dtype)
+        files = export_drafter(args.drafter, args.out, kind, dtype, args.policy)
+    except TltError as e:
+        print(f"export_drafter: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    for name, tensors in files.tensors.items():
+        size = sum(t.nbytes for t in tensors.values())
+        print(f"{args.out / name}: {len(tensors)} tensors, {size / 1e6:.2f} MB, {args.dtype}")
+    for name in (*files.json, "README.md"):
+        print(args.out / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
