@@ -151,26 +151,23 @@ class MegatronDir:
 
         Raises CheckpointError that names all that is missing, unexpected or misshapen.
         """
-        problems: list[str] = []
-        absent: list[str] = []
         used: set[str] = set()
+        absent, misfits = [], []
         for slot in slots(config, 1):
             found = self.find(slot)
             used.update(stored.key for stored in found)
+            misfits += self._misfits(config, slot, found)
             if not found:
                 absent.append(slot.paths[-1])
-            problems += self._misfits(config, slot, found)
-        if absent:
-            problems.insert(0, f"missing: {_list(absent)}")
+        problems = [f"missing: {_list(absent)}"] if absent else []
         if extra := [key for key in self.weight_keys() if key not in used]:
             problems.append(f"unexpected: {_list(extra)}")
         if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:
             problems.append(f"weights of type {_list(strange)}")
+        problems += dict.fromkeys(misfits)  # all layers of a shared tensor say the same
         if problems:
-            shown = "; ".join(dict.fromkeys(problems[:_SHOWN]))
-            raise CheckpointError(
-                f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}"
-            )
+            shown = "; ".join(problems[:_SHOWN])
+            raise CheckpointError(f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}")
 
     def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
         for stored, shape in zip(found, _shapes(config, slot, len(found))):
