@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_tlt.convert import command, to_megatron
 from megatron_tlt.convert.output import check_room, gib
-from megatron_tlt.convert.ranks import Ranks
+from megatron_tlt.convert.ranks import Ranks, together
 from megatron_tlt.convert.report import megatron_report
 
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def body(ranks: Ranks) -> int:
-        todo = to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+        with together(ranks):
+            todo = to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
         if args.dry_run:
             if ranks.is_main:
                 print(megatron_report(todo, args.out))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_tlt.convert import command, to_hf
 from megatron_tlt.convert.output import check_room, gib
-from megatron_tlt.convert.ranks import Ranks
+from megatron_tlt.convert.ranks import Ranks, together
 from megatron_tlt.convert.report import hf_report
 
 
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(ranks: Ranks) -> int:
         limit = int(args.max_file_gib * 2**30)
-        todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        with together(ranks):
+            todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
         if args.dry_run:
             if ranks.is_main:
                 print(hf_report(todo, args.out))

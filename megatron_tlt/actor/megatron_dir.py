@@ -152,7 +152,8 @@ class MegatronDir:
         Raises CheckpointError that names all that is missing, unexpected or misshapen.
         """
         used: set[str] = set()
-        absent, misfits = [], []
+        absent: list[str] = []
+        misfits: list[str] = []
         for slot in slots(config, 1):
             found = self.find(slot)
             used.update(stored.key for stored in found)

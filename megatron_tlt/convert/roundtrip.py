@@ -35,7 +35,8 @@ def roundtrip(hf: Path, tp: int, pp: int, dtype: str | None, work: Path | None, 
 
     `dtype` None keeps the stored type. Collective. Raises what the conversions raise.
     """
-    todo = to_megatron.plan(hf, tp, pp, dtype)
+    with together(ranks):
+        todo = to_megatron.plan(hf, tp, pp, dtype)
     scratch: Path | None = None
     with together(ranks):
         if ranks.is_main:
@@ -44,7 +45,9 @@ def roundtrip(hf: Path, tp: int, pp: int, dtype: str | None, work: Path | None, 
     scratch = Path(ranks.broadcast_object(str(scratch)))
     try:
         to_megatron.write(todo, scratch / "megatron", ranks)
-        to_hf.write(to_hf.plan(scratch / "megatron", None, verify=ranks.is_main), scratch / "hf", ranks)
+        with together(ranks):
+            back_again = to_hf.plan(scratch / "megatron", None, verify=ranks.is_main)
+        to_hf.write(back_again, scratch / "hf", ranks)
         outcome: Outcome | None = None
         with together(ranks):
             if ranks.is_main:

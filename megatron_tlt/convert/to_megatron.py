@@ -37,6 +37,7 @@ from megatron_tlt.convert.chunks import EXTRA_STATES, Chunk, Piece, build, check
 from megatron_tlt.convert.hf_dir import HfDir
 from megatron_tlt.convert.output import appearing, check_room
 from megatron_tlt.convert.ranks import Ranks, together
+from megatron_tlt.convert.sweep import Sweep
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.export import copy_companions
 from megatron_tlt.models.base import DTYPES
@@ -148,6 +149,7 @@ class _Lazy:
     def __init__(self, todo: Plan, number: int):
         self._todo = todo
         self._chunks = {(c.key, c.offsets): c for c in _of(todo, number)}
+        self._sweep = Sweep()
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
         """The chunk; for an extra state what megatron's own layers save when they have none."""
@@ -157,6 +159,7 @@ class _Lazy:
             return stream
         assert item.index.offset is not None
         chunk = self._chunks[item.index.fqn, tuple(item.index.offset)]
+        self._sweep.handled(chunk.numel * self._todo.dtype.itemsize)
 
         def read(piece: Piece) -> Tensor:
             return self._todo.source.part(piece.name, piece.dim, piece.start, piece.stop)

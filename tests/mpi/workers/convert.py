@@ -1,6 +1,6 @@
 """Runs started from converted checkpoints, on real ranks. Arguments: a directory, then the commands of `main`.
 
-start KIND MEGATRON LAYOUT:   a policy from the Hugging Face directory ROOT/KIND and one from a Megatron checkpoint of it,
+start KIND MEGATRON LAYOUT:   a policy from the Hugging Face directory ROOT/KIND and one from a Megatron checkpoint,
                               one update each: are weights before and after the same bits?
 save KIND DIR LAYOUT:         one update and a checkpoint; its weights beside it in after.pt
 foreign KIND DIR FLAGS:       a checkpoint of the weights alone, written by megatron-core with other sharding flags
