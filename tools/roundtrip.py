@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size in between")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size in between")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the copies; default: as stored")
     parser.add_argument(
         "--work", type=Path, help="where to put the scratch directory (default: the system's)"
     )

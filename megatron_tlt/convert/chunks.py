@@ -140,11 +140,8 @@ def build(
         mine = replace(config, num_heads=config.num_heads // tp, num_kv_heads=config.num_kv_heads // tp)
         slot = Slot(tuple(piece.name for piece in chunk.pieces), (), 0, "qkv")
         parts = [shard(mine, slot, parts, 0, 1)]
-    found = parts[0].to(dtype)
-    del parts
-    missing = chunk.numel - found.numel()
-    if missing:
-        padded = found.new_zeros(chunk.shape)
-        padded[: found.shape[0]] = found
-        return padded
-    return found.reshape(chunk.shape).contiguous()
+    made = torch.empty(chunk.shape, dtype=dtype)
+    flat, found = made.view(-1), parts[0].reshape(-1)
+    flat[: found.numel()] = found  # copied, and rounded, into memory of its own
+    flat[found.numel() :] = 0
+    return made

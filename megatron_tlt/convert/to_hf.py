@@ -22,7 +22,6 @@ from megatron_tlt.actor.megatron_dir import MegatronDir
 from megatron_tlt.convert.hf_dir import read_hf_config
 from megatron_tlt.convert.output import appearing, check_room
 from megatron_tlt.convert.ranks import Ranks, together
-from megatron_tlt.convert.sweep import Sweep
 from megatron_tlt.convert.to_megatron import choose_dtype, with_dtype
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.export import copy_companions
@@ -152,11 +151,9 @@ def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    sweep = Sweep()
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for slot in held:
-            sweep.handled(sum(prod(shapes[name]) for name in slot.hf_names) * todo.dtype.itemsize)
             for name, tensor in zip(slot.hf_names, todo.source.read(todo.config, slot), strict=True):
                 _write_tensor(stream, name, tensor, shapes[name], todo.dtype)
         written = stream.tell()

@@ -37,7 +37,6 @@ from megatron_tlt.convert.chunks import EXTRA_STATES, Chunk, Piece, build, check
 from megatron_tlt.convert.hf_dir import HfDir
 from megatron_tlt.convert.output import appearing, check_room
 from megatron_tlt.convert.ranks import Ranks, together
-from megatron_tlt.convert.sweep import Sweep
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.export import copy_companions
 from megatron_tlt.models.base import DTYPES
@@ -149,7 +148,7 @@ class _Lazy:
     def __init__(self, todo: Plan, number: int):
         self._todo = todo
         self._chunks = {(c.key, c.offsets): c for c in _of(todo, number)}
-        self._sweep = Sweep()
+        self._last: Tensor | None = None
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
         """The chunk; for an extra state what megatron's own layers save when they have none."""
@@ -159,12 +158,16 @@ class _Lazy:
             return stream
         assert item.index.offset is not None
         chunk = self._chunks[item.index.fqn, tuple(item.index.offset)]
-        self._sweep.handled(chunk.numel * self._todo.dtype.itemsize)
+        if self._last is not None:
+            # It is on disk: with no copying ahead the writer asks for the next one then. torch.save's reference
+            # cycles would keep it until the garbage collector comes, which counts objects and not bytes.
+            self._last.untyped_storage().resize_(0)
 
         def read(piece: Piece) -> Tensor:
             return self._todo.source.part(piece.name, piece.dim, piece.start, piece.stop)
 
-        return build(self._todo.source.config, chunk, self._todo.tp, read, self._todo.dtype)
+        self._last = build(self._todo.source.config, chunk, self._todo.tp, read, self._todo.dtype)
+        return self._last
 
 
 def _write_small_files(todo: Plan, scratch: Path, inner: Path, records: dict[str, FileRecord]) -> None:

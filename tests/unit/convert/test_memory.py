@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from math import prod
 
@@ -11,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_tlt.convert import sweep, to_hf, to_megatron
+from megatron_tlt.convert import to_hf, to_megatron
 from megatron_tlt.convert.ranks import Alone
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
@@ -23,8 +22,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = self.made = 0
-        self._seen: set[int] = set()
+        self.peak = self.made = 0
+        self._live: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -35,18 +34,13 @@ class LiveBytes(TorchDispatchMode):
 
     def watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        size = storage.nbytes()
-        self.now, self.made = self.now + size, self.made + size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+        known = self._live.get(storage._cdata)
+        if known is None or known() is None:
+            self._live[storage._cdata] = weakref.ref(storage)
+            self.made += storage.nbytes()
+        alive = [held for held in (ref() for ref in self._live.values()) if held is not None]
+        self.peak = max(self.peak, sum(held.nbytes() for held in alive))
+        self._live = {held._cdata: self._live[held._cdata] for held in alive}
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +62,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dtype"), [(1, 1, None), (2, 2, None), (2, 4, "bf16")])
-def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, request, tp, pp, dtype):
-    gc.collect()
-    gc.freeze()  # a sweep then looks only at what the conversion made: everything imported takes long to look at
-    request.addfinalizer(gc.unfreeze)
-    monkeypatch.setattr(sweep, "SWEEP_BYTES", 0)  # the tiny model would fit below the threshold whole
+def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, tp, pp, dtype):
     hf, config = model
     shapes = config.parameter_shapes()
     largest = max(prod(shape) for shape in shapes.values()) * 4
@@ -92,8 +82,7 @@ def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, request, tp, pp, 
     with live:
         to_megatron.write(todo, tmp_path / "mg", Alone())
     assert live.made >= total  # the meter saw the whole model go by
-    print(live.peak / (largest / tp))
-    assert live.peak <= 3 * largest / tp
+    assert live.peak <= 3 * largest / tp + 4096
     loaded, load = LiveBytes(), torch.load
 
     def watched(*arguments, **options):
@@ -106,5 +95,4 @@ def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, request, tp, pp, 
     with loaded:
         to_hf.write(back, tmp_path / "back", Alone())
     assert loaded.made >= total
-    print(loaded.peak / largest)
-    assert loaded.peak <= 4 * largest  # gate and up together are one parameter of Megatron's
+    assert loaded.peak <= 4 * largest + 4096  # gate and up together are one parameter of Megatron's
