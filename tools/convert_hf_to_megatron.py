@@ -1,7 +1,7 @@
 """Convert a Hugging Face directory to a Megatron distributed checkpoint, on CPU, a chunk at a time.
 
     python tools/convert_hf_to_megatron.py --hf assets/demo-policy --out my-megatron --tp 2 --pp 2
-    mpiexec -n 4 python tools/convert_hf_to_megatron.py ...         # the same, the files shared out over 4 ranks
+    mpiexec -n 4 python -m mpi4py tools/convert_hf_to_megatron.py ...   # the same, shared out over 4 ranks
 
 A run starts from it with model.path=my-megatron model.megatron_path=my-megatron; Megatron-LM with --load my-megatron.
 """

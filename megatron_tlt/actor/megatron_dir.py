@@ -168,7 +168,9 @@ class MegatronDir:
         problems += dict.fromkeys(misfits)  # all layers of a shared tensor say the same
         if problems:
             shown = "; ".join(problems[:_SHOWN])
-            raise CheckpointError(f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}")
+            raise CheckpointError(
+                f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}"
+            )
 
     def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
         for stored, shape in zip(found, _shapes(config, slot, len(found))):
