@@ -39,7 +39,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     if world.is_main:
         save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
         for source in dict.fromkeys((Path(model.path), Path(model.tokenizer or model.path))):
-            _copy_companions(source, out)
+            copy_companions(source, out)
     else:
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
@@ -60,7 +60,8 @@ def write_drafter(state: Mapping[str, Any], policy: MegatronPolicy, out: Path) -
     )
 
 
-def _copy_companions(source: Path, out: Path) -> None:
+def copy_companions(source: Path, out: Path) -> None:
+    """Copies tokenizer and generation files from one model directory to another, those that are there."""
     if source.resolve() == out.resolve():
         return
     for name in _COMPANIONS:

@@ -68,6 +68,7 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
         if config.rollout.speculation.uses_eagle:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
+    named["model.megatron_path"] = config.model.megatron_path
     for field, path in named.items():
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor import distributed_optimizer
-from megatron_tlt.actor.checkpoint_files import Manifest
+from megatron_tlt.actor.checkpoint_files import Manifest, model_record
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.megatron_dir import MegatronDir
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -127,18 +128,23 @@ class SaveHandle:
 
 def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: bool) -> dict[str, Any]:
     """megatron's description of which part of which global tensor this rank holds."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": groups.dp,
-    }
+    metadata = _metadata(groups)
     distributed_optimizer.prime(optimizer)
     model = module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
         "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+    }
+
+
+def _metadata(groups: ActorGroups) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": False,
+        "dp_cp_group": groups.dp,
     }
 
 
@@ -154,6 +160,36 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
         distributed_optimizer.separate_steps(optimizer)
 
 
+def load_model(world: World, module: Any, groups: ActorGroups, path: str, config: ModelConfig) -> None:
+    """Fills a stage's weights from a Megatron checkpoint of any layout; no optimizer. Mutates `module`. Collective.
+
+    Names and shapes are compared with `config` first, and checksums if the checkpoint has our manifest. Raises
+    CheckpointError.
+    """
+    mine = None
+    directory = Path(path)
+    try:
+        source = MegatronDir(path)
+        directory = source.directory
+        source.check(config)
+        if (directory / files.MANIFEST).is_file():
+            damage = files.find_damage(directory, files.read_manifest(directory), world.rank, world.size)
+            mine = f"checkpoint {directory} is damaged: {'; '.join(damage)}" if damage else None
+    except CheckpointError as error:
+        mine = str(error)
+    if problem := next((problem for problem in world.all_gather_object(mine) if problem), None):
+        raise CheckpointError(problem)
+    with cpu_as_cuda():
+        wanted = module.sharded_state_dict(metadata={**_metadata(groups), **source.sharding()})
+        # Layers' extra state (FP8 scales) is none of ours, and who wrote the checkpoint may not have had any.
+        weights = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}
+        state = dist_checkpointing.load({"model": weights}, str(directory))
+        left_out = module.load_state_dict(state["model"], strict=False)
+    missing = [name for name in left_out.missing_keys if not name.endswith("_extra_state")]
+    if missing or left_out.unexpected_keys:
+        raise CheckpointError(f"{directory}: missing {missing}, unexpected {left_out.unexpected_keys}")
+
+
 def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, training: dict[str, str]) -> None:
     """Raises CheckpointError if a checkpoint is of another model, precision or optimizer."""
     wanted = {**model_record(config), **training}
@@ -165,13 +201,6 @@ def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, trainin
     ]
     if wrong:
         raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
-
-
-def model_record(config: ModelConfig) -> dict[str, Any]:
-    """The shape of the model as the manifest keeps it."""
-    names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    everything = asdict(config)
-    return {name: everything[name] for name in (*names, "intermediate_size", "tie_word_embeddings")}
 
 
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -63,6 +64,13 @@ class Manifest:
             raise ValueError(f"its format is not {_FORMAT}")
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
         return cls(**body, files=files)
+
+
+def model_record(config: ModelConfig) -> dict[str, Any]:
+    """The shape of the model as the manifest keeps it."""
+    names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    everything = asdict(config)
+    return {name: everything[name] for name in (*names, "intermediate_size", "tie_word_embeddings")}
 
 
 def _digest(body: dict[str, Any]) -> str:

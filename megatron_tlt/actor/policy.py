@@ -22,8 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel, check_layout, packed_format
-from megatron_tlt.actor.checkpoint import SaveHandle, check_fits, load_state, model_record, start_save
-from megatron_tlt.actor.checkpoint_files import Manifest, read_manifest, step_of
+from megatron_tlt.actor.checkpoint import (
+    SaveHandle,
+    check_fits,
+    load_model,
+    load_state,
+    start_save,
+)
+from megatron_tlt.actor.checkpoint_files import Manifest, model_record, read_manifest, step_of
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lr_schedule import learning_rate
@@ -68,7 +74,8 @@ class MegatronPolicy:
         seed: int = 0,
         random_init: bool = False,
     ):
-        """Builds this rank's shards and loads `model.path` (or draws weights from `seed` with `random_init`).
+        """Builds this rank's shards and loads `model.path` (`model.megatron_path` if it is set), or draws weights from
+        `seed` with `random_init`.
 
         `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
         copy of the starting weights for KL terms. Raises ConfigError, CheckpointError.
@@ -86,6 +93,9 @@ class MegatronPolicy:
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)
+            if model.megatron_path is not None and not random_init:
+                load_model(world, built.module, self.groups, model.megatron_path, self.config)
+                return built
             weights = (
                 random_weights(self.config, seed) if random_init else iter_weights(model.path, self.config)
             )

@@ -43,7 +43,7 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
     single = root / SINGLE
     if not single.exists():
         raise CheckpointError(f"{root} has neither {SINGLE} nor {INDEX}")
-    with _open(single) as f:
+    with open_tensors(single) as f:
         return dict.fromkeys(f.keys(), single)
 
 
@@ -60,7 +60,7 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
     if extra := [n for n in files if n not in wanted and not is_ignorable(n, config)]:
         problems.append(f"unexpected: {_list(extra)}")
     for file in sorted(set(files.values())):
-        with _open(file) as f:
+        with open_tensors(file) as f:
             stored = set(f.keys())
             here = [n for n, where in files.items() if where == file and n in wanted]
             if absent := [n for n in here if n not in stored]:
@@ -91,7 +91,7 @@ def iter_weights(directory: str | Path, config: ModelConfig | None = None) -> It
     for name in wanted:
         by_file.setdefault(files[name], []).append(name)
     for file, names in by_file.items():
-        with _open(file) as f:
+        with open_tensors(file) as f:
             for name in names:
                 yield name, f.get_tensor(name)
 
@@ -195,7 +195,8 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _open(file: Path) -> Any:  # safetensors exports no type for it
+def open_tensors(file: Path) -> Any:  # safetensors exports no type for it
+    """A safetensors file to read from, as a context manager. Raises CheckpointError if it is none."""
     try:
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:

@@ -1,0 +1,328 @@
+"""Megatron's distributed checkpoints (torch_dist) as files: where they are, what is in them, one parameter at a time.
+
+No megatron and no process group here: the tools read checkpoints with it, and a run checks one before it loads it.
+
+    DIR/latest_checkpointed_iteration.txt    "release" or a number, as Megatron-LM writes it
+        release/ or iter_0000123/            .metadata, metadata.json, common.pt, __0_0.distcp, __1_0.distcp, ...
+    DIR/latest, step-000123/                 the same files in a run of ours
+
+A tensor may be one for all layers, [layers, ...] under `decoder.layers.mlp...` (megatron-core's default), or one a
+layer under `decoder.layers.7.mlp...`; both are read. A stored tensor is a grid of chunks, whatever layout wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from megatron_tlt.actor.checkpoint_files import LATEST
+from megatron_tlt.actor.hf_names import Slot, slots, unshard
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
+
+TRACKER = "latest_checkpointed_iteration.txt"
+BACKEND = "metadata.json"
+METADATA = ".metadata"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SHOWN = 8
+
+# What a checkpoint holds beside the weights: optimizer state, random states, layers' extra state (FP8 scales).
+_NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|.*\._extra_state")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one parameter's rows are: the tensor's key, and the layer's place in it if all layers share it."""
+
+    key: str
+    layer: int | None
+
+
+def locate(path: str | Path) -> Path:
+    """The directory with the shards: `path` itself, or what the pointer file in it names. Raises CheckpointError."""
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"Megatron checkpoint {root} does not exist")
+    if (root / METADATA).is_file():
+        return root
+    for pointer in (TRACKER, LATEST):
+        if (root / pointer).is_file():
+            word = (root / pointer).read_text(encoding="utf-8").strip()
+            inner = root / (f"iter_{int(word):07d}" if word.isdigit() else word)
+            if (inner / METADATA).is_file():
+                return inner
+            if next(inner.glob("mp_rank_*"), None) is not None:
+                raise CheckpointError(_legacy(inner))
+            raise CheckpointError(f"{root / pointer} names {word}, but {inner / METADATA} is missing")
+    if next(root.glob("mp_rank_*"), None) is not None:
+        raise CheckpointError(_legacy(root))
+    raise CheckpointError(f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}")
+
+
+def _legacy(directory: Path) -> str:
+    return (
+        f"{directory} is in Megatron's old format (mp_rank_*): save it anew with --ckpt-format torch_dist, "
+        "the only one that is read here"
+    )
+
+
+class MegatronDir:
+    """One torch_dist checkpoint. Raises CheckpointError at once if it cannot be read or a file is missing or torn."""
+
+    def __init__(self, path: str | Path):
+        self.directory = locate(path)
+        self.backend = _read_backend(self.directory)
+        self.metadata = _read_metadata(self.directory / METADATA)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: stored
+            for key, stored in self.metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self._check_files()
+        self._reader = FileSystemReader(self.directory)
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for stored in self.metadata.storage_data.values():
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        problems = []
+        for name, end in sorted(ends.items()):
+            file = self.directory / name
+            if not file.is_file():
+                problems.append(f"{name} is missing")
+            elif file.stat().st_size < end:
+                problems.append(f"{name} is torn: {file.stat().st_size} of {end} bytes")
+        if problems:
+            raise CheckpointError(f"Megatron checkpoint {self.directory}: {'; '.join(problems[:_SHOWN])}")
+
+    # ---- what is there
+
+    def weight_keys(self) -> list[str]:
+        """Keys of tensors that are weights: no optimizer, random or extra state."""
+        return [key for key in self.tensors if _NO_WEIGHT.match(key) is None]
+
+    def sharding(self) -> dict[str, bool]:
+        """How the keys were made, in the words of megatron's `sharded_state_dict(metadata=...)`."""
+        keys = self.weight_keys()
+        return {
+            "non_homogeneous_layers": any(_LAYER.fullmatch(key) for key in keys),  # a tensor a layer
+            "singleton_local_shards": any(
+                key.endswith("linear_fc1.weight_w") for key in keys
+            ),  # gate, up apart
+        }
+
+    def other_bytes(self) -> int:
+        """Bytes of stored tensors that are not weights (optimizer state)."""
+        held = [stored for key, stored in self.tensors.items() if _NO_WEIGHT.match(key) is not None]
+        return sum(prod(stored.size) * stored.properties.dtype.itemsize for stored in held)
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Types of the weights."""
+        return {self.tensors[key].properties.dtype for key in self.weight_keys()}
+
+    def find(self, slot: Slot) -> list[Stored]:
+        """The tensors that hold a parameter, in order (gate and up may be apart); empty if there are none."""
+        for path in slot.paths:
+            whole: list[tuple[str, int | None]] = [(path, None)]
+            if match := _LAYER.fullmatch(path):
+                whole.append((f"decoder.layers.{match[2]}", int(match[1])))
+            for key, layer in whole:
+                if key in self.tensors:
+                    return [Stored(key, layer)]
+                if slot.kind == "gate_up" and f"{key}_w" in self.tensors and f"{key}_v" in self.tensors:
+                    return [Stored(f"{key}_w", layer), Stored(f"{key}_v", layer)]
+        return []
+
+    def check(self, config: ModelConfig) -> None:
+        """Every parameter of `config` is there with its shape, and every weight that is there is a parameter of it.
+
+        Raises CheckpointError that names all that is missing, unexpected or misshapen.
+        """
+        used: set[str] = set()
+        absent: list[str] = []
+        misfits: list[str] = []
+        for slot in slots(config, 1):
+            found = self.find(slot)
+            used.update(stored.key for stored in found)
+            misfits += self._misfits(config, slot, found)
+            if not found:
+                absent.append(slot.paths[-1])
+        problems = [f"missing: {_list(absent)}"] if absent else []
+        if extra := [key for key in self.weight_keys() if key not in used]:
+            problems.append(f"unexpected: {_list(extra)}")
+        if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:
+            problems.append(f"weights of type {_list(strange)}")
+        problems += dict.fromkeys(misfits)  # all layers of a shared tensor say the same
+        if problems:
+            shown = "; ".join(problems[:_SHOWN])
+            raise CheckpointError(
+                f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}"
+            )
+
+    def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
+        for stored, shape in zip(found, _shapes(config, slot, len(found))):
+            size = tuple(self.tensors[stored.key].size)
+            if stored.layer is not None:
+                if size[0] != config.num_layers:
+                    yield f"{stored.key} has {size[0]} layers, the configuration says {config.num_layers}"
+                size = size[1:]
+            padded = slot.kind == "vocab" and len(size) == len(shape) and size[0] >= shape[0]
+            if size[1:] != shape[1:] or (size[0] != shape[0] and not padded):
+                yield f"{stored.key} has shape {size} a parameter, the configuration says {shape}"
+
+    # ---- reading
+
+    def read(self, config: ModelConfig, slot: Slot) -> list[Tensor]:
+        """The slot's full Hugging Face tensors, in its order (may be views of one another's memory).
+
+        Memory: the parameter, and one stored chunk. Padded vocabulary rows are not read.
+        """
+        found = self.find(slot)
+        if not found:
+            raise CheckpointError(f"{self.directory} has no {slot.paths[-1]}")
+        parts = [
+            self._read_region(stored, shape)
+            for stored, shape in zip(found, _shapes(config, slot, len(found)))
+        ]
+        return parts if len(parts) > 1 else unshard(config, slot, parts)
+
+    def _read_region(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
+        """The first rows of a stored tensor (of its layer), whatever chunks they lie in."""
+        meta = self.tensors[stored.key]
+        lead: tuple[int, ...] = () if stored.layer is None else (stored.layer,)
+        low = (*lead, *(0 for _ in shape))
+        high = (*(layer + 1 for layer in lead), *shape)
+        target = torch.empty([last - first for first, last in zip(low, high)], dtype=meta.properties.dtype)
+        items, filled = [], 0
+        for chunk in meta.chunks:
+            begin = [max(a, b) for a, b in zip(low, chunk.offsets)]
+            end = [min(a, o + s) for a, o, s in zip(high, chunk.offsets, chunk.sizes)]
+            lengths = [e - b for b, e in zip(begin, end)]
+            if min(lengths) <= 0:
+                continue
+            filled += prod(lengths)
+            items.append(
+                ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(stored.key),
+                    dest_offsets=torch.Size(at - first for at, first in zip(begin, low)),
+                    storage_index=MetadataIndex(stored.key, chunk.offsets),
+                    storage_offsets=torch.Size(at - first for at, first in zip(begin, chunk.offsets)),
+                    lengths=torch.Size(lengths),
+                )
+            )
+        if filled != target.numel():
+            raise CheckpointError(
+                f"{self.directory}: {stored.key} has {filled} of {target.numel()} numbers of a parameter"
+            )
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()  # type: ignore[arg-type]  # duck-typed
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.directory}: {stored.key} cannot be read: {error}") from error
+        return target.reshape(shape)
+
+
+class _Into:
+    """The part of a load planner that `FileSystemReader.read_data` asks: where each piece goes."""
+
+    def __init__(self, target: Tensor):
+        self._target = target
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        """The place of one piece in the target."""
+        view = self._target
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths)):
+            view = view.narrow(dim, offset, length)
+        return view
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """Nothing more to do: `resolve_tensor` gave a view."""
+
+
+def _shapes(config: ModelConfig, slot: Slot, count: int) -> list[tuple[int, ...]]:
+    """Shape of the whole parameter, or of its two halves where they are stored apart."""
+    every = config.parameter_shapes()
+    shapes = [every[name] for name in slot.hf_names]
+    if count == len(shapes):
+        return shapes
+    return [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
+
+
+def _read_backend(directory: Path) -> dict[str, Any]:
+    try:
+        backend = json.loads((directory / BACKEND).read_text(encoding="utf-8"))
+        kind = backend["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / BACKEND} cannot be read: {error!r}") from error
+    if kind != "torch_dist":
+        raise CheckpointError(f"{directory} is of format {kind!r}; only 'torch_dist' is read here")
+    return dict(backend)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes torch.distributed.checkpoint's own records and nothing else: a checkpoint may come from anywhere."""
+
+    _MODULES = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.planner",
+    )
+    _OTHERS = frozenset(
+        {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "PurePosixPath"),
+            ("collections", "OrderedDict"),
+            ("builtins", "set"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError for anything that is not on the list."""
+        if module in self._MODULES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        elif (module, name) in self._OTHERS:
+            return super().find_class(module, name)
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")
+
+
+def _read_metadata(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        AttributeError,
+        ImportError,
+        TypeError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file} holds no checkpoint metadata")
+    return metadata
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

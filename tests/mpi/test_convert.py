@@ -1,0 +1,146 @@
+"""Converted checkpoints under megatron itself: a run starts from one, and what megatron writes converts back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_tlt.actor.megatron_dir import MegatronDir
+from megatron_tlt.convert import to_hf, to_megatron
+from megatron_tlt.convert.ranks import Alone
+from megatron_tlt.models.loader import iter_weights
+from tests.helpers.mpi import run_ranks
+from tests.mpi.workers.actor_common import KINDS, results, save_model
+
+WORKER = "tests/mpi/workers/convert.py"
+GRID = '{"tp":2,"pp":2}'
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models of each family, each converted at TP2 x PP2, one also at TP4 and one in bf16."""
+    place = tmp_path_factory.mktemp("convert")
+    for kind in KINDS:
+        save_model(kind, place / kind)
+        to_megatron.write(to_megatron.plan(place / kind, 2, 2, None), place / f"{kind}-mg", Alone())
+    to_megatron.write(to_megatron.plan(place / "qwen2", 4, 1, None), place / "qwen2-tp4", Alone())
+    return place
+
+
+@pytest.fixture(scope="module")
+def four_ranks(root: Path) -> list[dict[str, Any]]:
+    """Everything that needs four ranks, in one launch."""
+    damaged = root / "damaged"
+    to_megatron.write(to_megatron.plan(root / "qwen3", 2, 2, None), damaged, Alone())
+    shard = damaged / "release" / "__3_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    each = {"layout": {"tp": 2, "pp": 2}, "flags": {"non_homogeneous_layers": True}}
+    apart = {"layout": {"tp": 2, "pp": 2}, "flags": {"singleton_local_shards": True}}
+    commands = [
+        *(f"start {kind} {root}/{kind}-mg {GRID}" for kind in KINDS),
+        f"start qwen2 {root}/qwen2-tp4 {GRID}",
+        f'start qwen3 {root}/qwen3-mg {{"tp":2,"sequence_parallel":true}}',
+        f'start llama {root}/llama-mg {{"tp":2,"pp":2,"dtype":"bf16"}}',
+        f"start qwen3 {root}/damaged {GRID}",
+        f"start qwen3 {root}/llama-mg {GRID}",
+        *(f"save {kind} {root}/run-{kind} {GRID}" for kind in KINDS),
+        f"foreign qwen2 {root}/each {json.dumps(each, separators=(',', ':'))}",
+        f"foreign llama {root}/apart {json.dumps(apart, separators=(',', ':'))}",
+        f"start qwen2 {root}/each {GRID}",
+        f"start llama {root}/apart {GRID}",
+    ]
+    return results(run_ranks(4, WORKER, str(root), " + ".join(commands)).stdout)
+
+
+def starts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r for r in found if r["case"] == "start"]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3, 4, 5, 8, 9])
+def test_a_start_from_megatron_equals_one_from_hugging_face_bit_for_bit(
+    four_ranks: list[dict[str, Any]], which: int
+) -> None:
+    found = starts(four_ranks)[which]
+    assert "error" not in found, found
+    assert found["same_start"] and found["same_loss"] and found["same_after"], found
+    assert found["grad_norm"] > 0
+    # A bf16 norm weight may round back to where it was; in fp32 every tensor moves.
+    assert found["moved"] or which == 5
+
+
+def test_damage_and_another_model_are_refused(four_ranks: list[dict[str, Any]]) -> None:
+    damaged, other = starts(four_ranks)[6], starts(four_ranks)[7]
+    assert "__3_0.distcp was altered" in damaged["error"]
+    assert "does not fit" in other["error"] and "unexpected: output_layer.weight" in other["error"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_chunks_are_those_that_megatron_writes(
+    four_ranks: list[dict[str, Any]], root: Path, kind: str
+) -> None:
+    run, mine = MegatronDir(root / f"run-{kind}"), MegatronDir(root / f"{kind}-mg")
+
+    def weights(source: MegatronDir) -> dict[str, Any]:
+        return {
+            key: (
+                tuple(stored.size),
+                stored.properties.dtype,
+                sorted((tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks),
+            )
+            for key, stored in source.tensors.items()
+            if not key.startswith("optimizer.")
+        }
+
+    def objects(source: MegatronDir) -> set[str]:
+        return {k for k in source.metadata.state_dict_metadata if "_extra_state" in k}
+
+    assert weights(run) == weights(mine)
+    assert objects(run) == objects(mine) and objects(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_runs_checkpoint_converts_to_its_weights(
+    four_ranks: list[dict[str, Any]], root: Path, kind: str, tmp_path: Path
+) -> None:
+    todo = to_hf.plan(root / f"run-{kind}", None, config=root / kind)
+    to_hf.write(todo, tmp_path / "hf", Alone())
+    wanted = torch.load(root / f"run-{kind}" / "after.pt")
+    found = dict(iter_weights(tmp_path / "hf"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("where", "kind"), [("each", "qwen2"), ("apart", "llama")])
+def test_other_sharding_flags_of_megatron_convert_too(
+    four_ranks: list[dict[str, Any]], root: Path, where: str, kind: str, tmp_path: Path
+) -> None:
+    source = MegatronDir(root / where)
+    keys = source.weight_keys()
+    assert any(".layers.0." in key for key in keys)
+    assert any(key.endswith("weight_w") for key in keys) == (where == "apart")
+    to_hf.write(to_hf.plan(root / where, None, config=root / kind), tmp_path / "hf", Alone())
+    found = dict(iter_weights(tmp_path / "hf"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / kind))
+
+
+def test_three_ranks_convert_as_one_does(root: Path, tmp_path: Path) -> None:
+    tools = {"there": "tools/convert_hf_to_megatron.py", "back": "tools/convert_megatron_to_hf.py"}
+    hf, out, back = str(root / "llama"), str(tmp_path / "mg"), str(tmp_path / "hf")
+    said = run_ranks(3, tools["there"], "--hf", hf, "--out", out, "--tp", "2", "--pp", "2").stdout
+    assert said.count("wrote") == 1
+    alone, many = root / "llama-mg" / "release", tmp_path / "mg" / "release"
+    for number in range(4):
+        name = f"__{number}_0.distcp"
+        assert (alone / name).read_bytes() == (many / name).read_bytes()
+    run_ranks(3, tools["back"], "--megatron", out, "--out", back, "--max-file-gib", "0.0001")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    found = dict(iter_weights(tmp_path / "hf"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / "llama"))
+    refused = run_ranks(3, tools["there"], "--hf", hf, "--out", out, "--tp", "3", check=False)
+    assert refused.returncode == 2 and refused.stdout.count("must divide") == 2  # one report: two problems

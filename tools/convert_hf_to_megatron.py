@@ -1,0 +1,57 @@
+"""Convert a Hugging Face directory to a Megatron distributed checkpoint, on CPU, a chunk at a time.
+
+    python tools/convert_hf_to_megatron.py --hf assets/demo-policy --out my-megatron --tp 2 --pp 2
+    mpiexec -n 4 python -m mpi4py tools/convert_hf_to_megatron.py ...   # the same, shared out over 4 ranks
+
+A run starts from it with model.path=my-megatron model.megatron_path=my-megatron; Megatron-LM with --load my-megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tlt.convert import command, to_megatron
+from megatron_tlt.convert.output import check_room, gib
+from megatron_tlt.convert.ranks import Ranks, together
+from megatron_tlt.convert.report import megatron_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 (failed, nothing written) or 2 (this model or layout cannot be converted)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor parallel size of the files (any can read them)"
+    )
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the files")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
+    )
+    args = parser.parse_args(argv)
+
+    def body(ranks: Ranks) -> int:
+        with together(ranks):
+            todo = to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+        if args.dry_run:
+            if ranks.is_main:
+                print(megatron_report(todo, args.out))
+                check_room(args.out, todo.num_bytes)
+            return command.OK
+        to_megatron.write(todo, args.out, ranks)
+        if ranks.is_main:
+            print(
+                f"wrote {args.out}: {len(todo.chunks)} chunks, {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}"
+            )
+        return command.OK
+
+    return command.run(parser.prog, body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""Convert a Megatron distributed checkpoint (ours or Megatron-LM's, any layout) to a Hugging Face directory, on CPU.
+
+python tools/convert_megatron_to_hf.py --megatron my-megatron --out my-model
+python tools/convert_megatron_to_hf.py --megatron runs/r/checkpoints --config assets/demo-policy --out my-model
+mpiexec -n 4 python tools/convert_megatron_to_hf.py ...         # the same, the files shared out over 4 ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tlt.convert import command, to_hf
+from megatron_tlt.convert.output import check_room, gib
+from megatron_tlt.convert.ranks import Ranks, together
+from megatron_tlt.convert.report import hf_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 (failed, nothing written) or 2 (this model cannot be converted)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        required=True,
+        help="with latest_checkpointed_iteration.txt, or with the shards",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+    parser.add_argument(
+        "--config", type=Path, help="Hugging Face directory; default: config.json beside the shards"
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
+    parser.add_argument("--max-file-gib", type=float, default=4.0, help="split safetensors above this size")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
+    )
+    args = parser.parse_args(argv)
+    if args.max_file_gib <= 0:
+        parser.error("--max-file-gib must be above 0")
+
+    def body(ranks: Ranks) -> int:
+        limit = int(args.max_file_gib * 2**30)
+        with together(ranks):
+            todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        if args.dry_run:
+            if ranks.is_main:
+                print(hf_report(todo, args.out))
+                check_room(args.out, todo.num_bytes)
+            return command.OK
+        to_hf.write(todo, args.out, ranks)
+        if ranks.is_main:
+            print(f"wrote {args.out}: {len(todo.config.parameter_shapes())} tensors, {gib(todo.num_bytes)}")
+        return command.OK
+
+    return command.run(parser.prog, body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

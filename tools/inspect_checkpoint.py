@@ -1,0 +1,64 @@
+"""Say what is in a checkpoint (Hugging Face, Megatron, or a run's), and how it differs from another one of any kind.
+
+python tools/inspect_checkpoint.py assets/demo-policy
+python tools/inspect_checkpoint.py runs/r/checkpoints/step-000020 --compare runs/r/checkpoints/step-000010
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tlt.convert import command
+from megatron_tlt.convert.inspection import (
+    checksums,
+    compare,
+    comparison_report,
+    describe,
+    open_checkpoint,
+    saved_again,
+)
+from megatron_tlt.convert.ranks import Ranks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 (damaged, unreadable, or two steps hold the same weights) or 2 (an unknown model)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="checkpoint")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="another checkpoint of the same model")
+    parser.add_argument(
+        "--config", type=Path, help="Hugging Face directory that describes a checkpoint without config.json"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="no checksums: reads no tensor that is not compared"
+    )
+    args = parser.parse_args(argv)
+
+    def body(ranks: Ranks) -> int:
+        if not ranks.is_main:
+            return command.OK
+        opened, status = open_checkpoint(args.directory, args.config), command.OK
+        print(describe(opened))
+        if not args.quick:
+            sums = checksums(opened)
+            print(sums.report())
+            if sums.damage:
+                print(f"DAMAGED: {'; '.join(sums.damage)}", file=sys.stderr)
+                status = command.FAILED
+        if args.compare is not None:
+            other = open_checkpoint(args.compare, args.config)
+            difference = compare(opened.weights, other.weights)
+            print(comparison_report(opened, other, difference))
+            if saved_again(opened, other, difference):
+                status = command.FAILED
+        return status
+
+    return command.run(parser.prog, body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

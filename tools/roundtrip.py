@@ -1,0 +1,49 @@
+"""Convert a Hugging Face directory to Megatron and back in a scratch directory, and compare every tensor bit for bit.
+
+python tools/roundtrip.py --hf assets/demo-policy --tp 2 --pp 2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tlt.convert import command
+from megatron_tlt.convert.ranks import Ranks
+from megatron_tlt.convert.roundtrip import roundtrip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 (every bit came back), 1 (not so, or failed) or 2 (this model or layout cannot be converted)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size in between")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size in between")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the copies; default: as stored")
+    parser.add_argument(
+        "--work", type=Path, help="where to put the scratch directory (default: the system's)"
+    )
+    args = parser.parse_args(argv)
+
+    def body(ranks: Ranks) -> int:
+        outcome = roundtrip(args.hf, args.tp, args.pp, args.dtype, args.work, ranks)
+        if ranks.is_main:
+            found = outcome.difference
+            same = f"{found.identical} of {found.total} tensors identical bit for bit"
+            if found.retyped:
+                same += f", {found.retyped} the same numbers in another type"
+            print(f"{args.hf}, tp {args.tp} x pp {args.pp}: {same}")
+            for name, value in found.differing:
+                print(f"    {name}: largest difference {value:.3g}")
+            if not outcome.same_config:
+                print("    config.json came back as another model")
+        return command.OK if outcome.exact else command.FAILED
+
+    return command.run(parser.prog, body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
