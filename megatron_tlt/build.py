@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.trtllm_build import build_trtllm
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -181,6 +182,10 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
 
 def open_backend(config: Config, world: World, tokenizer: Tokenizer) -> RolloutBackend:
     """The rollout engine of this rank, without weights."""
+    if config.rollout.backend == "trtllm":
+        return build_trtllm(
+            config.rollout, config.model, config.sync, device=world.device, tokenizer=tokenizer
+        )
     return build_backend(
         config.rollout,
         config.model,

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import EngineStats, PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import (
+    EMBEDDED_CAPABILITIES,
+    BackendCapabilities,
+    EngineStats,
+    PastAnswer,
+    Prompt,
+    Sample,
+    SamplingParams,
+    WeightBucket,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +61,11 @@ class EmbeddedBackend:
         self._open: int | None = None
         self._missing: set[str] = set()
         self._checksums: dict[str, int] = {}
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this engine can be asked for: everything there is."""
+        return EMBEDDED_CAPABILITIES
 
     @property
     def policy_version(self) -> int:
