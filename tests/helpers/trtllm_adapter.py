@@ -76,7 +76,9 @@ async def _talk(contract: Contract, spec: Speculation) -> None:
     assert totals["iterations"] > 0
     assert totals["missed"] == 0
     per_step = 0 if spec.kind == "none" else 1
-    assert totals["numAcceptedTokens"] == totals["numRequestsWithDraftTokens"] == per_step * totals["iterations"]
+    assert (
+        totals["numAcceptedTokens"] == totals["numRequestsWithDraftTokens"] == per_step * totals["iterations"]
+    )
     assert totals["numDraftTokens"] == 3 * per_step * totals["iterations"]
     for kind in ("release", "resume"):
         await host.handle({"type": kind, "tags": list(SLEEP_TAGS)})

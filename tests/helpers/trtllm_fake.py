@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 REFUSED, ENDLESS = 101, 102  # prompts with this token are refused, or run until they are aborted
-VOCABULARY = 90
+VOCABULARY = 26
 
 
 class Contract:
@@ -116,7 +116,9 @@ class Fake:
         if kind in CHECKS:
             good = CHECKS[kind](value)
         elif kind == "speculative":
-            good = self.contract.at("classes", getattr(value, "fake_id", "SamplingParams")).get("speculative", False)
+            good = self.contract.at("classes", getattr(value, "fake_id", "SamplingParams")).get(
+                "speculative", False
+            )
         else:
             good = getattr(value, "fake_id", None) == kind.rstrip("?")
         if not good:
@@ -161,7 +163,9 @@ class Fake:
 
         return staticmethod(call) if entry.get("static") else call
 
-    def thing(self, cls: str, values: dict[str, Any], bodies: dict[str, Callable[..., Any]] | None = None) -> Any:
+    def thing(
+        self, cls: str, values: dict[str, Any], bodies: dict[str, Callable[..., Any]] | None = None
+    ) -> Any:
         """An object with the contract's attributes and methods."""
         contract = self.contract
 
@@ -439,7 +443,9 @@ def make_llm(fake: Fake) -> type:
     async def update(this: Any, weights: Any) -> None:
         this.toy.rpc(contract.name("classes", "WorkerExtension", "methods", "update_weights"), (weights,))
 
-    async def rpc(this: Any, method: str, args: tuple[Any, ...] = (), kwargs: Any = None, **_: Any) -> list[Any]:
+    async def rpc(
+        this: Any, method: str, args: tuple[Any, ...] = (), kwargs: Any = None, **_: Any
+    ) -> list[Any]:
         assert not kwargs
         return this.toy.rpc(method, args)
 
@@ -458,4 +464,6 @@ def make_llm(fake: Fake) -> type:
         "get_stats": lambda this, timeout=2: this.toy.take_stats(),
         "shutdown": lambda this: None,
     }
-    return type(contract.name("classes", "AsyncLLM"), (), {**fake.methods("AsyncLLM", bodies), "__init__": init})
+    return type(
+        contract.name("classes", "AsyncLLM"), (), {**fake.methods("AsyncLLM", bodies), "__init__": init}
+    )

@@ -30,7 +30,9 @@ MUTATIONS = [pytest.param(f, p, id=f"{f.stem}:{'.'.join(p)}") for f in FILES for
 @pytest.mark.parametrize(("path", "used"), MUTATIONS)
 def test_a_renamed_name_is_noticed(path: Path, used: tuple[str, ...]) -> None:
     contract = Contract.load(path).renamed(used)
-    with pytest.raises((AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError, AssertionError)):
+    with pytest.raises(
+        (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError, AssertionError)
+    ):
         run_adapter(contract)
 
 
@@ -62,13 +64,22 @@ def test_what_must_be_among_the_used_names(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_record_says_where_it_is_from_and_how_far_it_is_trusted(path: Path) -> None:
     data = json.loads(path.read_text())
-    entries = [*data["classes"].values(), *data["functions"].values(), *data["literals"].values(), data["stats"]]
+    entries = [
+        *data["classes"].values(),
+        *data["functions"].values(),
+        *data["literals"].values(),
+        data["stats"],
+    ]
     entries += data["environment"].values()
     for entry in entries:
         assert entry["source"] in data["sources"]
         assert entry["trust"] in data["trust_marks"]
     assert data["version"] == path.stem
-    assert {c for c in CLASSES if c in data["classes"]} >= {"KvCacheConfig", "CudaGraphConfig", "NGramDecodingConfig"}
+    assert {c for c in CLASSES if c in data["classes"]} >= {
+        "KvCacheConfig",
+        "CudaGraphConfig",
+        "NGramDecodingConfig",
+    }
 
 
 def test_both_series_are_recorded() -> None:
