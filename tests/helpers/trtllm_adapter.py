@@ -19,7 +19,9 @@ from megatron_tlt.backends.trtllm_args import (
 from megatron_tlt.backends.trtllm_process import child_environment
 from megatron_tlt.backends.trtllm_server import Host
 from megatron_tlt.config.trtllm import TrtllmSection
-from tests.helpers.trtllm_fake import ENDLESS, Contract, install, uninstall
+from tests.helpers.trtllm_fake.contract import Contract
+from tests.helpers.trtllm_fake.package import install, uninstall
+from tests.helpers.trtllm_fake.toy import ENDLESS
 
 EXTENSION = "megatron_tlt.backends.trtllm_extension"
 SPECULATIONS = (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,22 @@ from megatron_tlt.types import Prompt, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 
-FAKE = ROOT / "tests" / "helpers" / "fake_trtllm"
+FAKE = ROOT / "tests" / "helpers" / "trtllm_environment"
 CONTRACTS = ROOT / "tests" / "contracts" / "trtllm"
 SHAPES = {"a.weight": (3,), "b.weight": (2, 2), "norm.weight": (4,)}
 DRAFTER = {"fc.weight": (2, 3), "norm.weight": (2,), "d2t": (5,)}
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
+
+
+@contextmanager
+def scratch_directory() -> Iterator[None]:
+    """Temporary directories lie in one with a short name, for pytest's are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        before, tempfile.tempdir = tempfile.tempdir, short
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 def python_with(folder: Path, script: str) -> str:

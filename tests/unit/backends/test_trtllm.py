@@ -25,11 +25,26 @@ from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import DRAFTER, PROMPTS, SHAPES, push, start_backend, tensors
-from tests.helpers.trtllm_fake import ENDLESS, REFUSED
+from tests.helpers.trtllm_engines import (
+    DRAFTER,
+    PROMPTS,
+    SHAPES,
+    push,
+    scratch_directory,
+    start_backend,
+    tensors,
+)
+from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)
 EAGLE = Speculation("eagle3", draft_len=3, drafter_path="/drafter")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[None]:
+    """A short place for sockets and logs: the log of an engine that failed stays."""
+    with scratch_directory():
+        yield
 
 
 @pytest.fixture(scope="module", params=["1.2.1", "1.3.0rc27"])
@@ -112,7 +127,7 @@ def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
     with pytest.raises(SyncError, match=r"version 9 lacks b\.weight, norm\.weight"):
         backend.finish_update()
     backend._open = None  # the client forgets; the server does not
-    with pytest.raises(BackendError, match="could not answer prompt .*push of version 9 has not finished"):
+    with pytest.raises(BackendError, match=r"could not answer prompt .*push of version 9 has not finished"):
         backend.generate(PROMPTS, PARAMS, 1)
     push(backend, 10)  # a later push heals it
     assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {10}

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.backends.trtllm_args import CLASSES
 from tests.helpers.trtllm_adapter import run_adapter
-from tests.helpers.trtllm_fake import Contract
+from tests.helpers.trtllm_fake.contract import Contract
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))

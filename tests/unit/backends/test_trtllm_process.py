@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, FrameReader, WireE
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import BackendError
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import fake_python, python_with, section
+from tests.helpers.trtllm_engines import fake_python, python_with, scratch_directory, section
 
 # A child that connects, says what it is told to, and waits. Its last argument is the socket.
 CHILD = """
@@ -36,6 +37,13 @@ def child(folder: Path, data: bytes, seconds: float = 60) -> str:
     program = folder / "child.py"
     program.write_text(CHILD.format(data=data.hex(), seconds=seconds))
     return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[None]:
+    """A short place for sockets and logs: the log of an engine that failed stays."""
+    with scratch_directory():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,9 @@ def test_a_child_that_hangs_up_is_reported_with_its_exit_code(tmp_path: Path) ->
 
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match="(?s)ended with exit code 7 before it said hello.*no engine here"):
+    with pytest.raises(
+        BackendError, match=r"(?s)ended with exit code 7 before it said hello.*no engine here"
+    ):
         EngineProcess(section(python_with(tmp_path, "echo no engine here; exit 7")))
 
 
@@ -107,7 +117,7 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
 
 def test_an_environment_without_tensorrt_llm_says_so() -> None:
     with pytest.raises(
-        BackendError, match="(?s)exit code 1 before it said hello.*No module named 'tensorrt_llm'"
+        BackendError, match=r"(?s)exit code 1 before it said hello.*No module named 'tensorrt_llm'"
     ):
         EngineProcess(section(sys.executable))
 
