@@ -130,6 +130,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     world.enter("eval")
     result = evaluator.run(0)
     rewards.close()
+    backend.close()
     if world.is_main:
         text = json.dumps(result.to_json(), indent=2)
         print(text, flush=True)

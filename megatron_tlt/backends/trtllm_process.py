@@ -172,6 +172,8 @@ class EngineProcess:
                 self.answers.append(message)
             elif message["type"] == "reply" and message.get("call") == number:
                 return message
+            elif message["type"] in ("reply", "error") and 0 < int(message.get("call") or 0) < number:
+                continue  # of a call that was interrupted here
             elif message["type"] == "error" and message.get("call") == number:
                 raise BackendError(f"TensorRT-LLM could not {kind}: {message.get('message')}")
             else:

@@ -35,6 +35,7 @@ from .wire import PROTOCOL, WireError, frame, frame_length, message_of
 Message = dict[str, Any]
 _STATS_S = 2.0  # the engine keeps the last 1,000 iterations only
 _STATS_WAIT_S = 0.2
+_END_S = 20.0  # for the engine's own end when nobody waits for it any more
 _DRAFTING = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")
 
 
@@ -212,10 +213,14 @@ class Host:
             for name in _DRAFTING:
                 self._totals[name] += drafting[name]
 
-    def shutdown(self) -> None:
-        """Ends the engine."""
-        if self._llm is not None:
-            self._llm.shutdown()
+    def shutdown(self, limit_s: float | None = None) -> None:
+        """Ends the engine; gives up after `limit_s` seconds."""
+        if self._llm is None:
+            return
+        ending = threading.Thread(target=self._llm.shutdown, daemon=True)
+        ending.start()
+        ending.join(limit_s)
+        self._llm = None
 
 
 def agreed(replies: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -270,6 +275,7 @@ class Connection:
             self.send({"type": "reply", "call": message["call"]})
             await self._writer.drain()
         finally:
+            self._host.shutdown(_END_S)
             for task in background:
                 task.cancel()
 
@@ -294,13 +300,14 @@ class Connection:
                 await self._host.poll_stats()
 
 
-def end_with_parent() -> None:
-    """Ends this process when its parent is gone, also while the event loop is busy."""
+def end_with_parent(grace_s: float) -> None:
+    """Ends this process `grace_s` seconds after its parent, also while the event loop is busy."""
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(1.0)
+            time.sleep(0.5)
+        time.sleep(grace_s)
         os._exit(4)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -313,7 +320,7 @@ async def _serve(path: str) -> None:
 
 def main(path: str) -> int:
     """Serves the client that listens at `path`; returns the exit code."""
-    end_with_parent()
+    end_with_parent(_END_S + 5.0)
     Host.engine_version()  # imports the engine, which takes long, before anybody waits at the socket
     code = 0
     try:

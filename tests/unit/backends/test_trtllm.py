@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,9 @@ EAGLE = Speculation("eagle3", draft_len=3, drafter_path="/drafter")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scratch() -> Iterator[None]:
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A short place for sockets and logs: the log of an engine that failed stays."""
+    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
     with scratch_directory():
         yield
 
@@ -338,9 +340,8 @@ time.sleep(600)
 
 def test_the_engine_ends_when_its_rank_dies(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
-    parent = subprocess.Popen(
-        command, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": tempfile.gettempdir()}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_tlt.backends.trtllm_args import CLASSES
-from tests.helpers.trtllm_adapter import run_adapter
+from megatron_tlt.backends.trtllm_process import child_environment
+from megatron_tlt.backends.trtllm_weights import describe, ipc_entry, pack_tensors, plain_ipc
+from megatron_tlt.backends.wire import pack, unpack
+from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.errors import SyncError
+from tests.helpers.trtllm_adapter import EXTENSION, run_adapter
 from tests.helpers.trtllm_fake.contract import Contract
+from tests.helpers.trtllm_fake.package import install, uninstall
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))
@@ -104,3 +115,61 @@ def test_what_runs_there_imports_nothing_of_ours_and_is_python_3_10(name: str) -
     }
     assert not [m for m in imported if m.split(".")[0] in ("megatron_tlt", "pydantic", "numpy", "mpi4py")]
     assert siblings <= set(THERE)
+
+
+def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
+    """No GPU is needed for that: the plain data crosses the wire and becomes the arguments of torch's own function."""
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    given = {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": torch.Size([2, 3]),
+        "tensor_stride": (3, 1),
+        "tensor_offset": 64,
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.bfloat16,
+        "storage_device": 3,
+        "storage_handle": bytes(range(64)),
+        "storage_size_bytes": 1 << 33,
+        "storage_offset_bytes": 512,
+        "requires_grad": False,
+        "ref_counter_handle": b"/torch_1_2",
+        "ref_counter_offset": 4,
+        "event_handle": bytes(64),
+        "event_sync_required": True,
+    }
+    assert names == list(given), "of the torch that trains"
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    entry = {**describe("a.weight", tensor), "ipc": plain_ipc(tuple(given.values()))}
+    try:
+        install(Contract.load(FILES[0]), child_environment({}, "", TrtllmSection()))
+        sys.modules.pop(EXTENSION, None)
+        extension = importlib.import_module(EXTENSION)
+        function, args = extension.handle_of(unpack(pack(entry)), None)
+    finally:
+        uninstall()
+        sys.modules.pop(EXTENSION, None)
+    assert callable(function)
+    assert names[extension.DEVICE] == "storage_device"
+    there = dict(zip(names, args, strict=True))
+    assert there == {**given, "storage_device": None}, "the engine puts its own device there"
+
+
+def test_packed_tensors_are_copies_side_by_side() -> None:
+    tensors = [
+        ("a", torch.arange(3)),
+        ("b", torch.ones(2, 2, dtype=torch.bfloat16).t()),
+        ("c", torch.tensor(1.5)),
+        ("d", torch.empty(0)),
+    ]
+    packed = list(pack_tensors(tensors))
+    for (name, tensor), (other, copy) in zip(tensors, packed, strict=True):
+        assert name == other
+        assert torch.equal(tensor, copy)
+        assert (tensor.dtype, tensor.shape) == (copy.dtype, copy.shape)
+        assert copy.is_contiguous()
+    base = packed[0][1].untyped_storage().data_ptr()
+    assert all(copy.untyped_storage().data_ptr() == base for _, copy in packed), "one handle a call"
+    tensors[0][1].zero_()
+    assert packed[0][1].tolist() == [0, 1, 2], "the stream's memory may be used again"
+    with pytest.raises(SyncError, match="cuda_ipc needs CUDA tensors"):
+        ipc_entry(*packed[0])

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def child(folder: Path, data: bytes, seconds: float = 60) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scratch() -> Iterator[None]:
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A short place for sockets and logs: the log of an engine that failed stays."""
+    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
     with scratch_directory():
         yield
 
@@ -79,6 +81,7 @@ def test_a_child_that_says_something_else_is_killed(tmp_path: Path, data: bytes,
     [
         (b"\xff\xff\xff\xff", "announced"),
         (frame({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
+        (frame({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
         (frame({"type": "surprise"}), "sent 'surprise'"),
         (b"", "gave no sign of life for 1 s"),
     ],
@@ -209,3 +212,15 @@ def test_a_long_temporary_directory_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(BackendError, match="set TMPDIR"):
         EngineProcess(section(sys.executable))
     assert list(long.iterdir()) == []
+
+
+def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:
+    program = "from megatron_tlt.backends.trtllm_server import end_with_parent\nend_with_parent(0)\nwhile True: pass"
+    script = f"{shlex.quote(sys.executable)} -c '{program}' & echo $!; sleep 2"
+    parent = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    pid, deadline = int(parent.stdout), time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        assert time.monotonic() < deadline, "the busy process outlives its parent"
+        time.sleep(0.1)
