@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,9 +26,15 @@ class Fake:
             contract.use("classes", cls)
             this.__dict__["values"] = fake.checked(cls, given)
 
-        made = type(contract.name("classes", cls), (), {"__init__": init, "fake_id": cls})
+        members = {"__init__": init, "fake_id": cls, "model_fields": self.field_names(cls)}
+        made = type(contract.name("classes", cls), (), members)
         self.classes[cls] = made
         return made
+
+    def field_names(self, cls: str) -> dict[str, None]:
+        """As a pydantic model shows its fields."""
+        fields = self.contract.at("classes", cls, "fields")
+        return {self.contract.name("classes", cls, "fields", key): None for key in fields}
 
     def checked(self, cls: str, given: dict[str, Any]) -> dict[str, Any]:
         """Values by entry, defaults included. Raises TypeError, ValueError."""
@@ -101,6 +108,11 @@ class Fake:
                 bound[known] = value
             return body(*this, **bound)
 
+        shown = [
+            inspect.Parameter(contract.name(*where, p), inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for p in params
+        ]
+        call.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return staticmethod(call) if entry.get("static") else call
 
     def thing(

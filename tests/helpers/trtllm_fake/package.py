@@ -40,6 +40,8 @@ def install(contract: Contract, environ: Mapping[str, str]) -> Fake:
         if "module" in entry:
             made = special[cls](from_here) if cls in special else from_here.record(cls)
             setattr(module(entry["module"]), contract.name("classes", cls), made)
+    arguments = {"model_fields": from_here.field_names("AsyncLLM")}
+    module("tensorrt_llm.llmapi").TorchLlmArgs = type("TorchLlmArgs", (), arguments)  # type: ignore[attr-defined]
     bodies = {"control_action_decorator": lambda f: f, "get_device_uuid": lambda device: f"GPU-{device}"}
     for key, entry in contract.data["functions"].items():
         setattr(module(entry["module"]), contract.name("functions", key), noted(contract, key, bodies[key]))
