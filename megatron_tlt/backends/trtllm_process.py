@@ -92,8 +92,9 @@ class EngineProcess:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         try:
             with self.log.open("wb") as log:
+                # Not `resolve`: an environment's python is a link, and is known by the link's place.
                 return subprocess.Popen(
-                    [python, "-m", MODULE, str(self._directory / "socket")],
+                    [os.path.abspath(python), "-m", MODULE, str(self._directory / "socket")],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

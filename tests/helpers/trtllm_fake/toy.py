@@ -34,13 +34,15 @@ def make_worker_extension(fake: Fake) -> type:
     contract = fake.contract
 
     def init(this: Any, with_drafter: bool) -> None:
-        state: dict[str, Any] = {"weights": {}, "drafter": {}, "resets": 0, "finished": 0}
+        state: dict[str, Any] = {"weights": {}, "drafter": {}, "resets": 0, "final": False}
 
         def reset(*_: Any) -> None:
             state["resets"] += 1
 
         def load_drafter(_: Any, weights: dict[str, Any], weight_mapper: Any) -> None:
             assert weight_mapper is not None
+            if not state["final"]:
+                raise RuntimeError("the policy whose embedding it shares is not complete")
             state["drafter"] = {name: zlib.crc32(bytes_of(t)) for name, t in weights.items()}
 
         pretrained = fake.thing("PretrainedConfig", {"architectures": ["LlamaForCausalLMEagle3"]})
@@ -66,8 +68,9 @@ def make_worker_extension(fake: Fake) -> type:
     def update(this: Any, ipc_handles: Any = None) -> None:
         state = this.__dict__["fake_state"]
         if ipc_handles is None:
-            state["finished"] += 1
+            state["final"] = True
             return
+        state["final"] = False
         for name, (function, args) in ipc_handles["GPU-cpu"]:
             arguments = list(args)
             arguments[6] = "cpu"

@@ -254,6 +254,21 @@ def test_an_interrupted_rollout_is_aborted(backend: TrtllmBackend) -> None:
     assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4, "and the endless one is gone"
 
 
+def test_weights_do_not_change_under_a_request(backend: TrtllmBackend) -> None:
+    push(backend, 20)
+    backend.resume()
+    params = backend._sampling(PARAMS)
+    backend.process.send(
+        {"type": "submit", "requests": [{"id": 0, "seed": 0}], "token_ids": [ENDLESS], "params": params}
+    )
+    with pytest.raises(BackendError, match="1 requests are in flight"):
+        backend.process.call("begin_update", version=21, verify=False)
+    backend.process.call("abort")
+    while backend.process.next_answer()["type"] != "answer":
+        pass
+    push(backend, 21)
+
+
 def test_long_expected_answers_start_first() -> None:
     size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
     facts = EngineFacts(size, Speculation(), "1.2.1", SHAPES, longest_first=True)
