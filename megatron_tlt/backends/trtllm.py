@@ -71,7 +71,8 @@ class _Push:
     version: int
     missing: set[str]
     drafter_version: int
-    sums: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)  # of tensors that go no further than here
+    drafter_sums: dict[str, int] = field(default_factory=dict)
 
 
 class TrtllmBackend:
@@ -346,6 +347,8 @@ class TrtllmBackend:
             )
         self._transport.send(push.version, list(weights.items()), drafter=True)
         push.drafter_version = version
+        if self._facts.keep_checksums:
+            push.drafter_sums = {name: checksum(tensor) for name, tensor in weights.items()}
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
@@ -356,6 +359,10 @@ class TrtllmBackend:
             raise SyncError(f"the push of version {push.version} lacks {', '.join(names[:_SHOWN])}{more}")
         reply = self.process.call("finish_update", version=push.version)
         self._transport.finish()
+        if reply["drafter_checksums"] != push.drafter_sums:
+            raise SyncError(
+                f"the engine holds other bytes of the drafter than version {push.drafter_version} has"
+            )
         self._checksums = push.sums | reply["checksums"]
         self._version, self._drafter_version, self._open = push.version, push.drafter_version, None
 

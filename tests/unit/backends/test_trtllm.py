@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -191,6 +192,26 @@ def test_a_drafter_comes_whole_with_a_push(backend: TrtllmBackend) -> None:
     assert backend.drafter_version == 15
 
 
+def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(backend: TrtllmBackend) -> None:
+    push(backend, 17, drafter=tensors(DRAFTER, 0))
+    backend.begin_update(18)
+    backend.update_drafter(tensors(DRAFTER, 1), 18)
+    backend._transport.send(18, [("a.weight", torch.ones(3))])
+    push(backend, 19)  # raises SyncError if the engine loaded a drafter
+    assert backend.drafter_version == 17
+    backend.begin_update(20)
+    backend.update_drafter(tensors(DRAFTER, 1), 20)
+    backend._transport.send(
+        20, [("fc.weight", torch.ones(2, 3))], drafter=True
+    )  # not what the client knows of
+    backend.update_weights(WeightBucket(20, list(tensors(SHAPES, 0).items())))
+    with pytest.raises(SyncError, match="other bytes of the drafter than version 20 has"):
+        backend.finish_update()
+    with pytest.raises(BackendError, match="torn"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    push(backend, 21)
+
+
 def test_a_drafter_is_refused_outside_a_push_and_by_an_engine_without(
     backend: TrtllmBackend, tmp_path: Path
 ) -> None:
@@ -292,11 +313,38 @@ def test_every_request_has_a_seed_of_its_own() -> None:
     assert all(0 <= s < 2**63 for s in seeds)
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"id": 1, "token_ids": [5, 6], "finish_reason": "stop"}, "stopped at a token that it left out"),
+        ({"id": 1, "token_ids": [], "finish_reason": "stop"}, "stopped at a token that it left out"),
+        ({"id": 1, "token_ids": [5], "finish_reason": "bored"}, "unknown finish reason 'bored'"),
+        ({"id": 1, "token_ids": [5], "finish_reason": None}, "unknown finish reason None"),
+        ({"id": 2, "token_ids": [5], "finish_reason": "length"}, "answered request 2, which nobody asked"),
+    ],
+)
+def test_answers_that_cannot_be(answer: dict[str, Any], message: str) -> None:
+    process = Mock(alive=False)
+    process.next_answer.return_value = {"type": "answer", **answer}
+    process.failure.side_effect = lambda what: BackendError(what)
+    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
+    backend = TrtllmBackend(
+        process, Mock(), EngineFacts(size, Speculation(), "1.2.1", {}, eos_token_ids=(0,))
+    )
+    backend._version = 0
+    with pytest.raises(BackendError, match=message):
+        backend.generate(PROMPTS[:1], PARAMS, 1)
+
+
 def test_weights_through_shared_memory(tmp_path: Path) -> None:
     backend = start_backend(tmp_path, transport="shared_memory", spec=EAGLE)
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
     folder = Path(backend._transport._directory.name)
+    backend.begin_update(2)
+    backend.update_weights(WeightBucket(2, [("a.weight", weights["a.weight"])]))
+    assert list(folder.iterdir()) == [], "one bucket at a time"
+    push(backend, 3, drafter=tensors(DRAFTER, 1))
     assert folder.stat().st_mode & 0o777 == 0o700
     assert list(folder.iterdir()) == [], "nothing stays there after a push"
     backend.close()

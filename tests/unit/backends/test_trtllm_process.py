@@ -34,7 +34,7 @@ time.sleep({seconds})
 HELLO = {"type": "hello", "protocol": PROTOCOL, "engine": "1.2.1", "pid": 1}
 
 
-def child(folder: Path, data: bytes, seconds: float = 60) -> str:
+def child(folder: Path, data: bytes, seconds: float = 300) -> str:
     program = folder / "child.py"
     program.write_text(CHILD.format(data=data.hex(), seconds=seconds))
     return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
@@ -67,8 +67,10 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ],
 )
 def test_a_child_that_says_something_else_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
+    started = time.monotonic()
     with pytest.raises(BackendError) as caught:
         EngineProcess(section(child(tmp_path, data)))
+    assert time.monotonic() - started < 120, "killed, not waited for"
     assert message in str(caught.value)
     assert "the child was here" in str(caught.value), "the end of the log"
     pid = int(str(caught.value).split("(process ")[1].split(")")[0])
