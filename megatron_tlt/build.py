@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.trtllm_build import build_trtllm
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -138,7 +139,11 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     check_on(config, world)
     tokenizer = open_tokenizer(config)
     rewards = RewardPool(config.rewards)
-    backend = open_backend(config, world, tokenizer)
+    # A run that trains its drafter may start without one: then there is none to evaluate with.
+    starts_anew = config.rollout.speculation.drafter_path is None
+    tp = tensor_parallel(world, config.rollout.tp)
+    trainer = _drafter_trainer(config, world, tp) if starts_anew else None
+    backend = open_backend(config, world, tokenizer, tp, trainer)
     world.enter("load")
     sync = BucketedSync(config.sync, backend, world)
     sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
@@ -147,6 +152,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     world.enter("eval")
     result = evaluator.run(0)
     rewards.close()
+    backend.close()
     if world.is_main:
         text = json.dumps(result.to_json(), indent=2)
         print(text, flush=True)
@@ -208,6 +214,10 @@ def open_backend(
 
     Collective, unless `tp` (see `tensor_parallel`) is given.
     """
+    if config.rollout.backend == "trtllm":
+        return build_trtllm(
+            config.rollout, config.model, config.sync, device=world.device, tokenizer=tokenizer
+        )
     return build_backend(
         config.rollout,
         config.model,

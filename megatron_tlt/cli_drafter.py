@@ -129,12 +129,16 @@ def _warm_up(config: Config, world: World, args: argparse.Namespace) -> DrafterW
 
     shape = _eagle3_shape(config, args)
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
-    config = config.model_copy(update={"rollout": plain})
+    waiting = config.idle.model_copy(update={"train_drafter": False})
+    config = config.model_copy(update={"rollout": plain, "idle": waiting})
+    if config.rollout.backend != "embedded":
+        allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
+        raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
     check_on(config, world)
     backend = open_backend(config, world, open_tokenizer(config))
     world.enter("load")
     path = config.model.path
-    assert isinstance(backend, EmbeddedBackend), "the one backend there is"
+    assert isinstance(backend, EmbeddedBackend), "checked above"
     BucketedSync(config.sync, backend, world).push(iter_weights(path, ModelConfig.from_hf(path)), version=0)
     if shape is not None:
         return Eagle3WarmUp(config, world, backend, sampling_params(config), shape)

@@ -112,7 +112,8 @@ def make_sequence(group: SampleGroup, sample: Sample) -> TrainSequence:
         prompt_len=len(group.prompt.token_ids),
         advantages=np.zeros(response, dtype=np.float32),
         loss_mask=np.ones(response, dtype=np.float32),
-        rollout_logprobs=np.asarray(sample.logprobs, dtype=np.float32),
+        # NaN where the engine has none: the loop scores them, and a loss that met one would say so.
+        rollout_logprobs=np.asarray(sample.logprobs or [np.nan] * response, dtype=np.float32),
     )
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.types import (
+        BackendCapabilities,
         EngineStats,
         FeatureChunk,
         PastAnswer,
@@ -75,6 +76,10 @@ class Tokenizer(Protocol):
 @runtime_checkable
 class RolloutBackend(Protocol):
     """An engine that answers prompts with one version of the policy."""
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this kind of engine can be asked for."""
 
     @property
     def policy_version(self) -> int: ...

@@ -96,6 +96,7 @@ class RLTrainer:
         with self._phase("exchange"):
             parts = self.assembler.exchange(groups, table)
         with self._phase("logprobs"):
+            self._score_answers(parts)
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
         with self._phase("update"):
             out = self._update(batch)
@@ -152,6 +153,15 @@ class RLTrainer:
         groups = group_samples(prompts, samples)
         self.rewards.score(groups)
         return groups
+
+    def _score_answers(self, parts: list[list[TrainSequence]]) -> None:
+        """The policy's log-probs in place of the engine's, of an engine that has none. Mutates the sequences."""
+        if self.backend.capabilities.logprobs:
+            return
+        flat = [sequence for part in parts for sequence in part]
+        scores = self.policy.logprobs(flat, self.config.rollout.temperature, which="policy")
+        for sequence, logprobs in zip(flat, scores, strict=True):
+            sequence.rollout_logprobs = np.asarray(logprobs, dtype=np.float32)
 
     def _reward_kl(self, parts: list[list[TrainSequence]]) -> list[np.ndarray] | None:
         """Per-token KL to the reference where it is part of the reward; None otherwise."""

@@ -68,6 +68,9 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
         if config.rollout.speculation.uses_eagle:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
+        if config.rollout.backend == "trtllm":
+            named["rollout.trtllm.python"] = config.rollout.trtllm.python
+            named["rollout.trtllm.drafter_path"] = config.rollout.trtllm.drafter_path
     named["model.megatron_path"] = config.model.megatron_path
     for field, path in named.items():
         if path is not None and not Path(path).exists():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+BackendName = Literal["embedded", "trtllm"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -58,7 +59,7 @@ class Sample:
     prompt_id: int
     sample_index: int
     token_ids: list[int]  # [R], with the stop token when one ended it
-    logprobs: list[float]  # [R]
+    logprobs: list[float]  # [R], or empty from an engine that has none (`BackendCapabilities.logprobs`)
     text: str
     finish_reason: FinishReason
     policy_version: int
@@ -162,6 +163,28 @@ class FeatureChunk:
     hidden: Any  # Tensor [L - 1, H] of positions 0 .. L - 2, after the final norm; on the CPU, in the engine's type
     prompt_len: int  # P
     key: int = 0  # the request's sampling key
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCapabilities:
+    """What a kind of rollout engine can be asked for; `check` refuses a configuration that asks for more."""
+
+    keyed_sampling: (
+        bool  # an answer is a function of seed, prompt and policy: equal bit for bit with any drafter
+    )
+    per_request_draft_len: bool  # our drafters and selectors decide what each request drafts
+    hidden_states: bool  # the policy's hidden states of answers can be had, to train a drafter
+    logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
+    stop_strings: bool  # answers can end at a string, whatever its tokens
+    tensor_parallel: bool  # one engine on several ranks
+
+
+EMBEDDED_CAPABILITIES = BackendCapabilities(True, True, True, True, True, True)
+TRTLLM_CAPABILITIES = BackendCapabilities(False, False, False, False, False, False)
+CAPABILITIES: dict[BackendName, BackendCapabilities] = {
+    "embedded": EMBEDDED_CAPABILITIES,
+    "trtllm": TRTLLM_CAPABILITIES,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
+    EMBEDDED_CAPABILITIES,
+    BackendCapabilities,
     EngineStats,
     FeatureChunk,
     PastAnswer,
@@ -62,6 +64,11 @@ class EmbeddedBackend:
         self._open: int | None = None
         self._missing: set[str] = set()
         self._checksums: dict[str, int] = {}
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this engine can be asked for: everything there is."""
+        return EMBEDDED_CAPABILITIES
 
     @property
     def policy_version(self) -> int:

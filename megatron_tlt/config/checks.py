@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from megatron_tlt.config.checks_backend import check_backend
 from megatron_tlt.config.checks_learning import check_algorithm, check_data, check_optimizer, check_rewards
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.speculation import check_speculation
@@ -40,6 +41,7 @@ def check_config(
         *_check_architecture(config, shape),
         *check_rollout(config, shape, num_ranks, device),
         *check_idle(config),
+        *check_backend(config, device),
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),
         *check_algorithm(config),

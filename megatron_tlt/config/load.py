@@ -24,6 +24,8 @@ RootT = TypeVar("RootT", Config, SftConfig)
 # Fields of `rollout` that say nothing to `generate`, and what does.
 _SAID_ELSEWHERE = {
     "tp": "all ranks are one engine",
+    "backend": "it is the embedded engine's",
+    "trtllm": "it is the embedded engine's",
     "samples_per_prompt": "use --n",
     **{
         name: f"use --{name.replace('_', '-')}"
@@ -73,7 +75,7 @@ def load_engine(overrides: Sequence[str]) -> RolloutSection:
         root, _, rest = override.partition(".")
         if root != "rollout" or not rest:
             problems.append(ConfigProblem("override", override, "must look like rollout.key=value"))
-        elif elsewhere := _SAID_ELSEWHERE.get(rest.partition("=")[0]):
+        elif elsewhere := _SAID_ELSEWHERE.get(re.split(r"[.=]", rest, maxsplit=1)[0]):
             problems.append(ConfigProblem("override", override, f"not read by generate: {elsewhere}"))
     if problems:
         raise ConfigError(problems)

@@ -8,13 +8,15 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.types import BackendName
 
 
 class RolloutSection(Section):
     """Sampling of answers and the engine that does it."""
 
-    backend: Literal["embedded"] = "embedded"
-    """Rollout engine."""
+    backend: BackendName = "embedded"
+    """Rollout engine. embedded: ours, in the training process. trtllm: TensorRT-LLM, in a process of its own."""
     tp: PositiveInt = 1
     """Tensor parallel size of one engine replica; ranks / tp replicas."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -55,7 +57,9 @@ class RolloutSection(Section):
     order: Literal["arrival", "longest_first"] = "longest_first"
     """Order in which prompts start: as they come, or longest earlier answers first (where there are any)."""
     speculation: SpeculationSection = SpeculationSection()
-    """Speculative decoding."""
+    """Speculative decoding in the embedded engine."""
+    trtllm: TrtllmSection = TrtllmSection()
+    """The TensorRT-LLM engine."""
 
 
 class SyncSection(Section):

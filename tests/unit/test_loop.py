@@ -6,12 +6,25 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.experience import make_sequence
 from megatron_tlt.loop import RLTrainer
-from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.types import (
+    EMBEDDED_CAPABILITIES,
+    TRTLLM_CAPABILITIES,
+    BackendCapabilities,
+    PastAnswer,
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    TrainSequence,
+)
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(3)]
 
@@ -94,3 +107,35 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         ("q2", 1.0),
         ("q2", 1.0),
     ]
+
+
+def test_answers_of_an_engine_without_log_probs_are_scored_by_the_actor() -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"temperature": 0.5}})
+    asked: list[Any] = []
+
+    def logprobs(sequences: list[TrainSequence], temperature: float, which: str) -> list[np.ndarray]:
+        asked.append((len(sequences), temperature, which))
+        return [np.full(1, -float(s.prompt_id + 1)) for s in sequences]
+
+    def scored(capabilities: BackendCapabilities) -> list[float]:
+        group = SampleGroup(PROMPTS[1], [Sample(1, 0, [7], [], "", "stop", 0)])
+        parts = [[make_sequence(group, group.samples[0])], [make_sequence(group, group.samples[0])]]
+        others = dict.fromkeys(
+            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "params")
+        )
+        trainer = RLTrainer(
+            config,
+            OneRank(),
+            policy=SimpleNamespace(dims=Dims(), logprobs=logprobs),
+            backend=SimpleNamespace(capabilities=capabilities),
+            **{**others, "algorithm": SimpleNamespace(config=AlgorithmSection())},
+        )  # type: ignore[arg-type]
+        trainer._score_answers(parts)
+        return [float(s.rollout_logprobs[0]) for part in parts for s in part]
+
+    assert scored(TRTLLM_CAPABILITIES) == [-2.0, -2.0]
+    assert asked == [(2, 0.5, "policy")]
+    assert np.isnan(scored(EMBEDDED_CAPABILITIES)).all(), (
+        "left as they came: an engine with log-probs brings its own"
+    )
+    assert len(asked) == 1

@@ -1,0 +1,90 @@
+"""Cross-checks of the rollout backend: what its kind of engine cannot do must not be asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.types import CAPABILITIES
+
+Problems = Iterator[ConfigProblem]
+_VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
+
+
+def check_backend(config: Config, device: str | None) -> Problems:
+    """What this configuration asks of its rollout engine beyond its `BackendCapabilities`, and its own settings."""
+    yield from _check_sampling(config)
+    yield from _check_drafting(config)
+    can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
+    if not can.tensor_parallel and rollout.tp > 1:
+        allowed = f"must be 1 with rollout.backend: {rollout.backend} (one engine a rank, on one GPU)"
+        yield ConfigProblem("rollout.tp", rollout.tp, allowed)
+    if rollout.backend == "trtllm":
+        yield from _check_trtllm(config, device)
+
+
+def _check_sampling(config: Config) -> Problems:
+    can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
+    name = f"rollout.backend: {rollout.backend}"
+    if not can.keyed_sampling and rollout.numerics == "invariant":
+        allowed = f"must be 'default' with {name}: its answers depend on timing"
+        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
+    if not can.keyed_sampling and config.train.deterministic:
+        allowed = f"must be false with {name}: its answers cannot be repeated, so no run can"
+        yield ConfigProblem("train.deterministic", True, allowed)
+    if not can.stop_strings and rollout.stop:
+        allowed = f"must be empty with {name}, which stops at tokens only"
+        yield ConfigProblem("rollout.stop", rollout.stop, allowed)
+    if not can.logprobs and config.algorithm.importance_cap > 0:
+        allowed = (
+            f"must be 0 with {name}: the actor computes the log-probs, so there is no mismatch to correct"
+        )
+        yield ConfigProblem("algorithm.importance_cap", config.algorithm.importance_cap, allowed)
+
+
+def _check_drafting(config: Config) -> Problems:
+    """Our drafters, verifiers and selectors, and drafter training in idle time."""
+    can, section = CAPABILITIES[config.rollout.backend], config.rollout.speculation
+    name = f"rollout.backend: {config.rollout.backend}"
+    at = "rollout.speculation"
+    if section.drafter != "none" and not can.per_request_draft_len:
+        allowed = f"must be 'none' with {name}, which has drafters of its own: rollout.trtllm.speculation"
+        yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
+        allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
+        yield ConfigProblem(f"{at}.selector", section.selector, allowed)
+    if section.drafter != "none" and section.verify == "coupled" and not can.keyed_sampling:
+        allowed = f"cannot be had with {name}: it shares keyed noise, which that engine has not"
+        yield ConfigProblem(f"{at}.verify", section.verify, allowed)
+    if config.idle.train_drafter and not can.hidden_states:
+        allowed = f"must be false with {name}: it gives no hidden states to train on"
+        yield ConfigProblem("idle.train_drafter", True, allowed)
+
+
+def _check_trtllm(config: Config, device: str | None) -> Problems:
+    rollout, section = config.rollout, config.rollout.trtllm
+    at = "rollout.trtllm"
+    if section.python is None:
+        allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
+        yield ConfigProblem(f"{at}.python", None, allowed)
+    if _VERSIONS.fullmatch(section.version) is None:
+        yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
+    if section.transport == "cuda_ipc" and device == "cpu":
+        allowed = "must be 'shared_memory' or 'bytes' on CPU"
+        yield ConfigProblem(f"{at}.transport", section.transport, allowed)
+    if section.speculation == "eagle3" and section.drafter_path is None:
+        yield ConfigProblem(f"{at}.drafter_path", None, "is required with rollout.trtllm.speculation: eagle3")
+    if section.speculation != "eagle3" and (section.drafter_path or section.layers_to_capture):
+        name = "drafter_path" if section.drafter_path else "layers_to_capture"
+        allowed = "has no meaning without rollout.trtllm.speculation: eagle3"
+        yield ConfigProblem(f"{at}.{name}", getattr(section, name), allowed)
+    if section.speculation != "none" and rollout.min_p > 0:
+        allowed = "must be 0 with rollout.trtllm.speculation, whose sampler has no min_p"
+        yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
+    if rollout.kernels != "auto":
+        allowed = "must be 'auto' with rollout.backend: trtllm, which has kernels of its own"
+        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
+    if rollout.kv_cache_mib is not None:
+        allowed = "must be null with rollout.backend: trtllm: use rollout.trtllm.kv_cache_fraction"
+        yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

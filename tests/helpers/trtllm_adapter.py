@@ -1,0 +1,117 @@
+"""Everything that the adapter asks of TensorRT-LLM, once, against a fake made from a contract, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_tlt.backends.trtllm_args import (
+    SLEEP_TAGS,
+    EngineSize,
+    Speculation,
+    build_llm_kwargs,
+    build_sampling_params,
+)
+from megatron_tlt.backends.trtllm_process import child_environment
+from megatron_tlt.backends.trtllm_server import Host
+from megatron_tlt.config.trtllm import TrtllmSection
+from tests.helpers.trtllm_fake.contract import Contract
+from tests.helpers.trtllm_fake.package import install, uninstall
+from tests.helpers.trtllm_fake.toy import ENDLESS
+
+EXTENSION = "megatron_tlt.backends.trtllm_extension"
+SPECULATIONS = (
+    Speculation(),
+    Speculation("ngram", draft_len=3),
+    Speculation("eagle3", drafter_path="/drafter", layers_to_capture=(1, 2, 3)),
+)
+ENTRY = {"name": "a.weight", "dtype": "float32", "shape": [2], "data": torch.ones(2).numpy().tobytes()}
+
+
+def run_adapter(contract: Contract) -> None:
+    """Raises if a name that the adapter uses is not the contract's."""
+    section = TrtllmSection(python="python")
+    try:
+        for spec in SPECULATIONS:
+            sys.modules.pop(EXTENSION, None)
+            install(contract, child_environment({}, "/package", section))
+            asyncio.run(_talk(contract, spec))
+    finally:
+        uninstall()
+        sys.modules.pop(EXTENSION, None)
+
+
+async def _talk(contract: Contract, spec: Speculation) -> None:
+    answers: list[dict[str, Any]] = []
+    host = Host(answers.append)
+    version = contract.data["version"]
+    assert host.engine_version() == version
+    for graphs in ((), (1, 2, 8)):
+        size = EngineSize("/model", "bf16", 64, 8, 32, 0.5, graph_sizes=graphs)
+        kwargs = build_llm_kwargs(version, size, spec, sleep=True)
+        await host.handle({"type": "start", "llm": kwargs})
+    await _push(host, with_drafter=spec.kind == "eagle3")
+    for top_k, min_p in ((0, 0.0), (5, 0.1 if spec.kind == "none" else 0.0)):
+        params = build_sampling_params(
+            version,
+            temperature=1.0,
+            top_k=top_k,
+            top_p=0.9,
+            min_p=min_p,
+            max_tokens=8,
+            stop_token_ids=(0,),
+            speculative=spec.kind != "none",
+        )
+        requests = [{"id": top_k * 10 + i, "seed": i} for i in range(4)]
+        host.submit({"requests": requests, "token_ids": [5, 6, 7], "params": params})
+    await _until(lambda: not host.in_flight)
+    host.submit({"requests": [{"id": 99, "seed": 0}], "token_ids": [ENDLESS], "params": params})
+    await _until(lambda: bool(host._live))
+    await host.handle({"type": "abort"})
+    await _until(lambda: not host.in_flight)
+    _check_answers(answers)
+    totals = (await host.handle({"type": "stats"}))["totals"]
+    assert totals["iterations"] > 0
+    assert totals["missed"] == 0
+    per_step = 0 if spec.kind == "none" else 1
+    assert (
+        totals["numAcceptedTokens"] == totals["numRequestsWithDraftTokens"] == per_step * totals["iterations"]
+    )
+    assert totals["numDraftTokens"] == 3 * per_step * totals["iterations"]
+    for kind in ("release", "resume"):
+        await host.handle({"type": kind, "tags": list(SLEEP_TAGS)})
+    host.shutdown()
+
+
+async def _until(happens: Callable[[], bool]) -> None:
+    """Lets the toy work; it needs a few turns of the loop, or something is wrong."""
+    for _ in range(1000):
+        if happens():
+            return
+        await asyncio.sleep(0)
+    raise RuntimeError("the engine does not come to an end")
+
+
+async def _push(host: Host, with_drafter: bool) -> None:
+    await host.handle({"type": "begin_update", "version": 1, "verify": True})
+    weights = {"type": "weights", "version": 1, "entries": [ENTRY]}
+    await host.handle({**weights, "drafter": False})
+    if with_drafter:
+        await host.handle({**weights, "drafter": True})
+    reply = await host.handle({"type": "finish_update", "version": 1})
+    assert set(reply["checksums"]) == {"a.weight"}
+    assert bool(reply["drafter_checksums"]) == with_drafter
+
+
+def _check_answers(answers: list[dict[str, Any]]) -> None:
+    failed = [a for a in answers if "error" in a]
+    assert failed == [], failed
+    reasons = {a["id"]: a["finish_reason"] for a in answers}
+    assert reasons.pop(99) == "cancelled"
+    assert set(reasons.values()) == {"stop", "length"}, "both ends, by their names"
+    samples = [tuple(a["token_ids"]) for a in answers if a["id"] < 4]
+    assert len(set(samples)) == 4, "samples of one prompt differ: the temperature is not ignored"

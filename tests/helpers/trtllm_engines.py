@@ -1,0 +1,105 @@
+"""Engines of the tests: the real server in a real child process, with the fake package for TensorRT-LLM."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.backends.trtllm import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm_args import EngineSize, Speculation, build_llm_kwargs
+from megatron_tlt.backends.trtllm_process import EngineProcess
+from megatron_tlt.backends.trtllm_weights import open_transport
+from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.types import Prompt, WeightBucket
+from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.mpi import ROOT
+
+FAKE = ROOT / "tests" / "helpers" / "trtllm_environment"
+CONTRACTS = ROOT / "tests" / "contracts" / "trtllm"
+SHAPES = {"a.weight": (3,), "b.weight": (2, 2), "norm.weight": (4,)}
+DRAFTER = {"fc.weight": (2, 3), "norm.weight": (2,), "d2t": (5,)}
+PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
+
+
+@contextmanager
+def scratch_directory() -> Iterator[None]:
+    """Temporary directories lie in one with a short name, for pytest's are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        before, tempfile.tempdir = tempfile.tempdir, short
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
+def python_with(folder: Path, script: str) -> str:
+    """An executable that stands for the Python of TensorRT-LLM's environment and does `script` (of sh)."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def fake_python(folder: Path, version: str = "1.2.1") -> str:
+    """The Python of an environment that has the fake package."""
+    contract, fake = (shlex.quote(str(p)) for p in (CONTRACTS / f"{version}.json", FAKE))
+    run = f'exec {shlex.quote(sys.executable)} "$@"'
+    return python_with(folder, f'export TRTLLM_CONTRACT={contract} PYTHONPATH={fake}:"$PYTHONPATH"\n{run}')
+
+
+def section(python: str, **fields: Any) -> TrtllmSection:
+    """Settings for a busy machine: quick beats, much patience."""
+    defaults = {"transport": "bytes", "heartbeat_s": 0.1, "silence_s": 60.0, "start_s": 120.0}
+    return TrtllmSection(python=python, **{**defaults, **fields})
+
+
+def start_backend(
+    folder: Path, *, version: str = "1.2.1", spec: Speculation | None = None, **fields: Any
+) -> TrtllmBackend:
+    """A backend whose engine stands and has no weights."""
+    settings = section(fake_python(folder, version), version=version, **fields)
+    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
+    spec = spec or Speculation()
+    facts = EngineFacts(
+        size,
+        spec,
+        version,
+        SHAPES,
+        ignorable=frozenset({"lm_head.weight"}),
+        drafter_names=frozenset(DRAFTER if spec.kind == "eagle3" else ()),
+        eos_token_ids=(0,),
+        keep_checksums=True,
+    )
+    process = EngineProcess(settings)
+    transport = open_transport(settings.transport, process)
+    process.call("start", llm=build_llm_kwargs(version, size, spec, sleep=True), patience=settings.start_s)
+    return TrtllmBackend(process, transport, facts, CharTokenizer())
+
+
+def tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """Random tensors, of different types."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {n: t.bfloat16() if n == "b.weight" else t.long() if n == "d2t" else t for n, t in made.items()}
+
+
+def push(
+    backend: TrtllmBackend, version: int, seed: int = 0, drafter: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """A whole push in two buckets; returns what was pushed."""
+    weights = tensors(SHAPES, seed)
+    names = list(weights)
+    backend.begin_update(version)
+    for part in (names[:2], names[2:]):
+        backend.update_weights(WeightBucket(version, [(n, weights[n]) for n in part]))
+    if drafter is not None:
+        backend.update_drafter(drafter, version)
+    backend.finish_update()
+    return weights

@@ -1,0 +1,47 @@
+"""A whole run on real ranks whose answers come from TensorRT-LLM's server process, with the toy engine in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import rows, write_config
+from tests.helpers.trtllm_engines import fake_python
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        rollout={
+            "backend": "trtllm",
+            "trtllm": {
+                "python": fake_python(tmp_path),
+                "transport": "shared_memory",
+                "speculation": "ngram",
+                "start_s": 120.0,
+            },
+        },
+        algorithm={"importance_cap": 0},
+        train={"num_steps": 2, "deterministic": False},
+        sync={"verify": True},
+        checkpoint={"every": 0},
+        rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.0}]},
+    )
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text(json.dumps([[str(config), []]]))
+    run_ranks(2, "tests/integration/workers/train_many.py", str(jobs))
+    mine = rows(tmp_path / "run")
+    assert [row["step"] for row in mine] == [1, 2]
+    for row in mine:
+        assert row["engine/finished_requests"] == 32
+        assert row["engine/generated_tokens"] > 32
+        assert row["spec/accept_length"] == 2.0, "the toy's drafter, from its own figures"
+        assert math.isfinite(row["policy/loss"])
+        assert row["policy/mismatch_abs"] == pytest.approx(0, abs=1e-5), "the actor's own log-probs"
+        assert row["sync/mib"] > 0

@@ -1,0 +1,94 @@
+"""Compares an installed TensorRT-LLM with a recorded contract: run it with the Python of TensorRT-LLM's environment.
+
+    ENV/bin/python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json
+
+Prints every recorded class, field, method and parameter that is not there, and what could not be looked at. Exit code 1
+if something is missing. Standard library and tensorrt_llm only, Python 3.10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The engine's class passes what it does not name itself to this one's fields.
+ARGUMENTS_OF = {"AsyncLLM": ("tensorrt_llm.llmapi", "TorchLlmArgs")}
+
+
+def differences(contract: dict[str, Any]) -> Iterator[str]:
+    """What the contract says and this installation has not, a line each."""
+    installed = importlib.import_module("tensorrt_llm").__version__
+    if installed != contract["version"]:
+        yield f"version: {installed} is installed, the contract is of {contract['version']}"
+    for name, entry in contract["classes"].items():
+        if "module" in entry:
+            yield from _class_differences(name, entry)
+    for name, entry in contract["functions"].items():
+        if _find(entry["module"], name) is None:
+            yield f"function {entry['module']}.{name}: missing"
+
+
+def unseen(contract: dict[str, Any]) -> list[str]:
+    """What only a running engine can show: objects that it makes, values, figures."""
+    made = [name for name, entry in contract["classes"].items() if "module" not in entry]
+    attributes = [
+        name for name, entry in contract["classes"].items() if "module" in entry and "attributes" in entry
+    ]
+    return [*made, *(f"attributes of {name}" for name in attributes), "literals", "stats", "environment"]
+
+
+def _class_differences(name: str, entry: dict[str, Any]) -> Iterator[str]:
+    cls = _find(entry["module"], name)
+    if cls is None:
+        yield f"class {entry['module']}.{name}: missing"
+        return
+    known = _arguments(cls)
+    if name in ARGUMENTS_OF:
+        known |= _arguments(_find(*ARGUMENTS_OF[name]))
+    for field in entry.get("fields", {}):
+        if field not in known:
+            yield f"{name}.{field}: no such field"
+    for method, said in entry.get("methods", {}).items():
+        function = getattr(cls, method, None)
+        if function is None:
+            yield f"{name}.{method}(): missing"
+            continue
+        there = inspect.signature(function).parameters
+        yield from (f"{name}.{method}({p}): no such parameter" for p in said["params"] if p not in there)
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _arguments(cls: Any) -> set[str]:
+    """Names that the constructor takes: a pydantic model's fields with their aliases, or the signature's."""
+    fields = getattr(cls, "model_fields", None)
+    if not isinstance(fields, dict):
+        return set() if cls is None else set(inspect.signature(cls).parameters)
+    aliases = [getattr(field, "validation_alias", None) for field in fields.values()]
+    choices = [getattr(alias, "choices", [alias]) for alias in aliases]
+    return {*fields, *(name for names in choices for name in names if isinstance(name, str))}
+
+
+def main() -> int:
+    """Prints the comparison; 1 if something is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("contract", type=Path)
+    contract = json.loads(parser.parse_args().contract.read_text(encoding="utf-8"))
+    found = list(differences(contract))
+    print("\n".join(found) if found else f"all recorded names of {contract['version']} are there")
+    print(f"not looked at (it takes a running engine): {', '.join(unseen(contract))}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
