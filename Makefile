@@ -7,6 +7,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := megatron_tlt tests tools $(wildcard benchmarks)
 PYTEST_ARGS ?=
+JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
@@ -35,8 +36,8 @@ types: setup-dev  ## Run mypy
 imports: setup-dev  ## Run import-linter: the floors, one door a vendor
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
-unit: setup-dev  ## Run pytest only; PYTEST_ARGS="-k config" chooses tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md

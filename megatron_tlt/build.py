@@ -6,6 +6,7 @@ Order matters: everything that can be wrong is found before weights are loaded, 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,20 @@ from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
-from megatron_tlt.upkeep import DrafterUpkeep
+from megatron_tlt.upkeep import DrafterUpkeep, Options
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
+
+    from torch import Tensor
 
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.online import OnlineTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.loop import RLTrainer
+    from megatron_tlt.models.eagle import EagleModel
     from megatron_tlt.observer import Observer
     from megatron_tlt.sft import SftTrainer
 
@@ -125,6 +130,8 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
     world.enter("export")
     write_hf(policy, world, config.model, out, dtype or config.actor.dtype)
     drafter = manager.load_drafter()
+    if world.is_main:
+        shutil.rmtree(out / "drafter", ignore_errors=True)  # an older export's is another policy's
     if world.is_main and drafter is not None:
         write_drafter(drafter, policy, out / "drafter")
     if world.is_main:
@@ -139,11 +146,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     check_on(config, world)
     tokenizer = open_tokenizer(config)
     rewards = RewardPool(config.rewards)
-    # A run that trains its drafter may start without one: then there is none to evaluate with.
-    starts_anew = config.rollout.speculation.drafter_path is None
-    tp = tensor_parallel(world, config.rollout.tp)
-    trainer = _drafter_trainer(config, world, tp) if starts_anew else None
-    backend = open_backend(config, world, tokenizer, tp, trainer)
+    backend = open_backend(config, world, tokenizer)
     world.enter("load")
     sync = BucketedSync(config.sync, backend, world)
     sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
@@ -212,7 +215,8 @@ def open_backend(
 ) -> RolloutBackend:
     """The rollout engine of this rank, without weights; with the drafter of `trainer`, if there is one.
 
-    Collective, unless `tp` (see `tensor_parallel`) is given.
+    A run that trains its drafter may name none: without a trainer the engine then has the random one that training
+    would start from. Collective, unless `tp` (see `tensor_parallel`) is given.
     """
     if config.rollout.backend == "trtllm":
         return build_trtllm(
@@ -227,32 +231,50 @@ def open_backend(
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
         load_weights=False,  # the first push brings them, by the same way as every later one
-        drafter=None if trainer is None else trainer.weights(),
+        drafter=_drafter_weights(config, trainer),
         keep_features=trainer is not None,
     )
 
 
+def _drafter_weights(config: Config, trainer: OnlineTrainer | None) -> Mapping[str, Tensor] | None:
+    """What the engine drafts with instead of `drafter_path`; None: that is right."""
+    if trainer is not None:
+        return trainer.weights()
+    section = config.rollout.speculation
+    if section.uses_eagle and section.drafter_path is None and config.idle.train_drafter:
+        return _starting_drafter(config).state_dict()
+    return None
+
+
 def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineTrainer | None:
-    """This rank's trainer of the drafter, from the configured weights or random ones; None where it is not trained."""
+    """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
-    from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.drafter.online import OnlineTrainer
+
+    return OnlineTrainer(
+        _starting_drafter(config).to(world.device),
+        config.drafter,
+        temperature=config.rollout.temperature,
+        unit=tp,
+        device=world.device,
+    )
+
+
+def _starting_drafter(config: Config) -> EagleModel:
+    """The configured drafter, or, where none is named, one of random weights: the same on every rank."""
+    from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.models.eagle import EagleModel
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # every rank starts from the same weights, and nobody else sees the draws
-        torch.manual_seed(config.drafter.seed)
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that nobody keeps
         model = EagleModel(shape)
     if path is not None:
         model.load_state_dict(load_drafter(path, shape).weights)
-    temperature = config.rollout.temperature
-    return OnlineTrainer(
-        model.to(world.device), config.drafter, temperature=temperature, unit=tp, device=world.device
-    )
+    else:
+        model.initialise(config.drafter.seed)
+    return model
 
 
 def _upkeep(
@@ -273,13 +295,15 @@ def _upkeep(
         coordinator,
         IdlePolicy.of(config.idle),
         unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
+        samples=None if trainer is None else lambda: len(trainer.buffer),
         on_span=observer.state,
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,
     )
     uuid = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
     sync = BucketedSync(config.sync, backend, world)
-    return DrafterUpkeep(world, backend, sync, window, trainer, GpuMonitor(uuid))
+    options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid))
+    return DrafterUpkeep(world, backend, sync, window, trainer, options)
 
 
 def sampling_params(config: Config) -> SamplingParams:

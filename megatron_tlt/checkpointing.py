@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class CheckpointManager:
         self,
         step: int,
         state: Callable[[], dict[str, Any]],
-        drafter: Callable[[], dict[str, Any] | None] = lambda: None,
+        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
         """Publishes a finished save, and starts one if `step` (steps done) is due.
 

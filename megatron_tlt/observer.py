@@ -77,7 +77,8 @@ class Observer:
     ) -> None:
         """Everything one step says. Collective: the ranks' phase times and engine counters are gathered here.
 
-        `mine` are figures of this rank; logged is their sum over the ranks, or their maximum if the name ends in _max.
+        `mine` are figures of this rank; logged is their sum over the ranks, their maximum if the name ends in _max, or
+        the mean of the ranks that have one if it ends in _mean.
         """
         phases = self._events.end_step()
         gathered = self._world.all_gather_object((phases, _counters(stats), dict(mine or {})))
@@ -166,10 +167,13 @@ class Observer:
 
 
 def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of all ranks as one: sums, but maxima of names that end in _max."""
+    """Figures of all ranks as one: sums, but maxima of names that end in _max and means of those in _mean."""
     names = sorted({name for figures in ranks for name in figures})
     values = {name: [figures[name] for figures in ranks if name in figures] for name in names}
-    return {name: max(of) if name.endswith("_max") else sum(of) for name, of in values.items()}
+    return {
+        name: max(of) if name.endswith("_max") else sum(of) / (len(of) if name.endswith("_mean") else 1)
+        for name, of in values.items()
+    }
 
 
 def _qualified(name: str) -> str:

@@ -10,10 +10,10 @@ rewards never see it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,10 +32,21 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, int], None]
 
-_log = logging.getLogger(__name__)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _KEPT_LENGTHS = 256
 _FIRST_GUESS = 256.0  # tokens of an answer, until lengths have been seen
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What upkeep needs to know beside its parts."""
+
+    speaks: bool = True
+    """Whether this rank's figures count: ranks of one replica train as one, so its first rank's do."""
+    has_eagle: bool = True
+    """Whether the engines draft with a trained drafter."""
+    gpu: GpuMonitor = field(default_factory=lambda: GpuMonitor(None))
+    """Only reports."""
 
 
 class DrafterUpkeep:
@@ -48,15 +59,24 @@ class DrafterUpkeep:
         sync: WeightSync,
         window: IdleWindow,
         trainer: OnlineTrainer | None = None,
-        gpu: GpuMonitor | None = None,
+        options: Options | None = None,
     ):
-        """`backend` drafts with the weights of `trainer`; `gpu` only reports."""
+        """`backend` drafts with the weights of `trainer`."""
         self.trainer = trainer
+        self._options = options or Options()
+        self._kept: Mapping[str, Any] | None = None  # a checkpoint's drafter that this run does not train
         self._world, self._backend, self._sync, self._window = world, backend, sync, window
         self._lengths = np.array([_FIRST_GUESS])  # of the last rollout's answers, ascending
         self._figures: dict[str, float] = {}
-        self._gpu = gpu or GpuMonitor(None)
-        self._published = 0 if trainer is None else trainer.version
+        # Merges behind the drafter that the engines have; None: they have another one than this rank.
+        self._published: int | None = 0 if trainer is None else trainer.version
+
+    @property
+    def _active(self) -> OnlineTrainer | None:
+        """The trainer, as long as it trains: a failure on any rank ends training on all of them."""
+        trainer = self.trainer
+        ended = trainer is None or not trainer.enabled or self._window.disabled_reason is not None
+        return None if ended else trainer
 
     # -- a step, in this order ------------------------------------------------------------------------------
 
@@ -82,8 +102,8 @@ class DrafterUpkeep:
             if on_progress is not None:
                 on_progress(running, waiting, generated_tokens)
 
-        trainer = self.trainer
-        if trainer is not None and trainer.enabled:
+        trainer = self._active
+        if trainer is not None:
             self._backend.collect_features(trainer.buffer.add)
         try:
             yield progress
@@ -96,17 +116,15 @@ class DrafterUpkeep:
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         trainer = self.trainer
-        self._gpu.start()
+        self._options.gpu.start()
         report = self._window.run(trainer.step if trainer is not None else _nothing)
-        self._add(_named(self._gpu.stop()))
-        self._add(
-            {
-                "idle/seconds": report.idle_seconds,
-                "idle/recovered_seconds": report.training_seconds,
-                "drafter/steps": float(report.steps),
-                "drafter/tokens": float(report.tokens),
-            }
-        )
+        self._add(_named(self._options.gpu.stop()))
+        self._add({"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds})
+        if self._options.speaks:
+            self._add({"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)})
+        if report.steps:
+            learned = {name: report.metrics[name] for name in ("loss", "accept/1") if name in report.metrics}
+            self._figures |= {f"drafter/{name}_mean": value for name, value in learned.items()}
         if report.stop_seconds is not None:
             self._add({"idle/stop_ms_max": 1e3 * max(0.0, report.stop_seconds)})
         return report
@@ -118,12 +136,15 @@ class DrafterUpkeep:
             return {}
         started = time.perf_counter()
         report = trainer.merge(_all_reduce, self._world.rank, self._world.size)
-        if report.disabled and self._window.disabled_reason is None:  # who failed has said so itself
-            self._window.disabled_reason = f"it failed on rank {', '.join(map(str, report.disabled))}"
-        if trainer.failure is not None:
-            self._window.disable(trainer.failure)
-        metrics = {f"drafter/{name}": value for name, value in trainer.metrics().items()}
-        metrics["drafter/disabled"] = float(len(report.disabled))
+        if report.rolled_back and self._world.rank == 0:
+            self._window.disable(str(trainer.failure))
+        elif (report.disabled or report.rolled_back) and self._window.disabled_reason is None:
+            failed = ", ".join(map(str, report.disabled)) or "every rank"
+            self._window.disabled_reason = f"it failed on rank {failed}"  # which has said so itself
+        self._add({f"drafter/buffer/{name}": value for name, value in trainer.buffer.metrics().items()})
+        metrics = {"drafter/version": float(trainer.version)}
+        metrics["drafter/trained_tokens"] = float(trainer.trained_tokens)
+        metrics["drafter/disabled"] = float(self._world.size if report.rolled_back else len(report.disabled))
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
 
@@ -132,23 +153,30 @@ class DrafterUpkeep:
 
         Raises SyncError.
         """
-        trainer, drafter = self.trainer, None
-        if trainer is not None and trainer.version != self._published:
-            drafter = trainer.weights(), trainer.version
+        drafter = self._unpublished()
         version = policy.policy_version
         metrics = self._sync.push(self._watch(policy.named_weights(), version), version, drafter)
-        if trainer is not None:
-            self._published = trainer.version
+        if drafter is not None:
+            self._published = drafter[1]
         return metrics
+
+    def _unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:
+        """Tensors and version of the drafter, if the engines want one and have another."""
+        if self.trainer is not None:
+            new = self.trainer.version != self._published
+            return (self.trainer.weights(), self.trainer.version) if new else None
+        if self._kept is None or not self._options.has_eagle or self._published is not None:
+            return None
+        return self._kept["model"], int(self._kept["version"])
 
     def _watch(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Passes the policy's stream on; the trainer keeps the embedding and the LM head that go with `version`."""
         kept: dict[str, Tensor] = {}
         for name, tensor in weights:
-            if self.trainer is not None and name in (EMBED, HEAD):
+            if self._active is not None and name in (EMBED, HEAD):
                 kept[name] = tensor.detach().clone()  # a stream's tensors may be gone with the next one
             yield name, tensor
-        if self.trainer is not None:
+        if kept and self.trainer is not None:
             self.trainer.set_tables(version, kept[EMBED], kept.get(HEAD, kept[EMBED]))
 
     def take_figures(self) -> dict[str, float]:
@@ -161,21 +189,25 @@ class DrafterUpkeep:
             old = self._figures.get(name, 0.0)
             self._figures[name] = max(old, value) if name.endswith("_max") else old + value
 
-    def drafter_state(self) -> dict[str, Any] | None:
-        """Weights, moments and counters of the drafter in training; None where nothing is trained."""
-        return None if self.trainer is None else self.trainer.state_dict()
+    def drafter_state(self) -> Mapping[str, Any] | None:
+        """Weights, moments and counters of the drafter in training; without one, what the run was resumed with."""
+        return self._kept if self.trainer is None else self.trainer.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the drafter itself."""
-        return {"lengths": self._lengths[-_KEPT_LENGTHS:].tolist()}
+        every = -(-len(self._lengths) // _KEPT_LENGTHS)
+        return {"lengths": self._lengths[::every].tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any], drafter: Mapping[str, Any] | None) -> None:
         """Takes `state_dict`'s and `drafter_state`'s. Raises CheckpointError for the drafter of another policy."""
         self._lengths = np.array(state.get("lengths") or [_FIRST_GUESS])
-        if self.trainer is not None and drafter is not None:
+        if drafter is None:
+            return
+        self._published = None
+        if self.trainer is not None:
             self.trainer.load_state_dict(drafter)
-        elif drafter is not None:
-            _log.warning("the checkpoint's trained drafter is not used: idle.train_drafter is off")
+        else:  # drafted with, and kept in this run's checkpoints, for a run that trains it again
+            self._kept = drafter
 
     def close(self) -> None:
         """Frees the coordinator's communicator. Collective."""

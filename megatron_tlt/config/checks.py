@@ -40,7 +40,7 @@ def check_config(
         *_check_shape_pp(shape, config),
         *_check_architecture(config, shape),
         *check_rollout(config, shape, num_ranks, device),
-        *check_idle(config),
+        *check_idle(config, shape, num_ranks, device),
         *check_backend(config, device),
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),
@@ -195,12 +195,30 @@ def longest_request(config: Config) -> int:
     return config.data.max_prompt_tokens + answer
 
 
-def check_idle(config: Config) -> Problems:
-    """Training the drafter needs one that can be trained."""
-    drafter = config.rollout.speculation.drafter
-    if config.idle.train_drafter and not config.rollout.speculation.uses_eagle:
-        allowed = f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {drafter!r} has nothing to train"
+def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
+    """Training the drafter needs one that can be trained, somebody to wait for, and room for what it trains on."""
+    if not config.idle.train_drafter:
+        return
+    section, online = config.rollout.speculation, config.drafter.online
+    if not section.uses_eagle:
+        allowed = (
+            f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {section.drafter!r} has nothing to train"
+        )
         yield ConfigProblem("idle.train_drafter", True, allowed)
+    elif num_ranks // config.rollout.tp == 1 and section.drafter_path is None:
+        allowed = (
+            "is required with one rollout replica: it waits for nobody, so random weights would stay random"
+        )
+        yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
+    if online.fp8 in ("te", "torchao") and device == "cpu":
+        allowed = "must be 'off' or 'emulate' on CPU"
+        yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
+    if shape is not None:
+        size = shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
+        needed = min(config.drafter.window, online.micro_step_tokens) * size / 2**20
+        if online.buffer_mib < needed:
+            allowed = f"must be >= {needed:.2f}, or no long answer fits"
+            yield ConfigProblem("drafter.online.buffer_mib", online.buffer_mib, allowed)
 
 
 def check_batch(config: Config, num_ranks: int) -> Problems:

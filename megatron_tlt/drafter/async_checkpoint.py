@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,7 @@ def write_state(file: Path, tensors: _Flat, about: Any) -> None:
     metadata = {"format": str(_FORMAT), "about": text, "sha256": _digest(tensors, text)}
     try:
         save_file(tensors, str(scratch), metadata=metadata)
+        scratch.chmod(_mode(scratch.parent))  # safetensors makes its files private
         with scratch.open("rb") as handle:
             os.fsync(handle.fileno())
         os.replace(scratch, file)
@@ -95,6 +97,14 @@ def write_state(file: Path, tensors: _Flat, about: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _mode(directory: Path) -> int:
+    """What a new file in `directory` gets: the umask cannot be read without being set, for all threads."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        probe = Path(folder) / "probe"
+        probe.touch()
+        return probe.stat().st_mode & 0o777
 
 
 def load_state(file: str | Path) -> dict[str, Any]:

@@ -112,8 +112,6 @@ class OnlineTrainer:
         sample = self.buffer.sample(self.micro_step_tokens * self._unit.size, self.tables.__contains__)
         if sample is None:
             return None
-        if self._before is None:
-            self._before = (self._state.read(), self._state.steps, self._trainer.trained_steps)
         try:
             metrics = self._learn(sample)
         except DrafterError as error:
@@ -138,7 +136,13 @@ class OnlineTrainer:
         loss = metrics["loss"]
         if not math.isfinite(loss):
             raise DrafterError(f"the drafter's loss is {loss} on hidden states of policy version {version}")
-        return {**metrics, **self._trainer.apply(), "policy_version": float(version)}
+        try:
+            applied = self._trainer.apply()
+        except RuntimeError as error:  # behind the unit's collective: nobody waits for this rank
+            if not _is_out_of_memory(error):
+                raise
+            raise DrafterError(f"out of memory in the drafter's optimizer step: {error}") from error
+        return {**metrics, **applied, "policy_version": float(version)}
 
     def _gradient(self, sample: list[DraftSequence]) -> dict[str, float]:
         """Gradient of the whole sample in `grad`, summed over the unit; metrics likewise."""
@@ -151,11 +155,11 @@ class OnlineTrainer:
         failure: str | None = None
         self._trainer.optimizer.zero_grad(set_to_none=True)
         try:
+            if self._before is None:
+                self._before = (self._state.read(), self._state.steps, self._trainer.trained_steps)
             if share:
                 metrics |= self._trainer.backward(collate(share, self._device), counts)
-        except (
-            RuntimeError
-        ) as error:  # torch.OutOfMemoryError is one; the CPU's allocator has no class of its own
+        except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
             failure = f"out of memory in a drafter micro-step of {self.micro_step_tokens} tokens: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import Prompt, Sample
-from megatron_tlt.upkeep import EMBED, DrafterUpkeep, tokens_left
+from megatron_tlt.upkeep import EMBED, DrafterUpkeep, Options, tokens_left
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
@@ -156,13 +157,37 @@ def test_a_failure_turns_training_off_and_the_run_goes_on(monkeypatch, caplog):
     ]
     assert all(torch.equal(good[name], tensor) for name, tensor in upkeep.trainer.weights().items())
     upkeep._window.coordinator.looks = 4
-    monkeypatch.setattr(
-        Backend, "collect_features", lambda self, sink: setattr(self, "sink", sink or (lambda _: 0))
-    )
-    upkeep.begin_step(policy.policy_version)
     with upkeep.rollout():
-        pass
+        assert backend.sink is None  # nothing is kept that nobody trains on
     assert upkeep.wait([]).steps == 0
+    tables = upkeep.trainer.tables.versions()
+    policy.policy_version += 1
+    upkeep.push(policy)
+    assert upkeep.trainer.tables.versions() == tables
+
+
+def test_a_failure_elsewhere_ends_training_here(monkeypatch, caplog):
+    backend, policy = Backend(), Policy()
+    upkeep = upkeep_of(4, backend)
+    upkeep.push(policy)
+    merge = upkeep.trainer.merge
+    upkeep.trainer.merge = lambda *a: replace(merge(*a), disabled=(1,))
+    assert one_step(upkeep, backend, policy, monkeypatch)["drafter/disabled"] == 1
+    upkeep._window.coordinator.looks = 4
+    with upkeep.rollout():
+        assert backend.sink is None
+    assert upkeep.wait([]).steps == 0 and upkeep.trainer.enabled
+    assert not caplog.records  # rank 1 has said why
+
+
+def test_a_mean_that_is_not_finite_ends_training_with_one_warning(monkeypatch, caplog):
+    backend, policy = Backend(), Policy()
+    upkeep = upkeep_of(4, backend)
+    upkeep.push(policy)
+    monkeypatch.setattr("megatron_tlt.drafter.online.merge_states", lambda *a: torch.tensor([float("nan")]))
+    figures = one_step(upkeep, backend, policy, monkeypatch)
+    assert figures["drafter/disabled"] == 1 and not backend.drafters
+    assert len(caplog.records) == 1
 
 
 def test_a_resumed_run_pushes_the_drafter_it_stopped_with(monkeypatch):
@@ -178,6 +203,46 @@ def test_a_resumed_run_pushes_the_drafter_it_stopped_with(monkeypatch):
     (weights, version), *rest = again.drafters
     assert (version, rest) == (1, [])
     assert all(torch.equal(weights[name], tensor) for name, tensor in upkeep.trainer.weights().items())
+
+
+def test_a_checkpoint_from_before_the_first_merge_counts_too():
+    """Its drafter may be another than the one that this run is configured to start from."""
+    first = upkeep_of(0, Backend())
+    with torch.no_grad():
+        first.trainer.model.fc.weight.mul_(2.0)
+    again = Backend()
+    resumed = upkeep_of(0, again)
+    resumed.load_state_dict(first.state_dict(), first.drafter_state())
+    resumed.push(Policy())
+    ((weights, version),) = again.drafters
+    assert version == 0 and torch.equal(weights["fc.weight"], first.trainer.model.fc.weight)
+    resumed.push(Policy())
+    assert len(again.drafters) == 1
+
+
+@pytest.mark.parametrize("has_eagle", [True, False])
+def test_a_run_that_does_not_train_drafts_with_the_checkpoint_and_hands_it_on(monkeypatch, has_eagle):
+    backend, policy = Backend(), Policy()
+    upkeep = upkeep_of(4, backend)
+    upkeep.push(policy)
+    one_step(upkeep, backend, policy, monkeypatch)
+    again = Backend()
+    window = IdleWindow(SoloCoordinator(), IdlePolicy(train_drafter=False), sleep=lambda _: None)
+    sync = BucketedSync(SyncSection(), again, WORLD)
+    resumed = DrafterUpkeep(WORLD, again, sync, window, None, Options(has_eagle=has_eagle))
+    resumed.load_state_dict(upkeep.state_dict(), upkeep.drafter_state())
+    for _ in range(2):
+        resumed.push(policy)
+    assert [version for _, version in again.drafters] == ([1] if has_eagle else [])
+    assert resumed.drafter_state()["version"] == 1
+    assert resumed.merge() == {}
+
+
+def test_lengths_are_thinned_evenly_for_a_checkpoint():
+    upkeep = upkeep_of(0, Backend())
+    upkeep._lengths = np.arange(1.0, 1001.0)
+    kept = upkeep.state_dict()["lengths"]
+    assert len(kept) <= 256 and np.mean(kept) == pytest.approx(500, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -126,20 +126,3 @@ def test_line_file_appends(tmp_path):
         file.close()
         file.close()
     assert (tmp_path / "deep" / "f").read_text() == "a\nb\n"
-
-
-def test_a_span_that_somebody_else_timed_is_a_line_but_in_no_total(tmp_path):
-    with EventLog(tmp_path, 2) as log:
-        log.add_span("TRAINING", 4, 1e9 + 0.25, 0.5, micro_steps=3)
-        assert log.end_step() == {}
-        assert "TRAINING" not in log.phase_totals
-    line = read_events(tmp_path, 2)[-1]
-    assert line == {
-        "ts": 1e9 + 0.25,
-        "rank": 2,
-        "step": 4,
-        "kind": "span",
-        "name": "TRAINING",
-        "dur": 0.5,
-        "attrs": {"micro_steps": 3},
-    }
