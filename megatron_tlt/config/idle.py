@@ -12,7 +12,7 @@ class IdleSection(Section):
 
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
-    min_tail_seconds: NonNegativeFloat = 0.05
+    min_tail_seconds: NonNegativeFloat = 0.02
     """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""
     max_steps_per_window: NonNegativeInt = 0
     """Most training micro-steps of one wait; 0: no limit."""
