@@ -159,8 +159,8 @@ class _Lazy:
         assert item.index.offset is not None
         chunk = self._chunks[item.index.fqn, tuple(item.index.offset)]
         if self._last is not None:
-            # It is on disk: with no copying ahead the writer asks for the next one then. torch.save's reference
-            # cycles would keep it until the garbage collector comes, which counts objects and not bytes.
+            # It is on disk: with no copying ahead the writer asks for the next one then. Tensors were seen to live on
+            # after they were written, until the garbage collector came, which counts objects and not bytes.
             self._last.untyped_storage().resize_(0)
 
         def read(piece: Piece) -> Tensor:
