@@ -26,8 +26,7 @@ from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.upkeep import EMBED, HEAD
+from megatron_tlt.warmup import lookup_tables
 
 
 def trainer_of(config: Config) -> OnlineTrainer:
@@ -36,8 +35,7 @@ def trainer_of(config: Config) -> OnlineTrainer:
     model = EagleModel(shape)
     model.initialise(0)
     trainer = OnlineTrainer(model, config.drafter)
-    tables = {n: t for n, t in iter_weights(config.model.path, shape) if n in (EMBED, HEAD)}
-    trainer.set_tables(0, tables[EMBED], tables.get(HEAD, tables[EMBED]))
+    trainer.set_tables(0, *lookup_tables(config.model.path, shape, torch.device("cpu")))
     trainer.begin_step(0)
     return trainer
 

@@ -132,10 +132,10 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
     drafter = manager.load_drafter()
     if world.is_main:
         shutil.rmtree(out / "drafter", ignore_errors=True)  # an older export's is another policy's
-    if world.is_main and drafter is not None:
-        write_drafter(drafter, policy, out / "drafter")
-    if world.is_main:
-        trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
+        trained = ""
+        if drafter is not None:
+            write_drafter(drafter, policy, out / "drafter")
+            trained = f", drafter in {out / 'drafter'}"
         print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
 
 

@@ -11,7 +11,7 @@ rewards never see it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_tlt.idle.window import IdleWindow, WindowReport
+from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.observe.gpu import GpuMonitor
+from megatron_tlt.rollout.engine import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
     from megatron_tlt.types import Sample
 
-Progress = Callable[[int, int, int], None]
-
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _KEPT_LENGTHS = 256
 _FIRST_GUESS = 256.0  # tokens of an answer, until lengths have been seen
 

@@ -24,7 +24,7 @@ from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_pairs import PairBatch
 from megatron_tlt.models.inputs import DecoderInput
@@ -236,10 +236,9 @@ def lookup_tables(path: str | Path, config: ModelConfig, device: torch.device) -
     tables = {
         name: tensor.to(device, torch.float32)
         for name, tensor in iter_weights(path, config)
-        if name in ("model.embed_tokens.weight", "lm_head.weight")
+        if name in (EMBED, HEAD)
     }
-    embed = tables["model.embed_tokens.weight"]
-    return embed, tables.get("lm_head.weight", embed)
+    return tables[EMBED], tables.get(HEAD, tables[EMBED])
 
 
 def average_gradients(gradients: list[Tensor]) -> None:

@@ -126,19 +126,10 @@ class EmbeddedBackend:
         return samples
 
     def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Longest expected answers first: started late, one long answer alone would hold everybody up.
-
-        The order cannot change an answer (docs/numerics.md). Prompts never seen before are taken for average.
-        """
+        """As they start; the order cannot change an answer (docs/numerics.md)."""
         if self._history is None or not self._longest_first:
             return list(prompts)
-        lengths = [self._history.expected_length(p.dataset_id) for p in prompts]
-        known = [n for n in lengths if n is not None]
-        usual = sum(known) / len(known) if known else 0.0
-        order = sorted(
-            range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n)
-        )  # stable: equals keep their order
-        return [prompts[i] for i in order]
+        return self._history.longest_first(prompts)
 
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int32 [B]."""

@@ -264,14 +264,10 @@ class TrtllmBackend:
             logger.warning("after an interrupted rollout: %s", error)
 
     def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Longest expected answers first, as the embedded backend has it; prompts never seen are taken for average."""
+        """As they start."""
         if self._history is None or not self._facts.longest_first:
             return list(prompts)
-        lengths = [self._history.expected_length(p.dataset_id) for p in prompts]
-        known = [n for n in lengths if n is not None]
-        usual = sum(known) / len(known) if known else 0.0
-        order = sorted(range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n))
-        return [prompts[i] for i in order]
+        return self._history.longest_first(prompts)
 
     def running_lengths(self) -> np.ndarray:
         """Empty: the engine says nothing of answers under way."""

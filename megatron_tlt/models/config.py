@@ -27,6 +27,9 @@ _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # their Hugging Face names
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3's frequency scaling (Llama 3.1 model card; Hugging Face `rope_type: llama3`)."""
@@ -126,9 +129,7 @@ class ModelConfig:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor, in model order; no `lm_head.weight` when tied."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size)
-        }
+        shapes: dict[str, tuple[int, ...]] = {EMBED: (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
         shapes["model.norm.weight"] = (self.hidden_size,)

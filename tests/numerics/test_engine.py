@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.types import SamplingParams
-from tests.helpers.engines import Answers, Job, answer_all, collect, make_engine, random_jobs
+from tests.helpers.engines import Answers, Job, answer_all, assert_scored, collect, make_engine, random_jobs
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -49,14 +49,7 @@ def test_greedy_equals_transformers_generate(family: str, kernels: str):
 def test_logprobs_equal_a_scoring_pass(family: str, kernels: str):
     model, jobs = tiny(family), random_jobs(131, 8, seed=4)
     answers = answer_all(engine_of(family, kernels), jobs)
-    for prompt_id, prompt, params, n in jobs:
-        for index in range(n):
-            tokens, logprobs = answers[prompt_id, index]
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            scored = (logits / (params.temperature or 1.0)).log_softmax(-1)
-            expected = scored.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+    assert_scored(model, jobs, answers)
 
 
 def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -> Answers:

@@ -20,7 +20,7 @@ from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import Answers, answer_all, make_engine, random_jobs, small_config
+from tests.helpers.engines import Answers, answer_all, assert_scored, make_engine, random_jobs, small_config
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 from tests.helpers.speculating import speculating_engine
@@ -70,14 +70,7 @@ def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: 
     attach(engine, oracle, selector)
     answers = answer_all(engine, jobs)
     assert selector.emitted > 1.1 * selector.rows
-    for prompt_id, prompt, params, n in jobs:
-        for index in range(n):
-            tokens, logprobs = answers[prompt_id, index]
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            scored = (logits / (params.temperature or 1.0)).log_softmax(-1)
-            expected = scored.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
+    assert_scored(model, jobs, answers)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

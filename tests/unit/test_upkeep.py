@@ -15,10 +15,11 @@ from megatron_tlt.drafter.online import OnlineTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
+from megatron_tlt.models.config import EMBED
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import Prompt, Sample
-from megatron_tlt.upkeep import EMBED, DrafterUpkeep, Options, tokens_left
+from megatron_tlt.upkeep import DrafterUpkeep, Options, tokens_left
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 

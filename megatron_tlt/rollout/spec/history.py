@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.types import PastAnswer
+from megatron_tlt.types import PastAnswer, Prompt
 
 _OVERHEAD = 200  # bytes of a question, and of an answer beside its tokens, about
 
@@ -74,6 +74,17 @@ class AnswerHistory:
         """Mean tokens of the answers of the question's latest visit; None if nothing is known of it."""
         question = self._questions.get(dataset_id)
         return question.mean_length if question is not None else None
+
+    def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Prompts with the longest expected answers first: started late, one long answer alone would hold everybody up.
+
+        Equals stay in their order; prompts never seen before are taken for average.
+        """
+        lengths = [self.expected_length(p.dataset_id) for p in prompts]
+        known = [n for n in lengths if n is not None]
+        usual = sum(known) / len(known) if known else 0.0
+        order = sorted(range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n))
+        return [prompts[i] for i in order]
 
     def state_dict(self) -> dict[str, Any]:
         """Expected lengths by question, JSON-able: a resumed run must start its prompts in the same order.
