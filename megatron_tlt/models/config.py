@@ -134,7 +134,7 @@ class ModelConfig:
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
     @property

@@ -10,9 +10,26 @@ from typing import Any
 import torch
 import yaml
 
-from tests.helpers.mpi import ROOT
+from tests.helpers.mpi import ROOT, run_ranks
 
 TOKENIZER = ROOT / "assets" / "demo-policy"
+
+# A drafter's warm-up that learns something in seconds.
+TINY_WARM_UP = {
+    "num_prompts": 24,
+    "eval_prompts": 8,
+    "num_steps": 60,
+    "batch_tokens": 256,
+    "lr": 1e-2,
+    "draft_steps": 2,
+    "eval_steps": 3,
+    "eval_every": 30,
+}
+
+
+def run_drafter(ranks: int, *arguments: object, **options):
+    """`megatron-tlt drafter ARGUMENTS` on so many ranks; see `run_ranks`."""
+    return run_ranks(ranks, ["-m", "megatron_tlt", "drafter"], *map(str, arguments), **options)
 
 
 def make_model(directory: Path, num_layers: int = 2) -> Path:

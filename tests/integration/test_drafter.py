@@ -10,47 +10,33 @@ import torch
 
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
-from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import write_config
+from tests.helpers.runs import TINY_WARM_UP, run_drafter, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-
-SECTION = {
-    "num_prompts": 24,
-    "eval_prompts": 8,
-    "num_steps": 60,
-    "batch_tokens": 256,
-    "lr": 1e-2,
-    "draft_steps": 2,
-    "eval_steps": 3,
-    "eval_every": 30,
-}
-
-
-def drafter(ranks: int, *arguments: object, **options):
-    return run_ranks(ranks, ["-m", "megatron_tlt", "drafter"], *map(str, arguments), **options)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A folder with `tiny.yaml` and a fresh drafter in `fresh`."""
     folder = tmp_path_factory.mktemp("drafter")
-    config = write_config(folder, drafter=SECTION)
-    assert "untrained" in drafter(1, "init", config, "--out", folder / "fresh").stdout
+    config = write_config(folder, drafter=TINY_WARM_UP)
+    assert "untrained" in run_drafter(1, "init", config, "--out", folder / "fresh").stdout
     return folder
 
 
 def evaluated(run: Path, name: str, ranks: int = 1) -> dict:
     out = run / f"{name}-{ranks}.json"
     arguments = ["--drafter", run / name, "--out", out, f"cluster.ranks_per_node={ranks}"]
-    assert "expected accepted length" in drafter(ranks, "eval", run / "tiny.yaml", *arguments).stdout
+    assert "expected accepted length" in run_drafter(ranks, "eval", run / "tiny.yaml", *arguments).stdout
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_raises_acceptance_on_held_out_prompts(run: Path, ranks: int) -> None:
     name = f"trained-{ranks}"
-    done = drafter(ranks, "train", run / "tiny.yaml", "--out", run / name, f"cluster.ranks_per_node={ranks}")
+    done = run_drafter(
+        ranks, "train", run / "tiny.yaml", "--out", run / name, f"cluster.ranks_per_node={ranks}"
+    )
     assert "drafter step 30/60" in done.stdout and "drafter step 60/60" in done.stdout
     before, after = evaluated(run, "fresh"), evaluated(run, name)
     assert after["bases"] == before["bases"] > 0
@@ -72,7 +58,7 @@ def test_measuring_does_not_depend_on_the_ranks(run: Path) -> None:
 
 def test_training_can_go_on_from_a_drafter(run: Path) -> None:
     short = ["drafter.num_steps=3", "drafter.lr=1e-9"]
-    drafter(1, "train", run / "tiny.yaml", "--drafter", run / "fresh", "--out", run / "more", *short)
+    run_drafter(1, "train", run / "tiny.yaml", "--drafter", run / "fresh", "--out", run / "more", *short)
     config = ModelConfig.from_hf(run / "model")
     start, more = load_drafter(run / "fresh", config), load_drafter(run / "more", config)
     assert more.trained_steps == 3
@@ -81,9 +67,11 @@ def test_training_can_go_on_from_a_drafter(run: Path) -> None:
 
 
 def test_mistakes_are_said_plainly(run: Path) -> None:
-    done = drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "nothing", check=False)
+    done = run_drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "nothing", check=False)
     assert done.returncode == 1
     assert "CheckpointError" in done.stdout and "cannot be read" in done.stdout
-    done = drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "fresh", "data.eval=null", check=False)
+    done = run_drafter(
+        1, "eval", run / "tiny.yaml", "--drafter", run / "fresh", "data.eval=null", check=False
+    )
     assert done.returncode == 2
     assert "data.eval = None: measuring a drafter needs held-out prompts" in done.stdout

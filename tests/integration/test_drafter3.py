@@ -10,21 +10,10 @@ import torch
 
 from megatron_tlt.drafter.export_files import export_drafter, read_about
 from tests.helpers import engine_drafters
-from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import make_model, write_config
+from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-SECTION = {
-    "num_prompts": 24,
-    "eval_prompts": 8,
-    "num_steps": 60,
-    "batch_tokens": 256,
-    "lr": 1e-2,
-    "draft_steps": 2,
-    "eval_steps": 3,
-    "eval_every": 30,
-}
 ENGINES = {
     "sglang": engine_drafters.SglangEagle3,
     "trtllm": engine_drafters.TrtllmEagle3,
@@ -32,18 +21,14 @@ ENGINES = {
 }
 
 
-def drafter(ranks: int, *arguments: object, **options):
-    return run_ranks(ranks, ["-m", "megatron_tlt", "drafter"], *map(str, arguments), **options)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A folder with `tiny.yaml` and a drafter of 60 steps in `trained`, made by two ranks."""
     folder = tmp_path_factory.mktemp("drafter3")
-    config = write_config(folder, drafter=SECTION)
+    config = write_config(folder, drafter=TINY_WARM_UP)
     make_model(folder / "model", num_layers=4)
     options = ["--kind", "eagle3", "--draft-vocab", 80, "--layers", "0,1,2", "--out", folder / "trained"]
-    done = drafter(2, "train", config, *options)
+    done = run_drafter(2, "train", config, *options)
     assert "drafts 80 of 288 tokens" in done.stdout
     assert "drafter step 60/60" in done.stdout
     return folder
@@ -51,12 +36,12 @@ def run(tmp_path_factory) -> Path:
 
 def test_training_raises_acceptance_on_held_out_prompts(run: Path) -> None:
     arguments = ["--kind", "eagle3", "--draft-vocab", 80, "--layers", "0,1,2", "drafter.lr=1e-9"]
-    drafter(1, "train", run / "tiny.yaml", *arguments, "--out", run / "fresh", "drafter.num_steps=1")
+    run_drafter(1, "train", run / "tiny.yaml", *arguments, "--out", run / "fresh", "drafter.num_steps=1")
     before, after = (json.loads((run / n / "eval.json").read_text()) for n in ("fresh", "trained"))
     for position in range(3):
         assert after["overlap"][position] > before["overlap"][position] + 0.03
     out = run / "again.json"
-    drafter(
+    run_drafter(
         1, "eval", run / "tiny.yaml", "--drafter", run / "trained", "--out", out, "cluster.ranks_per_node=1"
     )
     assert json.loads(out.read_text())["overlap"] == pytest.approx(after["overlap"], rel=1e-6)
@@ -74,7 +59,7 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
 
 def test_training_can_go_on_from_a_drafter(run: Path) -> None:
     short = ["drafter.num_steps=3", "drafter.lr=1e-9", "cluster.ranks_per_node=1"]
-    drafter(1, "train", run / "tiny.yaml", "--drafter", run / "trained", "--out", run / "more", *short)
+    run_drafter(1, "train", run / "tiny.yaml", "--drafter", run / "trained", "--out", run / "more", *short)
     assert read_about(run / "more")["trained_steps"] == 63
     start, more = (engine_drafters.load_file(run / n / "drafter.safetensors") for n in ("trained", "more"))
     for name, tensor in start.items():
@@ -100,7 +85,7 @@ def test_mistakes_are_said_plainly(run: Path, arguments: list[str], code: int, s
     given = [run / a if a in names else a for a in arguments]
     ranks = 2 if "rollout.tp=2" in arguments else 1
     ends = [f"cluster.ranks_per_node={ranks}"]
-    done = drafter(ranks, "train", run / "tiny.yaml", *given, *ends, check=False)
+    done = run_drafter(ranks, "train", run / "tiny.yaml", *given, *ends, check=False)
     assert says in done.stdout
     assert done.returncode == code
     assert not (run / "x").exists()
