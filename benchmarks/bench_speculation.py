@@ -33,6 +33,7 @@ from bench_record import ROOT, write_record
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.types import Prompt, SamplingParams
 
 SAMPLES, TAIL = 8, 64
@@ -130,8 +131,12 @@ def deepen(model: Path, layers: int, folder: Path) -> Path:
     return folder
 
 
-def open_prompts(args: argparse.Namespace) -> tuple[list[Prompt], SamplingParams]:
-    """The quickstart's prompts and sampling."""
+def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams]:
+    """The quickstart's prompts and sampling.
+
+    Every measurement takes its own prompts from the stream: the same prompt again has the same answer, by keyed
+    sampling, and a suffix drafter that remembers it drafts all of it.
+    """
     from megatron_tlt.build import sampling_params
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
@@ -141,7 +146,7 @@ def open_prompts(args: argparse.Namespace) -> tuple[list[Prompt], SamplingParams
     tokenizer = HFTokenizer(args.model)
     stream = build_prompts(config.data, "train", tokenizer, config.train.seed)
     params = replace(sampling_params(config), stop_token_ids=tokenizer.eos_token_ids)
-    return stream.next_batch(256), params
+    return stream, params
 
 
 def measure(
@@ -185,15 +190,14 @@ def measure(
 
 
 def plan_work(
-    plain: Side, prompts: list[Prompt], params: SamplingParams, running: int, args: argparse.Namespace
+    plain: Side, prompts: PromptStream, params: SamplingParams, running: int, args: argparse.Namespace
 ) -> list[list[Prompt]]:
     """Warm-up and rounds: each at least four times the batch, and `--seconds` of plain decoding."""
-    first = prompts[: max(2, running // 2)]
+    first = prompts.next_batch(max(2, running // 2))
     plain.run(first, params, running)
     seconds = plain.run(first, params, running).cpu / len(first)
-    each = min(len(prompts), max(len(first), math.ceil(args.seconds / seconds)))
-    starts = [turn * each % len(prompts) for turn in range(args.repeats + 1)]
-    return [(prompts[at:] + prompts[:at])[:each] for at in starts]
+    each = max(len(first), math.ceil(args.seconds / seconds))
+    return [prompts.next_batch(each) for _ in range(args.repeats + 1)]
 
 
 def table(rows: list[dict[str, Any]], batches: list[Any]) -> str:
@@ -272,9 +276,8 @@ def compare(args: argparse.Namespace) -> None:
         rows += measure(sides, work, params, batch, args.repeats)
         print(table([r for r in rows if r["batch"] == batch], [batch]), flush=True)
     if not args.no_tail:
-        each = TAIL // SAMPLES
-        work = [prompts[i : i + each] for i in range(0, len(prompts), each)]
-        tail = measure(sides, work[: args.repeats + 1], params, TAIL, args.repeats)
+        work = [prompts.next_batch(TAIL // SAMPLES) for _ in range(args.repeats + 1)]
+        tail = measure(sides, work, params, TAIL, args.repeats)
         rows += [row | {"batch": "tail"} for row in tail]
     print(table(rows, [*args.batches, "tail"]))
     summary = summarize(rows, args.batches)

@@ -32,7 +32,7 @@ _SELDOM, _YOUNG = (
     256,
 )  # of the best arm's steps costs are learned from every fourth, after so many in a regime
 _SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
-_VERSION = 2  # of the state
+_VERSION = 3  # of the state
 
 
 class _Prices:
@@ -134,9 +134,21 @@ class CostAware:
         key = running.bit_length()
         race = self._races.get(key)
         if race is None:
-            race = Race(len(self.arms), key, self._races)
+            race = self._new_race(key)
             self._races[key] = race
         return race
+
+    def _new_race(self, key: int) -> Race:
+        return Race(len(self.arms), key, self._races, lambda arm, fed: self._cost(arm, key, fed))
+
+    def _cost(self, arm: int, key: int, fed: float) -> float:
+        """Plain steps that a step of an arm costs in the middle of a regime, if it feeds `fed` nodes a request."""
+        running = max(1, 3 << key >> 2)
+        nodes = round(fed * running)
+        costs = self.step_costs.curve(running, np.array([running, running + nodes]))
+        drafts = self._draft_costs[self.arms[arm].kind]
+        seconds = float(costs[1]) + (drafts.seconds(running, nodes) if drafts.is_known else 0.0)
+        return seconds / float(costs[0])
 
     def _rate(self, running: int, arm: int, plain: float) -> float:
         """Tokens per second of an arm, or, while it is unknown, of the best one."""
@@ -206,16 +218,20 @@ class CostAware:
             costs.load_state_dict(state["drafts"][kind])
         self._prices, self._races = {}, {}
         for key, saved in state["races"].items():
-            race = self._races[int(key)] = Race(len(self.arms), int(key), self._races)
+            race = self._races[int(key)] = self._new_race(int(key))
             race.load_state_dict(saved)
 
 
 def _arms(kind: str, draft_len: int, topk: int) -> tuple[DraftStrategy, ...]:
-    """Plain decoding; drafts by price; whole drafts of several lengths. Of a hybrid: each part, and both."""
+    """Plain decoding; drafts by price; whole drafts of several lengths. Of a hybrid: both parts, and the trained one.
+
+    The suffix part alone is not played: beside a trained drafter it never was the fastest (docs/log.md), and with an
+    untrained one the hybrid's drafts are the suffix part's already.
+    """
     every = sorted({min(length, draft_len) for length in (*_LENGTHS, draft_len)})
     lengths = {kind: every}
     if kind == "hybrid":
-        lengths = {"hybrid": [draft_len], "eagle": [min(5, draft_len)], "suffix": [draft_len]}
+        lengths = {"hybrid": [draft_len], "eagle": sorted({min(2, draft_len), min(5, draft_len)})}
     priced = [DraftStrategy(kind, draft_len, topk, min_survival=_PRICED) for kind in lengths]
     whole = [DraftStrategy(kind, length, topk) for kind in lengths for length in lengths[kind][::-1]]
     return (NO_DRAFT, *priced, *whole)

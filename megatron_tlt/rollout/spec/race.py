@@ -14,11 +14,14 @@ No clock, no torch. Source of the comparison by whole spans: measured, docs/log.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
 PLAIN = 0  # index of the arm that is plain decoding
+Predict = Callable[
+    [int, float], float
+]  # (arm, drafted nodes fed a request) -> plain steps that its step costs, about
 
 _BUDGET = 0.01  # of the time may be lost to trials of all arms together
 _EAGER = 4.0  # times the budget for the first trial of an arm that may yet be the best, half of it for the next ...
@@ -35,6 +38,7 @@ _DEAR = 32.0  # plain steps that a change of arms is billed with at most
 _MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over
 _FADE = 0.8  # of an arm's mean is kept at a trial, at most
 _CHANGED = 1.25  # a span that is so far off the mean is left out; two in a row make half of it forgotten
+_GUESS = 0.9  # of a guessed gain is believed when the best arm is chosen
 _PRIOR = 8.0  # plain steps that a neighbouring regime's experience weighs
 _REST = 64  # plain steps at most that nobody looks at
 
@@ -45,6 +49,7 @@ class Arm:
 
     worth: float = 0.0
     spent: float = 0.0
+    steps: float = 0.0
     trials: int = 0
     due: float = 0.0  # the regime's time from which on it may be tried
     fed: float = 1.0  # drafted nodes fed a request, fading mean
@@ -56,9 +61,16 @@ class Arm:
         """Times as fast as plain decoding; infinite while unknown."""
         return self.worth / self.spent if self.spent else float("inf")
 
-    def add(self, worth: float, spent: float, keep: float) -> None:
-        """One more span. Mutates the sums."""
-        if self.spent and not 1 / _CHANGED < worth / spent / self.gain < _CHANGED:
+    @property
+    def sure_gain(self) -> float:
+        """`gain`, less what a guess may be off."""
+        return self.gain if self.steps else _GUESS * self.gain
+
+    def add(self, worth: float, spent: float, steps: int, keep: float) -> None:
+        """One more span of `steps` steps. Mutates the sums."""
+        if not self.steps:
+            keep = 0.25  # all that is known yet is a guess
+        elif not 1 / _CHANGED < worth / spent / self.gain < _CHANGED:
             self.is_doubted = not self.is_doubted
             if self.is_doubted:
                 return
@@ -66,23 +78,33 @@ class Arm:
         self.is_doubted = False
         self.worth = self.worth * keep + worth
         self.spent = self.spent * keep + spent
+        self.steps = self.steps * keep + steps
 
 
 class Race:
     """The arms at about so many running requests. `playing` is the one whose turn it is."""
 
-    def __init__(self, arms: int, key: int = 0, others: Mapping[int, Race] | None = None):
+    def __init__(
+        self,
+        arms: int,
+        key: int = 0,
+        others: Mapping[int, Race] | None = None,
+        predict: Predict = lambda arm, fed: 1.0,
+    ):
         """`arms` >= 1, of which the first is plain decoding. `others`: the races of all regimes, this one's by `key`.
 
-        What this race does not know yet it takes from the nearest one that does.
+        What this race does not know yet it takes from the nearest one that does: the tokens that a step of an arm
+        brings a request hardly depend on how many requests run. What the step costs does, so that is predicted.
         """
         self.arms = [Arm() for _ in range(arms)]
         self.time = 0.0  # in plain steps
-        self._key, self._others = key, {} if others is None else others
-        near = self._nearest()
-        self.best: int = near[0].best if near else PLAIN
+        self._key, self._others, self._predict = key, {} if others is None else others, predict
         for at in range(arms):
             self._learn(at)
+        self.best: int = max(self._known(), key=lambda at: self.arms[at].sure_gain, default=PLAIN)
+        for at in range(arms):
+            if at not in (PLAIN, self.best) and self.arms[at].spent:
+                self._bill(self.arms[at], self.arms[at].lost)
         self._bill_to: Arm | None = None  # whose trial has just ended
         self.playing = PLAIN  # what the rest is measured by comes first
         self._usual: list[float] = []  # of the span's steps that count, and what they took over it
@@ -98,15 +120,18 @@ class Race:
         keys = sorted(self._others, key=lambda key: abs(key - self._key))
         return [self._others[key] for key in keys if key != self._key]
 
+    def _known(self) -> list[int]:
+        return [at for at, arm in enumerate(self.arms) if arm.spent]
+
     def _learn(self, at: int) -> None:
-        """What a neighbour knows of an arm that is unknown here, if one does: a little weight, and no haste."""
+        """What a neighbour knows of an arm that is unknown here, if one does: a little weight."""
         arm = self.arms[at]
         for race in self._nearest():
             other = race.arms[at]
-            if other.trials or (race.best == at and other.spent):
-                arm.worth, arm.spent, arm.fed, arm.lost = _PRIOR * other.gain, _PRIOR, other.fed, other.lost
-                if at not in (PLAIN, self.best):
-                    self._bill(arm, arm.lost)
+            if other.steps:
+                cost = 1.0 if at == PLAIN else self._predict(at, other.fed)
+                arm.worth, arm.spent = _PRIOR * other.worth / other.steps / cost, _PRIOR
+                arm.fed, arm.lost = other.fed, other.lost
                 return
 
     @property
@@ -199,13 +224,13 @@ class Race:
         if self.is_trial:
             arm.trials += 1
             lost = spent - self._worth / self.top
-            arm.add(self._worth, spent, min(keep, _FADE))
+            arm.add(self._worth, spent, steps, min(keep, _FADE))
             self._bill_to = arm
             arm.due = self.time
             arm.lost = max(lost, 0.01 * spent) + min(self._cold_loss, _DEAR)
             self._bill(arm, arm.lost)
         else:
-            arm.add(self._worth, spent, keep)
+            arm.add(self._worth, spent, steps, keep)
         self._begin(self._next())
 
     def _bill(self, arm: Arm, lost: float) -> None:
@@ -220,9 +245,10 @@ class Race:
         for at, arm in enumerate(arms):
             if not arm.spent:
                 self._learn(at)
-        known = [i for i, arm in enumerate(arms) if arm.spent]
-        fastest = max(known, key=lambda i: arms[i].gain)
-        if arms[fastest].gain > _LEAD * self.top:
+                if arm.spent:
+                    self._bill(arm, arm.lost)  # known elsewhere: there is no haste
+        fastest = max(self._known(), key=lambda i: arms[i].sure_gain)
+        if arms[fastest].sure_gain > _LEAD * self.top:
             self.best = fastest
         due = [i for i, arm in enumerate(arms) if i != self.best and arm.due <= self.time]
         return max(due, key=lambda i: arms[i].gain, default=self.best)
@@ -230,7 +256,7 @@ class Race:
     def state_dict(self) -> list[float | int | list[float | int]]:
         """Time, best arm, and each arm's numbers."""
         arms: list[list[float | int]] = [
-            [a.worth, a.spent, a.trials, a.due, a.fed, a.lost] for a in self.arms
+            [a.worth, a.spent, a.steps, a.trials, a.due, a.fed, a.lost] for a in self.arms
         ]
         return [self.time, self.best, *arms]
 
@@ -241,8 +267,8 @@ class Race:
         self.time, self.best = float(time), best
         for at, numbers in enumerate(arms):
             assert isinstance(numbers, list)
-            worth, spent, trials, due, fed, lost = numbers
-            self.arms[at] = Arm(worth, spent, int(trials), due, fed, lost)
+            worth, spent, count, trials, due, fed, lost = numbers
+            self.arms[at] = Arm(worth, spent, count, int(trials), due, fed, lost)
         self._bill_to = None
         self._begin(self.best)
         self._cold = _COLD

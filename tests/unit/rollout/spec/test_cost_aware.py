@@ -118,13 +118,13 @@ def test_plain_decoding_comes_first_then_drafts():
     assert kinds == ["none"] * 10 + ["eagle"] * 10
 
 
-def test_a_hybrid_plays_its_parts_alone_too():
+def test_a_hybrid_plays_its_trained_part_alone_too():
     assert [(a.kind, a.draft_len, a.min_survival > 0) for a in CostAware("hybrid", 11).arms] == [
         ("none", 0, False),
-        *[(kind, 11, True) for kind in ("hybrid", "eagle", "suffix")],
+        *[(kind, 11, True) for kind in ("hybrid", "eagle")],
         ("hybrid", 11, False),
         ("eagle", 5, False),
-        ("suffix", 11, False),
+        ("eagle", 2, False),
     ]
     lengths = [a.draft_len for a in CostAware("suffix", 3, 2).arms if a.topk == 2]
     assert lengths == [3, 3, 2]  # never more than configured

@@ -82,12 +82,24 @@ def test_a_new_regime_starts_from_its_neighbour():
     world, race = RaceWorld(worth, spent, seed=5), Race(len(worth))
     world.run(race, 3000)
     assert race.best == 3
-    new = Race(
-        len(worth), 3, {4: Race(len(worth)), 5: race}
-    )  # the nearer one knows nothing: the other is asked
+    others = {4: Race(len(worth)), 5: race}  # the nearer one knows nothing: the other is asked
+    new = Race(len(worth), 3, others, lambda arm, fed: spent[arm])
+    assert new.best == 3
     played = [world.step(new) for _ in range(100)]
     assert played[0] == 0 and new.best == 3
     assert 4 not in played and played.count(3) > 20
+
+
+def test_what_steps_cost_here_decides_which_arm_a_new_regime_begins_with():
+    """The arm that was best elsewhere brings as many tokens here, but its rows are dear: another one leads at once."""
+    worth, spent = WORLDS["wins"]
+    world, race = RaceWorld(worth, spent, seed=5), Race(len(worth))
+    world.run(race, 3000)
+    assert race.best == 3
+    dear = [1, 1.5, 2, 4.5, 9, 2.5, 2.5]
+    new = Race(len(worth), 4, {5: race}, lambda arm, fed: dear[arm])
+    assert new.best == 1
+    assert new.arms[3].gain == pytest.approx(4 / 4.5, rel=0.1)
 
 
 def test_rests_only_between_spans_of_plain_decoding_and_until_a_trial_is_due():
