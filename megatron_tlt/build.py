@@ -339,7 +339,10 @@ def _evaluator(
 def _prepare(config: Config, world: World) -> None:
     """Run directory, logging, determinism."""
     setup_logging(world.rank, world.size)
-    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    else:  # the same, without loading PyTorch's compiler: seconds of every rank's start
+        torch.set_deterministic_debug_mode("warn" if config.train.deterministic else "default")
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
