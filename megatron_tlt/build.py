@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm_build import build_trtllm
+from megatron_tlt.bank import NoBank, Rollout, RolloutBank
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -98,7 +101,7 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
             config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world
         ),
         observer=observer,
-        params=params,
+        bank=_bank(config, world, tokenizer, backend, params),
     )
 
 
@@ -304,6 +307,38 @@ def _upkeep(
     sync = BucketedSync(config.sync, backend, world)
     options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid))
     return DrafterUpkeep(world, backend, sync, window, trainer, options)
+
+
+def _bank(
+    config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
+) -> RolloutBank | NoBank:
+    """Where finished answers are kept; nowhere without keyed sampling, which is said once."""
+    rollout, speculation = config.rollout, config.rollout.speculation
+    plan = Rollout(params, rollout.samples_per_prompt)
+    if not config.bank.enabled:
+        return NoBank(backend, plan)
+    if not isinstance(backend, EmbeddedBackend):
+        why = f"rollout.backend = {rollout.backend} has no keyed sampling"
+        return NoBank(backend, plan, why if world.is_main else None)
+    if speculation.drafter != "none" and speculation.verify == "block":
+        why = "rollout.speculation.verify = block draws without keys"
+        return NoBank(backend, plan, why if world.is_main else None)
+    identity = {
+        **asdict(params),
+        "eos": list(tokenizer.eos_token_ids),
+        "device": world.device.type,
+        **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
+    }
+    return RolloutBank(
+        config.bank,
+        Path(config.train.run_dir),
+        world,
+        backend,
+        plan,
+        identity=identity,
+        tp=rollout.tp,
+        fresh=config.checkpoint.resume == "never",
+    )
 
 
 def sampling_params(config: Config) -> SamplingParams:
