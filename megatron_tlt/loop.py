@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.evaluation import EvalResult
 from megatron_tlt.experience import BatchAssembler, group_samples, share_answers
+from megatron_tlt.nonfinite import NonFiniteWatch
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
@@ -71,6 +73,9 @@ class RLTrainer:
         self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
         self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
         self.num_replicas = world.size // config.rollout.tp
+        self.nonfinite = NonFiniteWatch(
+            config.train.max_nonfinite_steps, Path(config.train.run_dir), world, policy.dims
+        )
         self.progress = Progress()
 
     def run(self) -> None:
@@ -102,21 +107,26 @@ class RLTrainer:
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
         with self._phase("update"):
             out = self._update(batch)
+            skips = self.nonfinite.look(self.progress.step + 1, batch, out)
         with self._phase("merge"):
             merged = self.upkeep.merge()
         with self._phase("push"):
             pushed = self.upkeep.push(self.policy, self.bank.watch)
         self.progress.step += 1
         with self._phase("log"):
-            metrics = {**batch.metrics, **out.metrics, **merged, **pushed, **table_metrics(table)}
+            metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
             figures = {**self.upkeep.take_figures(), **banked}
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
         with self._phase("checkpoint"):
-            self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
+            if not self.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
+                self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
+            else:
+                self.checkpoints.wait()
             self.bank.covered_by(self.checkpoints.latest)
+        self.nonfinite.check()
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
@@ -227,6 +237,7 @@ class RLTrainer:
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
         self.bank.close()
+        self.checkpoints.close()
         self.upkeep.close()
         self.backend.close()
         self.rewards.close()

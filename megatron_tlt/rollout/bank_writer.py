@@ -107,7 +107,8 @@ class BankWriter:
         self._write(record)
 
     def _open(self, path: Path) -> None:
-        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        for directory in (path.parent.parent, path.parent):  # `parents` would not be private
+            directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         self._fd = os.open(path, flags, PRIVATE_FILE)
         self._synced_at = time.monotonic()

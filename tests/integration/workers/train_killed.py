@@ -1,0 +1,46 @@
+"""Trains until rank KILLED has banked so many answers of a step, and kills that rank with SIGKILL.
+
+argv: CONFIG RANK STEP ANSWERS [overrides]
+"""
+
+import os
+import signal
+import sys
+
+from megatron_tlt import cli
+from megatron_tlt.bank import RolloutBank
+from megatron_tlt.build import build_trainer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.rollout.bank_writer import BankWriter
+
+path, rank, step, answers, *overrides = sys.argv[1:]
+config = load_config(path, overrides, Config)
+add, begin_step = BankWriter.add, RolloutBank.begin_step
+seen = {"step": 0, "answers": 0}
+
+
+def begin(self, number, version):
+    seen.update(step=number, answers=0)
+    begin_step(self, number, version)
+
+
+def add_and_die(self, sample, prompt_crc):
+    add(self, sample, prompt_crc)
+    seen["answers"] += 1
+    if seen == {"step": int(step), "answers": int(answers)} and World_rank == int(rank):
+        self.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def body(world):
+    global World_rank  # noqa: PLW0603
+    World_rank = world.rank
+    trainer = build_trainer(config, world)
+    trainer.run()
+    trainer.close()
+
+
+World_rank = -1
+RolloutBank.begin_step, BankWriter.add = begin, add_and_die
+sys.exit(cli._on_every_rank(config.distributed, 1, body))
