@@ -53,10 +53,15 @@ def start_save(
     """
     files.step_of(directory)
     scratch = files.scratch_of(directory)
+    problem = None
     if world.is_main:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    world.barrier()
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        except OSError as error:
+            problem = str(error)
+    if problem := world.broadcast_object(problem):
+        raise CheckpointError(f"cannot write {directory}: {problem}")
     strategy = ThreadSaveStrategy()
     with cpu_as_cuda():
         request = dist_checkpointing.save(
