@@ -2,8 +2,9 @@
 
 One process imports everything once and forks every attempt, so that an attempt spends its time in loading, steps and
 saves and not in imports. An attempt is one rank with the whole program: lock, checkpoints in the background every two
-steps, rollout bank, evaluation, metrics. It is killed after a random time, drawn so that the run gets to its end with
-about the last kill; where it was is read from a page that it shares with its parent. The last attempt is not killed.
+steps, rollout bank, evaluation, metrics. It is killed after a random time, up to twice what an attempt needs to begin
+its first rollout; where it was is read from a page that it shares with its parent. The last attempt is not killed: it
+goes on for a few steps. Then another run makes as many steps in one go.
 
     python benchmarks/bench_resumes.py [--quick] [--resumes 200] [--seed 0] --out r.json
 """
@@ -33,7 +34,6 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-STEPS_PER_KILL = 0.5  # steps of the run for each kill: most attempts then get nowhere, some get far
 # Not mpi4py: it starts MPI when it is imported, which every attempt must do for itself.
 MODULES = (
     "megatron_tlt.cli",
@@ -44,8 +44,10 @@ MODULES = (
 )
 
 
-def attempt(config: Path, overrides: list[str], seconds: float | None, log: Path) -> tuple[int, str]:
-    """Forks a run and kills it after `seconds` (None: never). Returns its exit status and the phase it was last in."""
+def attempt(
+    config: Path, overrides: list[str], seconds: float | None, log: Path, until: str | None = None
+) -> tuple[int, str]:
+    """Forks a run; kills it after `seconds` or in phase `until`, if any. Returns its exit status and its last phase."""
     board = mmap.mmap(-1, 64)
     child = os.fork()
     if not child:
@@ -53,13 +55,12 @@ def attempt(config: Path, overrides: list[str], seconds: float | None, log: Path
     started = time.monotonic()
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
+        phase = board[:64].rstrip(b"\0").decode()
         if done:
-            break
-        if seconds is not None and time.monotonic() - started >= seconds:
+            return os.waitstatus_to_exitcode(status), phase
+        if (seconds is not None and time.monotonic() - started >= seconds) or phase == until:
             os.kill(child, signal.SIGKILL)
-            seconds = None
         time.sleep(0.002)
-    return os.waitstatus_to_exitcode(status), board[:64].rstrip(b"\0").decode()
 
 
 def run_forked(config: Path, overrides: list[str], board: mmap.mmap, log: Path) -> None:
@@ -85,13 +86,13 @@ def run_forked(config: Path, overrides: list[str], board: mmap.mmap, log: Path) 
         os._exit(code)
 
 
-def write_run(folder: Path, num_steps: int) -> Path:
+def write_run(folder: Path) -> Path:
     """The tiniest run there is that does everything."""
     from tests.helpers.runs import write_config
 
     return write_config(
         folder,
-        train={"num_steps": num_steps, "prompts_per_step": 8, "run_dir": str(folder / "left_alone")},
+        train={"prompts_per_step": 8, "run_dir": str(folder / "left_alone")},
         rollout={"samples_per_prompt": 4, "max_tokens": 16, "max_running_requests": 8},
         checkpoint={"every": 2, "keep": 2},
         eval={"every": 10, "num_prompts": 4, "samples_per_prompt": 1},
@@ -107,29 +108,38 @@ def steps_done(run_dir: Path) -> int:
     return 0
 
 
-def kill_and_resume(
-    config: Path, run_dir: Path, kills: int, num_steps: int, rng: random.Random, log: Path
-) -> Any:
+def kill_and_resume(config: Path, run_dir: Path, kills: int, rng: random.Random, log: Path) -> dict[str, Any]:
     """`kills` killed attempts and one that is not; what became of them."""
     phases: Counter[str] = Counter()
-    ended, longest, progressed = 0, 4.0, 0
+    endless = [f"train.run_dir={run_dir}", "train.num_steps=1000000"]
+    started = time.monotonic()
+    checked(attempt(config, endless, None, log, until="rollout")[0], log)
+    usual = time.monotonic() - started
+    progressed = 0
     for number in range(kills):
         before = steps_done(run_dir)
-        code, phase = attempt(config, [f"train.run_dir={run_dir}"], rng.uniform(0.0, longest), log)
-        if code not in (0, -signal.SIGKILL):
-            raise SystemExit(f"attempt {number} ended with {code}, see {log}:\n{log.read_text()[-3000:]}")
-        phases["end" if code == 0 else phase or "start"] += 1
-        ended += code == 0
+        code, phase = attempt(config, endless, rng.uniform(0.0, 2 * usual), log)
+        checked(code, log)
+        phases[phase or "start"] += 1
         progressed += steps_done(run_dir) > before
-        # A run that is ahead of its kills is killed earlier, one that is behind later.
-        ahead = steps_done(run_dir) / num_steps > (number + 1) / kills
-        longest = min(max(longest * (0.8 if ahead else 1.2), 0.5), 120.0)
-        if sys.stderr.isatty() or number % 20 == 19:
-            print(f"{number + 1} kills, step {steps_done(run_dir)}, up to {longest:.1f} s", file=sys.stderr)
-    code, _ = attempt(config, [f"train.run_dir={run_dir}"], None, log)
-    if code:
-        raise SystemExit(f"the last attempt ended with {code}:\n{log.read_text()[-3000:]}")
-    return {"phases": dict(phases.most_common()), "progressed": progressed, "ended_before_the_kill": ended}
+        if number % 20 == 19:
+            print(f"{number + 1} kills, step {steps_done(run_dir)}", file=sys.stderr, flush=True)
+    num_steps = steps_done(run_dir) + 4
+    code, _ = attempt(config, [*endless, f"train.num_steps={num_steps}"], None, log)
+    checked(code, log, wanted=0)
+    return {
+        "resumes": kills + 1,
+        "num_steps": num_steps,
+        "progressed": progressed,
+        "phases": dict(phases.most_common()),
+        "seconds_to_rollout": round(usual, 1),
+    }
+
+
+def checked(code: int, log: Path, wanted: int = -signal.SIGKILL) -> None:
+    """An attempt ends as it should, or nothing that follows means anything."""
+    if code != wanted:
+        raise SystemExit(f"an attempt ended with {code}, not {wanted}:\n{log.read_text()[-3000:]}")
 
 
 def compare(left: Path, right: Path, num_steps: int) -> dict[str, Any]:
@@ -165,25 +175,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     kills = 6 if args.quick else args.resumes
-    num_steps = max(8, int(STEPS_PER_KILL * kills))
     for module in MODULES:
         importlib.import_module(module)
     with contextlib.ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        config, log = write_run(folder, num_steps), folder / "log.txt"
+        config, log = write_run(folder), folder / "log.txt"
         started = time.monotonic()
-        code, _ = attempt(config, [], None, log)
-        if code:
-            raise SystemExit(f"the run left alone ended with {code}:\n{log.read_text()[-3000:]}")
-        alone = time.monotonic() - started
-        row = kill_and_resume(config, folder / "killed", kills, num_steps, random.Random(args.seed), log)
+        row = kill_and_resume(config, folder / "killed", kills, random.Random(args.seed), log)
+        row["seconds"] = round(time.monotonic() - started, 1)
+        num_steps = row["num_steps"]
+        checked(attempt(config, [f"train.num_steps={num_steps}"], None, log)[0], log, wanted=0)
         row |= compare(folder / "left_alone", folder / "killed", num_steps)
-        row |= {"resumes": kills, "num_steps": num_steps, "seconds_left_alone": round(alone, 1)}
-        row["seconds"] = round(time.monotonic() - started - alone, 1)
     identical = int(not row["different"] and row["same_metrics"] and not row["left_in_bank"])
     print(json.dumps(row, indent=1))
-    write_record(args.out, [row], {"identical": identical, "resumes": kills})
+    write_record(args.out, [row], {"identical": identical, "resumes": row["resumes"]})
     sys.exit(not identical)
 
 
