@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-\d{6,}")
 _MIB = 1 << 20
 Latest = Callable[[], Path | None]
 Answers = dict[tuple[int, int], "Sample"]  # by (prompt id, sample index)
@@ -130,7 +130,10 @@ class RolloutBank:
         self._writer: BankWriter | None = None
         if self._speaks:
             self._writer = BankWriter(section.sync_seconds, section.max_mib * _MIB)
-        self._has_old = False  # whether any rank found answers of an earlier attempt: the same on every rank
+        self._last_old = (
+            0  # last step of which any rank found answers of an earlier attempt: the same on every rank
+        )
+        self._has_old = False  # whether there may be some of the present step
         self._old: list[Path] = []  # files of earlier attempts at the present step
         self._key: dict[str, Any] = {}
         self._version = 0
@@ -142,7 +145,8 @@ class RolloutBank:
             for directory in self._steps(0 if self._fresh else steps_done, later=self._fresh):
                 shutil.rmtree(directory, ignore_errors=True)
         self._world.barrier()
-        self._has_old = any(self._world.all_gather_object(bool(self._steps(steps_done, later=True))))
+        last = max((_number(path) for path in self._steps(steps_done, later=True)), default=0)
+        self._last_old = max(self._world.all_gather_object(last))
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes a push on; the bank's key names these weights."""
@@ -157,6 +161,7 @@ class RolloutBank:
             "weights": self._fingerprint.take(),
         }
         directory = self._directory / f"step-{step:06d}"
+        self._has_old = step <= self._last_old
         self._old = sorted(directory.glob("replica-*.bank")) if self._has_old else []
         if self._writer is not None:
             name = f"replica-{self._replica:05d}-{self._attempt}.bank"
@@ -212,12 +217,8 @@ class RolloutBank:
 
     def _steps(self, step: int, later: bool) -> list[Path]:
         """Directories of the steps up to `step`, or of all later ones."""
-        found = []
-        for path in self._directory.glob("step-*"):
-            match = _STEP.fullmatch(path.name)
-            if match is not None and (int(match.group(1)) > step) == later:
-                found.append(path)
-        return sorted(found)
+        found = [path for path in self._directory.glob("step-*") if _STEP.fullmatch(path.name)]
+        return sorted(path for path in found if (_number(path) > step) == later)
 
     def _read(self, sums: Mapping[int, int]) -> Answers:
         """Whatever anybody has answered of these prompts, with the present key."""
@@ -245,3 +246,8 @@ class RolloutBank:
             return mine
         _log.warning("ranks of replica %d read different answers from the bank: none is used", self._replica)
         return {}
+
+
+def _number(directory: Path) -> int:
+    """The step of a directory of the bank."""
+    return int(directory.name.removeprefix("step-"))
