@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm_build import build_trtllm
+from megatron_tlt.bank import NoBank, Rollout, RolloutBank
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -24,7 +27,7 @@ from megatron_tlt.distributed.tensor_parallel import (
     TensorParallel,
     agree_on,
 )
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, RunDirectoryError
 from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
@@ -34,6 +37,7 @@ from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.run_lock import RunLock
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
 from megatron_tlt.upkeep import DrafterUpkeep, Options
@@ -63,7 +67,7 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
     from megatron_tlt.observer import Observer
 
     check_on(config, world)
-    _prepare(config, world)
+    lock = _prepare(config, world)
     tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
@@ -95,10 +99,10 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         upkeep=_upkeep(config, world, backend, tp, trainer, observer),
         evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
         checkpoints=CheckpointManager(
-            config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world
+            config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world, lock
         ),
         observer=observer,
-        params=params,
+        bank=_bank(config, world, tokenizer, backend, params),
     )
 
 
@@ -306,6 +310,38 @@ def _upkeep(
     return DrafterUpkeep(world, backend, sync, window, trainer, options)
 
 
+def _bank(
+    config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
+) -> RolloutBank | NoBank:
+    """Where finished answers are kept; nowhere without keyed sampling, which is said once."""
+    rollout, speculation = config.rollout, config.rollout.speculation
+    plan = Rollout(params, rollout.samples_per_prompt)
+    if not config.bank.enabled:
+        return NoBank(backend, plan)
+    if not isinstance(backend, EmbeddedBackend):
+        why = f"rollout.backend = {rollout.backend} has no keyed sampling"
+        return NoBank(backend, plan, why if world.is_main else None)
+    if speculation.drafter != "none" and speculation.verify == "block":
+        why = "rollout.speculation.verify = block draws without keys"
+        return NoBank(backend, plan, why if world.is_main else None)
+    identity = {
+        **asdict(params),
+        "eos": list(tokenizer.eos_token_ids),
+        "device": world.device.type,
+        **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
+    }
+    return RolloutBank(
+        config.bank,
+        Path(config.train.run_dir),
+        world,
+        backend,
+        plan,
+        identity=identity,
+        tp=rollout.tp,
+        fresh=config.checkpoint.resume == "never",
+    )
+
+
 def sampling_params(config: Config) -> SamplingParams:
     """How training rollouts are sampled."""
     section = config.rollout
@@ -336,8 +372,11 @@ def _evaluator(
     return Evaluator(prompts, config.eval, params, backend, rewards, world, config.rollout.tp)
 
 
-def _prepare(config: Config, world: World) -> None:
-    """Run directory, logging, determinism."""
+def _prepare(config: Config, world: World) -> RunLock | None:
+    """Run directory, logging, determinism. Returns the directory's lock, on rank 0. Collective.
+
+    Raises RunDirectoryError if another job uses the directory.
+    """
     setup_logging(world.rank, world.size)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
@@ -346,7 +385,24 @@ def _prepare(config: Config, world: World) -> None:
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
+    lock = _locked(run_dir, world)
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
+    return lock
+
+
+def _locked(run_dir: Path, world: World) -> RunLock | None:
+    """Rank 0's lock of the run directory, or the same error on every rank. Collective."""
+    lock = RunLock(run_dir) if world.is_main else None
+    problem: str | None = None
+    if lock is not None:
+        try:
+            lock.acquire()
+        except RunDirectoryError as error:
+            problem = str(error)
+    problem = world.broadcast_object(problem)
+    if problem is not None:
+        raise RunDirectoryError(problem)
+    return lock

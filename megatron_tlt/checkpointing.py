@@ -14,14 +14,24 @@ if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.run import CheckpointSection
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.run_lock import RunLock
 
 
 class CheckpointManager:
-    """Saves every so many steps in the background, one save at a time. Every method but `latest` is collective."""
+    """Saves every so many steps in the background, one save at a time. Every method but `latest` and `close` is
+    collective."""
 
     def __init__(
-        self, section: CheckpointSection, run_dir: Path, num_steps: int, policy: MegatronPolicy, world: World
+        self,
+        section: CheckpointSection,
+        run_dir: Path,
+        num_steps: int,
+        policy: MegatronPolicy,
+        world: World,
+        lock: RunLock | None = None,
     ):
+        """`lock`: held by rank 0 of a job that writes; looked at before each save, given back by `close`."""
+        self._lock = lock
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None
@@ -51,6 +61,8 @@ class CheckpointManager:
 
         `drafter` gives the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint.
         """
+        if self._lock is not None:
+            self._lock.check()
         if self._pending is not None:
             self._drafter.wait()
             if self._pending.poll():
@@ -72,6 +84,11 @@ class CheckpointManager:
             self._drafter.wait()
             self._pending.wait()
             self._pending = None
+
+    def close(self) -> None:
+        """Gives the run directory back."""
+        if self._lock is not None:
+            self._lock.release()
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""

@@ -58,6 +58,14 @@ class DistributedError(TltError):
     """A collective that did not complete, or a world of the wrong size; names phase and missing ranks."""
 
 
+class RunDirectoryError(TltError):
+    """A run directory that another job is using."""
+
+
+class TrainingError(TltError):
+    """Training that cannot go on: its updates are not finite any more."""
+
+
 class CoordinatorError(TltError):
     """The idle coordinator's protocol was broken."""
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,13 @@ import numpy as np
 from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.evaluation import EvalResult
 from megatron_tlt.experience import BatchAssembler, group_samples, share_answers
+from megatron_tlt.nonfinite import NonFiniteWatch
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.bank import NoBank, RolloutBank
     from megatron_tlt.checkpointing import CheckpointManager
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observer import Observer
     from megatron_tlt.rewards.pool import RewardPool
-    from megatron_tlt.types import Prompt, Sample, SamplingParams, TrainSequence
+    from megatron_tlt.types import Prompt, Sample, TrainSequence
     from megatron_tlt.upkeep import DrafterUpkeep
 
 
@@ -61,15 +64,18 @@ class RLTrainer:
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager,
         observer: Observer,
-        params: SamplingParams,
+        bank: RolloutBank | NoBank,
     ):
-        self.config, self.world, self.params = config, world, params
+        self.config, self.world, self.bank = config, world, bank
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
         self.policy, self.backend, self.upkeep = policy, backend, upkeep
         self.evaluator, self.checkpoints, self.observer = evaluator, checkpoints, observer
         self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
         self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
         self.num_replicas = world.size // config.rollout.tp
+        self.nonfinite = NonFiniteWatch(
+            config.train.max_nonfinite_steps, Path(config.train.run_dir), world, policy.dims
+        )
         self.progress = Progress()
 
     def run(self) -> None:
@@ -82,17 +88,18 @@ class RLTrainer:
             )
             return
         with self._phase("push"):
-            self.upkeep.push(self.policy)
+            self.upkeep.push(self.policy, self.bank.watch)
         self._evaluate()
         while self.progress.step < self.config.train.num_steps:
             self._train_one()
         self.checkpoints.wait()
+        self.bank.finish()
         self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
 
     def _train_one(self) -> None:
         started = time.perf_counter()
         groups, table = self._rollout()
-        stats = self.backend.take_stats()
+        stats, banked = self.backend.take_stats(), self.bank.end_step()
         with self._phase("exchange"):
             parts = self.assembler.exchange(groups, table)
         with self._phase("logprobs"):
@@ -100,21 +107,26 @@ class RLTrainer:
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
         with self._phase("update"):
             out = self._update(batch)
+            skips = self.nonfinite.look(self.progress.step + 1, batch, out)
         with self._phase("merge"):
             merged = self.upkeep.merge()
         with self._phase("push"):
-            pushed = self.upkeep.push(self.policy)
+            pushed = self.upkeep.push(self.policy, self.bank.watch)
         self.progress.step += 1
         with self._phase("log"):
-            metrics = {**batch.metrics, **out.metrics, **merged, **pushed, **table_metrics(table)}
+            metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
-            self.observer.log_step(
-                self.progress.step, seconds, metrics, stats, groups, self.upkeep.take_figures()
-            )
+            figures = {**self.upkeep.take_figures(), **banked}
+            self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
         with self._phase("checkpoint"):
-            self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
+            if not self.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
+                self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
+            else:
+                self.checkpoints.wait()
+            self.bank.covered_by(self.checkpoints.latest)
+        self.nonfinite.check()
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
@@ -122,12 +134,11 @@ class RLTrainer:
         wanted = self.config.train.prompts_per_step
         rounds = self.config.algorithm.max_sampling_rounds if self.config.algorithm.dynamic_sampling else 1
         self.upkeep.begin_step(self.backend.policy_version)
+        self.bank.begin_step(self.progress.step + 1, self.backend.policy_version)
         for _ in range(rounds):
             prompts = self.prompts.next_batch(wanted)[self.replica :: self.num_replicas]
             with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
-                samples = self.backend.generate(
-                    prompts, self.params, self.config.rollout.samples_per_prompt, on_progress
-                )
+                samples = self.bank.generate(prompts, on_progress)
             with self._phase("idle"):
                 self.upkeep.wait(samples)
             with self._phase("score"):
@@ -206,6 +217,7 @@ class RLTrainer:
 
     def _resume(self) -> None:
         state = self.checkpoints.load_latest()
+        self.bank.start(0 if state is None else state["step"])
         if state is None:
             self.observer.start(0)
             return
@@ -224,6 +236,8 @@ class RLTrainer:
 
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
+        self.bank.close()
+        self.checkpoints.close()
         self.upkeep.close()
         self.backend.close()
         self.rewards.close()

@@ -11,7 +11,7 @@ rewards never see it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.online import OnlineTrainer
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
     from megatron_tlt.types import Sample
+
+Watch = Callable[[Iterable[tuple[str, "Tensor"]]], Iterable[tuple[str, "Tensor"]]]  # passes a stream on
 
 _KEPT_LENGTHS = 256
 _FIRST_GUESS = 256.0  # tokens of an answer, until lengths have been seen
@@ -147,14 +149,14 @@ class DrafterUpkeep:
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
 
-    def push(self, policy: Policy) -> dict[str, float]:
+    def push(self, policy: Policy, watch: Watch = iter) -> dict[str, float]:
         """Policy and, if the engines have another, drafter into every engine: both or none. Collective.
 
-        Raises SyncError.
+        The policy's tensors go through `watch`. Raises SyncError.
         """
         drafter = self._unpublished()
         version = policy.policy_version
-        metrics = self._sync.push(self._watch(policy.named_weights(), version), version, drafter)
+        metrics = self._sync.push(self._watch(watch(policy.named_weights()), version), version, drafter)
         if drafter is not None:
             self._published = drafter[1]
         return metrics

@@ -25,6 +25,7 @@ from megatron_tlt.actor.checkpoint_files import Manifest, model_record
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.megatron_dir import MegatronDir
+from megatron_tlt.actor.safe_load import no_pickles
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -53,10 +54,15 @@ def start_save(
     """
     files.step_of(directory)
     scratch = files.scratch_of(directory)
+    problem = None
     if world.is_main:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    world.barrier()
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        except OSError as error:
+            problem = str(error)
+    if problem := world.broadcast_object(problem):
+        raise CheckpointError(f"cannot write {directory}: {problem}")
     strategy = ThreadSaveStrategy()
     with cpu_as_cuda():
         request = dist_checkpointing.save(
@@ -149,8 +155,11 @@ def _metadata(groups: ActorGroups) -> dict[str, Any]:
 
 
 def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
-    """Fills model and optimizer from a checkpoint of any layout, unverified. Collective."""
-    with cpu_as_cuda():
+    """Fills model and optimizer from a checkpoint of any layout, its checksums unverified. Collective.
+
+    Nothing in it is unpickled. Raises CheckpointError.
+    """
+    with cpu_as_cuda(), no_pickles(directory):
         distributed_optimizer.skip_step_when_loading(optimizer)
         state = dist_checkpointing.load(
             sharded_state(module, optimizer, groups, loading=True), str(directory)

@@ -84,7 +84,7 @@ class MegatronDir:
     def __init__(self, path: str | Path):
         self.directory = locate(path)
         self.backend = _read_backend(self.directory)
-        self.metadata = _read_metadata(self.directory / METADATA)
+        self.metadata = read_metadata(self.directory / METADATA)
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: stored
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -304,7 +304,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")
 
 
-def _read_metadata(file: Path) -> Metadata:
+def read_metadata(file: Path) -> Metadata:
+    """torch's description of a checkpoint, unpickled with care. Raises CheckpointError."""
     try:
         with file.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
@@ -93,8 +94,14 @@ class EmbeddedBackend:
         params: SamplingParams,
         num_samples: int,
         on_progress: Callable[[int, int, int], None] | None = None,
+        have: Iterable[tuple[int, int]] = (),
+        on_answer: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`."""
+        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
+
+        Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_answer` gets each
+        answer as soon as it is finished.
+        """
         engine = self.engine
         if self._open is None and self._version == NO_WEIGHTS:
             raise BackendError("the engine has no weights yet: push some first")
@@ -104,6 +111,16 @@ class EmbeddedBackend:
                 f"({len(self._missing)} tensors missing); the engine does not answer"
             )
         assert engine.is_idle, "generate is not re-entrant"
+        without: dict[int, set[int]] = defaultdict(set)
+        for prompt_id, sample_index in have:
+            without[prompt_id].add(sample_index)
+        samples: list[Sample] = []
+
+        def take(request: Request) -> None:
+            samples.append(self._sample(request))
+            if on_answer is not None:
+                on_answer(samples[-1])
+
         done = False
         try:
             for prompt in self._ordered(prompts):
@@ -113,15 +130,15 @@ class EmbeddedBackend:
                     prompt.prompt_id,
                     num_samples=num_samples,
                     dataset_id=prompt.dataset_id,
+                    without=without[prompt.prompt_id],
                 )
-            finished = engine.run(on_progress)
+            engine.run(on_progress, take)
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
                 engine.abort_all()
             if engine.speculator is not None:
                 engine.speculator.end_generate()
-        samples = [self._sample(r) for r in finished]
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
 

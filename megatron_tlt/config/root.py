@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.config.bank import BankSection
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
@@ -51,6 +52,8 @@ class Config(Section):
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints."""
+    bank: BankSection = BankSection()
+    """Finished answers of steps that no checkpoint covers yet."""
     distributed: DistributedSection = DistributedSection()
     """The world."""
     observe: ObserveSection = ObserveSection()

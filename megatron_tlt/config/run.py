@@ -20,6 +20,9 @@ class TrainSection(Section):
     """Seed of sampling, data order and initialisation."""
     run_dir: str = "runs/default"
     """Where checkpoints, logs and events go."""
+    max_nonfinite_steps: NonNegativeInt = 3
+    """Steps in a row with an update that is not finite (each is skipped) after which the run ends, their batches
+    kept in run_dir/nonfinite; 0: never."""
     deterministic: bool = True
     """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32)."""
 

@@ -31,6 +31,7 @@ from megatron_tlt.idle.board import Entry, StatusBoard
 from megatron_tlt.idle.messages import MAX_BYTES, MAX_REPORTS, Kind, Message, Report, pack, unpack
 from megatron_tlt.idle.policy import has_changed
 from megatron_tlt.idle.state import MonotonicClock, RankState, check_transition
+from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -109,7 +110,7 @@ class IdleCoordinator:
         report_change: float = 0.2,
         heartbeat_seconds: float = 1.0,
         clock: Clock | None = None,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = wall_seconds,
     ):
         """Duplicates `comm`. Collective, the only call that may wait. Raises CoordinatorError for a wrong unit size."""
         if unit_size < 1 or comm.size % unit_size:

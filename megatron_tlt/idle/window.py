@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
 from megatron_tlt.idle.state import MonotonicClock, RankState, StateSpan, StateTracker, seconds_in
+from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import Clock
@@ -70,7 +71,7 @@ class SoloCoordinator:
 
     def enter_done(self) -> None:
         """Notes the time."""
-        self.entered_at = self.last_done_at = time.time()
+        self.entered_at = self.last_done_at = wall_seconds()
 
     def tell(self, state: RankState, steps: int = 0) -> None:
         """Nobody to tell."""
@@ -156,7 +157,7 @@ class IdleWindow:
         samples: Callable[[], int] | None = None,
         on_span: SpanSink | None = None,
         sleep: Callable[[float], None] = time.sleep,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = wall_seconds,
         poll_seconds: float = 0.002,
         silent_seconds: float = 600.0,
     ):

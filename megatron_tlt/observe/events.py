@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.observe.jsonl import LineFile, read_rows, to_line
 
 _BUFFERED_LINES = 512
@@ -34,7 +35,7 @@ class Span:
         self.started = self.clock = 0.0
 
     def __enter__(self) -> dict[str, Any]:
-        self.started, self.clock = time.time(), time.perf_counter()
+        self.started, self.clock = wall_seconds(), time.perf_counter()
         return self.attrs
 
     def __exit__(
@@ -76,7 +77,7 @@ class EventLog:
 
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Notes that something happened now."""
-        self._add(time.time(), step, "instant", name, attrs)
+        self._add(wall_seconds(), step, "instant", name, attrs)
 
     def state(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
         """Notes that the rank was in state `name` for `seconds`, from `started` (seconds since the epoch) on.

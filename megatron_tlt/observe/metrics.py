@@ -7,7 +7,6 @@ run first drops the rows after the step it resumes from, so that no step stands 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ import numpy as np
 
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.observe.jsonl import LineFile, cut_back, to_line
 
 METRICS_FILE = "metrics.jsonl"
@@ -46,7 +46,7 @@ class JsonlSink:
         self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
     ) -> None:
         """Appends one row, at once on disk."""
-        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **scalars}
+        row: dict[str, Any] = {"step": step, "time": round(wall_seconds(), 3), **scalars}
         row |= {f"{name}/quartiles": quartiles(values) for name, values in histograms.items() if len(values)}
         self._file.write([to_line(row)])
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.errors import TltError
@@ -32,6 +35,7 @@ def main(fd: int, parent: int) -> None:
     connection = Connection(fd)
     try:
         section: RewardSection = connection.recv()
+        _limit_memory(section.worker_memory_mib)
         try:
             scorers = build_scorers(section)
         except TltError as error:
@@ -43,6 +47,19 @@ def main(fd: int, parent: int) -> None:
                 connection.send(judge(scorers, section.failure_value, prompt, sample))
     except (EOFError, ConnectionError):
         pass  # the rank is done with us, or gone
+
+
+def _limit_memory(mib: int) -> None:
+    """Asking for more raises MemoryError in the function that asks, before the machine is out of memory.
+
+    Should it come to that after all, Linux is to choose this process and not a rank.
+    """
+    wanted = mib << 20
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or wanted <= most:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _die_with(parent: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,22 +125,26 @@ class Engine:
         sample_index: int = 0,
         num_samples: int = 1,
         dataset_id: str = "",
+        without: Collection[int] = (),
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
+        Indices in `without` are left out. An answer depends on its own index only, not on who its siblings are.
         Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
         self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        wanted = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
         requests = [
             Request(
                 prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params), dataset_id
             )
-            for i, index in enumerate(range(sample_index, sample_index + num_samples))
+            for i, index in enumerate(wanted)
         ]
-        self.scheduler.add(Prefill(prompt, list(requests)))
-        self._arrivals += num_samples
+        if requests:
+            self.scheduler.add(Prefill(prompt, list(requests)))
+        self._arrivals += len(requests)
         return requests
 
     def step(self) -> list[Request]:
@@ -189,13 +193,24 @@ class Engine:
         speculator.told(draft, accepted, result, time.perf_counter() - planned)
         return result
 
-    def run(self, on_progress: Progress | None = None) -> list[Request]:
-        """Steps until idle; returns all requests that ended, in the order of their arrival."""
+    def run(
+        self,
+        on_progress: Progress | None = None,
+        on_finished: Callable[[Request], None] | None = None,
+    ) -> list[Request]:
+        """Steps until idle; returns all requests that ended, in the order of their arrival.
+
+        `on_finished` is told of each of them after the step in which it ended.
+        """
         finished: list[Request] = []
         generated = self._stats.generated_tokens
         told = 0.0
         while not self.is_idle:
-            finished += self.step()
+            ended = self.step()
+            finished += ended
+            if on_finished is not None:
+                for request in ended:
+                    on_finished(request)
             if on_progress is not None and (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
                 told = now
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.algorithms.build import build_algorithm
+from megatron_tlt.bank import NoBank, Rollout
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.dims import Dims
@@ -23,6 +24,7 @@ from megatron_tlt.types import (
     RewardResult,
     Sample,
     SampleGroup,
+    SamplingParams,
     TrainSequence,
 )
 
@@ -93,8 +95,9 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         "backend": backend,
         "upkeep": Upkeep(),
         "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
+        "bank": NoBank(backend, Rollout(SamplingParams(), 2)),  # type: ignore[arg-type]
     }
-    others = dict.fromkeys(("evaluator", "checkpoints", "params"))
+    others = dict.fromkeys(("evaluator", "checkpoints"))
     trainer = RLTrainer(config, OneRank(), **parts, **others)  # type: ignore[arg-type]
     groups, table = trainer._rollout()
     assert [g.prompt.prompt_id for g in groups] == [1]
@@ -121,7 +124,7 @@ def test_answers_of_an_engine_without_log_probs_are_scored_by_the_actor() -> Non
         group = SampleGroup(PROMPTS[1], [Sample(1, 0, [7], [], "", "stop", 0)])
         parts = [[make_sequence(group, group.samples[0])], [make_sequence(group, group.samples[0])]]
         others = dict.fromkeys(
-            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "params")
+            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "bank")
         )
         trainer = RLTrainer(
             config,

@@ -76,6 +76,15 @@ def test_every_kind_of_failure_costs_one_sample(workers: int) -> None:
     assert all(r.value == -1.0 and not r.correct for r in found.values() if r.failure)
 
 
+def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
+    function = RewardConfig(name="python", path=f"{USER}:hungry")
+    with RewardPool(RewardSection(functions=(function,), failure_value=-1.0)) as pool:
+        found = verdicts(pool, ["0", "10", "1"])
+    assert found[1].failure == "hungry: MemoryError: "
+    # 1000: should memory run out all the same, Linux ends this process before any rank.
+    assert [r.value for r in found] == [1000.0, -1.0, 1000.0]
+
+
 def test_failures_are_said_once_a_call(caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(workers=0) as pool, caplog.at_level("WARNING"):
         verdicts(pool, ["1", "raise", "2"], ["raise"])

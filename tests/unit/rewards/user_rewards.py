@@ -51,5 +51,12 @@ def act(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]
     return special[response] if response in special else float(response)
 
 
+def hungry(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
+    """Wants as many GiB as the response says; returns how readily Linux ends this process."""
+    assert len(bytearray(int(response) << 30)) == int(response) << 30
+    with open("/proc/self/oom_score_adj") as file:
+        return float(file.read())
+
+
 def too_few(prompt: str) -> float:
     return 0.0

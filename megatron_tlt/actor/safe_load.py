@@ -1,0 +1,39 @@
+"""Reading a checkpoint without running what is in it: megatron and torch would unpickle parts of it.
+
+.metadata       a pickle that torch opens without a look: read here first, by an unpickler that knows nothing but
+                torch's own records
+common.pt, layers' extra state      `torch.load`: with weights_only, whatever the caller says
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.actor.megatron_dir import METADATA, read_metadata
+from megatron_tlt.errors import CheckpointError
+
+
+@contextmanager
+def no_pickles(directory: Path) -> Iterator[None]:
+    """While megatron loads `directory`: CheckpointError for anything that is not numbers. Use from one thread."""
+    read_metadata(directory / METADATA)
+    load = torch.load
+
+    def numbers_only(*arguments: Any, **options: Any) -> Any:
+        return load(*arguments, **{**options, "weights_only": True})
+
+    torch.load = numbers_only
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"checkpoint {directory} holds more than numbers: {error}") from error
+    finally:
+        torch.load = load

@@ -1,0 +1,113 @@
+"""Updates that are not finite: the policy skips them; here they are counted, and at last the run ends.
+
+    run_dir/nonfinite/step-000012/rank-00000.npz     the sequences of one data parallel replica, as arrays
+                                  about.json         step, policy version, divisors, metrics
+
+`numpy.load` reads the arrays without unpickling: sequence i of mini-batch `mini_batch[i]` has `lengths[i]` tokens, of
+which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tlt.errors import TrainingError
+from megatron_tlt.observe.jsonl import to_line
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.dims import Dims
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.types import TrainBatch, TrainOutput
+
+_log = logging.getLogger(__name__)
+
+
+class NonFiniteWatch:
+    """Counts steps in a row with an update that was skipped because its gradient norm is not finite.
+
+    The norm is the same on every rank, so all ranks count alike.
+    """
+
+    def __init__(self, limit: int, run_dir: Path, world: World, dims: Dims):
+        """`limit` steps in a row are too many; 0: none are."""
+        self._limit, self._directory, self._world = limit, run_dir / "nonfinite", world
+        first_ranks = [dims.replica_ranks(dp)[0] for dp in range(dims.dp)]
+        self._writes = world.rank in first_ranks  # the other ranks of a replica hold the same sequences
+        self._count = 0
+
+    @property
+    def in_a_row(self) -> int:
+        """Such steps without one in between that went well."""
+        return self._count
+
+    def look(self, step: int, batch: TrainBatch, out: TrainOutput) -> dict[str, float]:
+        """After the update of `step`: counts, and keeps the batch if it was not finite. Returns metrics.
+
+        Only the batches of the last `limit` such steps stay. A disk that cannot take one costs a warning.
+        """
+        if math.isfinite(out.metrics.get("grad_norm", 0.0)):
+            self._count = 0
+        else:
+            self._count += 1
+            try:
+                self._keep(step, batch, out)
+            except OSError as error:
+                _log.warning("the batch of step %d cannot be kept: %s", step, error)
+        return {"policy/nonfinite_in_a_row": float(self._count)}
+
+    def check(self) -> None:
+        """Raises TrainingError on every rank after `limit` such steps in a row."""
+        if self._limit and self._count >= self._limit:
+            raise TrainingError(
+                f"updates of {self._count} steps in a row were not finite (train.max_nonfinite_steps = {self._limit}) "
+                f"and skipped; no checkpoint was written since. Their batches are in {self._directory}"
+            )
+
+    def _keep(self, step: int, batch: TrainBatch, out: TrainOutput) -> None:
+        directory = self._directory / f"step-{step:06d}"
+        if self._writes:
+            for folder in (self._directory, directory):  # `parents` would not be private
+                folder.mkdir(mode=0o700, exist_ok=True)
+            np.savez(directory / f"rank-{self._world.rank:05d}.npz", allow_pickle=False, **as_arrays(batch))
+        if not self._world.is_main:
+            return
+        about = {
+            "step": step,
+            "policy_version": out.policy_version,
+            "temperature": batch.temperature,
+            "denominators": batch.denominators,
+            "metrics": {**batch.metrics, **out.metrics},
+        }
+        text = json.dumps(json.loads(to_line(about)), indent=1)
+        (directory / "about.json").write_text(text + "\n", encoding="utf-8")
+        for old in sorted(self._directory.glob("step-*"))[: -max(1, self._limit)]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def as_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
+    """A batch as flat arrays; see the top of the file."""
+    pairs = [(i, sequence) for i, part in enumerate(batch.mini_batches) for sequence in part]
+    sequences = [sequence for _, sequence in pairs]
+
+    def joined(arrays: list[np.ndarray], kind: type[np.generic]) -> np.ndarray:
+        return np.concatenate(arrays) if arrays else np.zeros(0, kind)
+
+    return {
+        "mini_batch": np.array([i for i, _ in pairs], np.int64),
+        "prompt_ids": np.array([s.prompt_id for s in sequences], np.int64),
+        "sample_indices": np.array([s.sample_index for s in sequences], np.int64),
+        "prompt_lens": np.array([s.prompt_len for s in sequences], np.int64),
+        "lengths": np.array([s.length for s in sequences], np.int64),
+        "weights": np.array([s.weight for s in sequences], np.float64),
+        "tokens": joined([s.token_ids for s in sequences], np.int64),
+        "advantages": joined([s.advantages for s in sequences], np.float32),
+        "loss_mask": joined([s.loss_mask for s in sequences], np.float32),
+        "rollout_logprobs": joined([s.rollout_logprobs for s in sequences], np.float32),
+    }

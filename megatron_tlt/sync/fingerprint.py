@@ -1,0 +1,58 @@
+"""One short name for all of a policy's weights: equal for equal bits, on any layout and number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.distributed.world import World
+
+_CHUNK = 1 << 24  # numbers summed up at once on a device: bounds the temporary memory
+
+
+class WeightFingerprint:
+    """Watches a push, of which every rank sees every full tensor. Ranks share the work: each sums up some tensors."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._sums: list[tuple[str, int]] = []
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes the stream on."""
+        self._sums = []
+        for number, (name, tensor) in enumerate(weights):
+            if number % self._world.size == self._world.rank:
+                self._sums.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}", tensor_sum(tensor)))
+            yield name, tensor
+
+    def take(self) -> str:
+        """The name of the weights that were watched last, the same on every rank. Collective."""
+        everything = sorted(entry for part in self._world.all_gather_object(self._sums) for entry in part)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+
+def tensor_sum(tensor: Tensor) -> int:
+    """A checksum of a tensor's bytes: CRC-32 on the CPU; on a device, where copying would take longer, `device_sum`."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return device_sum(flat) if flat.is_cuda else zlib.crc32(flat.numpy().data)
+
+
+def device_sum(flat: Tensor) -> int:
+    """Sum of `flat` uint8 [N], taken as 32-bit numbers where N allows, each times an odd number of its place; mod 2^64.
+
+    A change of any single number shows, and so does any exchange of two different ones.
+    """
+    words = flat.view(torch.int32) if flat.numel() % 4 == 0 else flat
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=flat.device)
+        total += (part * (2 * places + 1)).sum()
+    return int(total)

@@ -1,0 +1,349 @@
+"""Faults of disks, checkpoints, rewards, prompts and numbers in whole runs. Each ends as docs/operations.md says."""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.actor import checkpoint_files as files
+from tests.helpers.forked import ForkServer
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+LAST = "checkpoints/step-000004"
+NOW = "checkpoint.asynchronous=false"
+FAULTY = "tests.integration.workers.train_faulty"
+
+
+def faulty(fault, config, run_dir, *overrides):
+    """A run on two ranks in which something goes wrong."""
+    arguments = [fault, str(config), f"train.run_dir={run_dir}", *overrides]
+    return run_ranks(2, f"{FAULTY.replace('.', '/')}.py", *arguments, check=False)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with ForkServer(tmp_path_factory.mktemp("logs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, forks):
+    """An uninterrupted run of four steps on one rank."""
+    folder = tmp_path_factory.mktemp("faults")
+    forks.run("train", write_config(folder))
+    return folder
+
+
+@pytest.fixture
+def train(whole, forks, tmp_path):
+    """`megatron-tlt train` into tmp_path/run on one rank: status and output."""
+
+    def run(*overrides, run_dir=tmp_path / "run", check=True):
+        return forks.run("train", whole / "tiny.yaml", f"train.run_dir={run_dir}", *overrides, check=check)
+
+    return run
+
+
+@contextmanager
+def small_disk(place, kib):
+    """A file system of `kib` KiB at `place`; yields a function that gives it another size, writable."""
+    place.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root with CAP_SYS_ADMIN")
+
+    def resize(kib):
+        subprocess.run(["mount", "-o", f"remount,rw,size={kib}k", str(place)], check=True)
+
+    try:
+        yield resize
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def size_kib(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 1024 + 1
+
+
+# -- disks --------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_fills_up_during_a_checkpoint(whole, train, tmp_path):
+    one = size_kib(whole / "run/checkpoints/step-000001")
+    with small_disk(tmp_path / "run", int(2.6 * one)) as resize:
+        code, output = train(check=False)
+        assert code == 1, output
+        assert "CheckpointError: cannot" in output and "No space left on device" in output
+        latest = (tmp_path / "run/checkpoints/latest").read_text().strip()
+        assert latest in ("step-000001", "step-000002")
+        resize(16 * one)
+        assert f"resumed after step {latest[-1]}" in train()[1]
+        assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
+
+
+def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path):
+    """Of two ranks, the first one cannot write: both end with the reason."""
+    one = size_kib(whole / "run/checkpoints/step-000001")
+    with small_disk(tmp_path / "run/checkpoints", 16 * one) as resize:
+        done = faulty("read-only:3", whole / "tiny.yaml", tmp_path / "run", NOW)
+        assert done.returncode == 1, done.stdout
+        assert "CheckpointError: cannot write" in done.stdout and "Read-only file system" in done.stdout
+        assert "Traceback" not in done.stdout
+        resize(16 * one)
+        assert "resumed after step 2" in train()[1]
+
+
+def test_a_shard_that_cannot_be_written_to_its_end(whole, forks, train, tmp_path):
+    """As a full disk, for those who may not mount: the writer thread's error ends the run."""
+    arguments = ("small-files", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
+    code, output = forks.run(*arguments, module=FAULTY, check=False)
+    assert code == 1, output
+    assert "CheckpointError: cannot write" in output and "File too large" in output
+    assert not (tmp_path / "run/checkpoints/latest").exists()
+    train()
+    assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
+
+
+def test_a_full_disk_ends_the_bank_and_not_the_run(whole, train, tmp_path):
+    with small_disk(tmp_path / "run/bank", 4):
+        assert "the rollout bank is off" in train()[1]
+    assert rows(tmp_path / "run")[-1]["rollout/bank_disabled"] == 1
+    assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip, truncate])
+@pytest.mark.parametrize("name", ["*.distcp", "manifest.json", ".metadata"])
+def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path, damage, name):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    damage(next((tmp_path / "run" / LAST).glob(name)))
+    _, output = train()
+    assert "REFUSED" in output and "resumed after step 3" in output
+    assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole, train):
+    train("actor.dtype=bf16", "train.num_steps=1")
+    code, output = train(check=False)
+    assert code == 1
+    assert "does not fit this run: dtype is 'bf16', not 'fp32'" in output and "Traceback" not in output
+
+
+class Evil:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def poison_metadata(directory, evil):
+    (directory / ".metadata").write_bytes(pickle.dumps(evil))
+
+
+def poison_common(directory, evil):
+    torch.save({"optimizer": evil}, directory / "common.pt")
+
+
+def poison_extra_state(directory, evil):
+    """A layer's extra state, which torch's planner opens without weights_only."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if "_extra_state" in index.fqn)
+    buffer = io.BytesIO()
+    torch.save(evil, buffer)
+    place = metadata.storage_data[index]
+    file = directory / place.relative_path
+    at = file.stat().st_size
+    file.write_bytes(file.read_bytes() + buffer.getvalue())
+    metadata.storage_data[index] = dataclasses.replace(place, offset=at, length=len(buffer.getvalue()))
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("poison", [poison_metadata, poison_common, poison_extra_state])
+def test_nothing_in_a_checkpoint_is_unpickled(whole, train, tmp_path, poison):
+    """Its author also made the manifest, so checksums say nothing."""
+    shutil.copytree(whole / "run", tmp_path / "run")
+    directory, mark = tmp_path / "run" / LAST, tmp_path / "mark"
+    poison(directory, Evil(str(mark)))
+    records = {name: files.record_of(directory / name) for name in files.read_manifest(directory).files}
+    manifest = dataclasses.replace(files.read_manifest(directory), files=records)
+    (directory / files.MANIFEST).write_text(manifest.to_json())
+    code, output = train("train.num_steps=5", check=False)
+    assert not mark.exists()
+    assert code == 1, output
+    assert "CheckpointError" in output and "Traceback" not in output
+
+
+# -- two jobs -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whole, forks, train, tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = (whole / "tiny.yaml", f"train.run_dir={run_dir}")
+    long = ("train.num_steps=4000", "checkpoint.keep=2", "eval.every=0")
+    first = forks.start("megatron_tlt.cli", "train", *arguments, *long)
+    try:
+        wait_for((run_dir / "checkpoints/latest").exists)
+        before = len(rows(run_dir))
+        code, output = train(check=False)
+        assert code == 1
+        assert f"run_dir = {run_dir} is in use by process {first.pid} on " in output
+        assert "Traceback" not in output
+        assert "Ranks: 1" in forks.run("check", *arguments, "--ranks", 1)[1]
+        forks.run("export", *arguments, "--out", tmp_path / "exported")
+        assert (tmp_path / "exported/config.json").is_file()
+        wait_for(lambda: len(rows(run_dir)) > before + 1)
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+    done = len(rows(run_dir))  # what no checkpoint covers is cut back and made again
+    assert "resumed after step" in train(f"train.num_steps={done + 1}")[1]
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, forks, tmp_path):
+    forks.run("nan:2", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}", module=FAULTY)
+    found = rows(tmp_path / "run")
+    assert [row["policy/skipped_steps"] for row in found] == [0, 1, 0, 0]
+    assert [row["policy/nonfinite_in_a_row"] for row in found] == [0, 1, 0, 0]
+    assert found[3]["policy/grad_norm"] > 0
+    kept = tmp_path / "run/nonfinite/step-000002"
+    arrays = np.load(kept / "rank-00000.npz", allow_pickle=False)
+    assert len(arrays["lengths"]) == 32
+    assert len(arrays["tokens"]) == arrays["lengths"].sum()
+    assert len(arrays["advantages"]) == (arrays["lengths"] - arrays["prompt_lens"]).sum()
+    assert json.loads((kept / "about.json").read_text())["policy_version"] == 1
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["latest", "step-000001", "step-000003", "step-000004"]
+
+
+def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, tmp_path):
+    limit = "train.max_nonfinite_steps=2"
+    done = faulty("nan:2,3,4", whole / "tiny.yaml", tmp_path / "run", limit)
+    assert done.returncode == 1
+    assert "TrainingError: updates of 2 steps in a row were not finite" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    kept = tmp_path / "run/nonfinite"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-000002", "step-000003"]
+    arrays = [np.load(kept / f"step-000003/rank-0000{rank}.npz", allow_pickle=False) for rank in range(2)]
+    assert sum(len(a["lengths"]) for a in arrays) == 32
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-000001"
+    _, output = train(limit)
+    assert "resumed after step 1" in output
+    assert all(row["policy/skipped_steps"] == 0 for row in rows(tmp_path / "run")[1:])
+
+
+# -- rewards ------------------------------------------------------------------------------------------------
+
+
+def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(forks, tmp_path):
+    functions = [{"name": "python", "path": "tests.helpers.bad_rewards:reward"}]
+    rewards = {"workers": 2, "timeout_s": 2.0, "functions": functions}
+    size = {"num_steps": 1, "prompts_per_step": 12, "run_dir": str(tmp_path / "run")}
+    rollout = {"samples_per_prompt": 2, "max_tokens": 8}
+    config = write_config(tmp_path, rewards=rewards, train=size, eval={"every": 0}, rollout=rollout)
+    text = "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(12))
+    (tmp_path / "train.jsonl").write_text(text)
+    _, output = forks.run("train", config)
+    (row,) = rows(tmp_path / "run")
+    assert row["reward/failures"] == 16  # of 24 answers: 4 kinds of failure, 2 questions each, 2 answers each
+    assert "16 of 24 rewards failed; one of them" in output
+
+
+# -- prompts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b'{"prompt": "a", "answer": "1"}\n{"prompt": ""}\n',
+            "train.jsonl:2: field 'prompt' must be a string",
+        ),
+        (b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff\xfe"}\n', "train.jsonl:2: not a JSON object"),
+        (b'{"prompt": "' + b"long " * 4000 + b'"}\n', "no prompt fits into data.max_prompt_tokens = 64"),
+    ],
+    ids=["empty", "no UTF-8", "all too long"],
+)
+def test_prompts_that_cannot_be_used_end_the_run_by_name(forks, tmp_path, content, message):
+    config = write_config(tmp_path)
+    (tmp_path / "train.jsonl").write_bytes(content)
+    code, output = forks.run("train", config, check=False)
+    assert code in (1, 2)
+    assert message in output and "Traceback" not in output
+
+
+def test_ten_thousand_prompts_with_duplicates_and_some_longer_than_the_context(forks, tmp_path):
+    config = write_config(
+        tmp_path,
+        train={"num_steps": 1, "prompts_per_step": 10_000, "run_dir": str(tmp_path / "run")},
+        rollout={"samples_per_prompt": 1, "max_tokens": 2, "max_running_requests": 256},
+        rewards={"workers": 0, "functions": [{"name": "exact"}]},
+        eval={"every": 0},
+        observe={"tensorboard": False, "progress": "none", "samples_per_step": 10_000},
+    )
+    asked = [f"say {i % 100}" if i % 50 else "much too long " * 50 for i in range(10_000)]
+    text = "".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in asked)
+    (tmp_path / "train.jsonl").write_text(text)
+    forks.run("train", config)
+    (row,) = rows(tmp_path / "run")
+    assert row["rollout/samples"] == 10_000  # the stream goes on into its second epoch
+    assert row["reward/failures"] == 0
+
+
+def test_ten_thousand_prompts_with_duplicates_are_answered_in_order(whole, forks, tmp_path):
+    asked = [f"say {i % 100}" for i in range(10_000)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+    options = [
+        "--model",
+        whole / "model",
+        "--prompts",
+        tmp_path / "in.jsonl",
+        "--out",
+        tmp_path / "out.jsonl",
+    ]
+    forks.run("generate", *options, "--max-tokens", 4, "--ignore-eos")
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [a["prompt_index"] for a in answers] == list(range(10_000))
+    assert (
+        len({tuple(a["token_ids"]) for a in answers[::100]}) > 50
+    )  # the same question, its own noise each time

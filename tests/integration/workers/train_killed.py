@@ -1,0 +1,47 @@
+"""Trains until one rank has banked so many answers of a step, and kills that rank with SIGKILL.
+
+argv: CONFIG RANK STEP ANSWERS [overrides]
+"""
+
+import os
+import signal
+import sys
+
+from megatron_tlt import cli
+from megatron_tlt.bank import RolloutBank
+from megatron_tlt.build import build_trainer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.rollout.bank_writer import BankWriter
+
+
+def main(argv):
+    path, *numbers = argv[:4]
+    rank, step, answers = map(int, numbers)
+    config = load_config(path, argv[4:], Config)
+    add, begin_step = BankWriter.add, RolloutBank.begin_step
+    seen = {"rank": -1, "step": 0, "answers": 0}
+
+    def begin(self, number, version):
+        seen.update(step=number, answers=0)
+        begin_step(self, number, version)
+
+    def add_and_die(self, sample, prompt_crc):
+        add(self, sample, prompt_crc)
+        seen["answers"] += 1
+        if seen == {"rank": rank, "step": step, "answers": answers}:
+            self.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(world):
+        seen["rank"] = world.rank
+        trainer = build_trainer(config, world)
+        trainer.run()
+        trainer.close()
+
+    RolloutBank.begin_step, BankWriter.add = begin, add_and_die
+    return cli._on_every_rank(config.distributed, 1, body)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

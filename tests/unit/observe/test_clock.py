@@ -1,0 +1,36 @@
+"""Wall time that cannot jump, and nobody who reads another."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.observe.clock import wall_seconds
+
+PACKAGE = Path(__file__).parents[3] / "megatron_tlt"
+
+
+def test_it_is_the_wall_clock_of_the_start_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = wall_seconds()
+    assert abs(before - time.time()) < 3600  # unless somebody set the clock since this process started
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    later = [wall_seconds() for _ in range(1000)]
+    assert later == sorted(later) and before <= later[0] and later[-1] < before + 60
+
+
+def test_nobody_else_reads_the_wall_clock() -> None:
+    """Durations and order come from the monotonic clock; file times are the clock of another machine."""
+    wall = re.compile(
+        r"\btime\.(time|time_ns)\b|\bdatetime\.(now|utcnow|today)\b|\bst_[amc]time|getmtime|CLOCK_REALTIME"
+    )
+    readers = [
+        f"{path.relative_to(PACKAGE)}:{number}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if wall.search(line)
+    ]
+    assert [reader.split(":")[0] for reader in readers] == ["observe/clock.py"], readers
