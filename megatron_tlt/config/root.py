@@ -20,6 +20,7 @@ from megatron_tlt.config.run import (
     ObserveSection,
     TrainSection,
 )
+from megatron_tlt.config.stop import StopSection
 
 
 class Config(Section):
@@ -51,6 +52,8 @@ class Config(Section):
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints."""
+    stop: StopSection = StopSection()
+    """Signals."""
     distributed: DistributedSection = DistributedSection()
     """The world."""
     observe: ObserveSection = ObserveSection()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, int], None]
 _PROGRESS_EVERY_S = 0.02  # waiting ranks hear through it how long it will take
+_PROGRESS_EVERY_STEPS = 8  # of an engine of several ranks: they must all call at the same step
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,15 @@ class Engine:
     def run(self, on_progress: Progress | None = None) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival."""
         finished: list[Request] = []
-        generated = self._stats.generated_tokens
+        generated, first = self._stats.generated_tokens, self._stats.steps
         told = 0.0
         while not self.is_idle:
             finished += self.step()
-            if on_progress is not None and (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
+            if self.runner.tp.size > 1:
+                due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
+            elif due := (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
                 told = now
+            if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
 
