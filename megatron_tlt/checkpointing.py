@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
 from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory, step_of
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
-from megatron_tlt.observe.attempt import note_checkpoint
+from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -36,6 +36,8 @@ class CheckpointManager:
         Raises CheckpointError when the checkpoint asked for is damaged or of another model.
         """
         self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
+        if self._world.is_main:
+            note_start(0 if self._resumed is None else step_of(self._resumed))
         if self._resumed is None:
             return None
         if self._resumed.parent == self._directory:  # of another run, it is no progress of this one

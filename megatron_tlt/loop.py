@@ -133,10 +133,13 @@ class RLTrainer:
 
     def _save_and_leave(self, leaving: LeavingError) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
-        step = self.progress.step
+        step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
+        if not step:  # an optimizer that has not stepped has nothing that could be loaded again
+            self.observer.note(f"{told}no step was finished, the next start begins anew")
+            return
         with self._phase("checkpoint"):
             self.checkpoints.save_now(step, self._before or self._state(), self.upkeep.drafter_state)
-        self.observer.note(f"{self.stop.why()}: {leaving}; saved after step {step}, to be started again")
+        self.observer.note(f"{told}saved after step {step}, the next start goes on there")
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""

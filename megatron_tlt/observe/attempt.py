@@ -28,6 +28,11 @@ def note_exit(code: int) -> None:
     note("exit", code)
 
 
+def note_start(step: int) -> None:
+    """The step that this start goes on from."""
+    note("start", step)
+
+
 def note_checkpoint(step: int) -> None:
     """The newest complete checkpoint's step: what the batch script takes for progress."""
     note("checkpoint", step)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
-from tests.helpers.runs import checkpoint_tensors, rows, write_config
+from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -21,13 +21,6 @@ def train_many(folder, jobs, ranks=2):
     listing = folder / "jobs.json"
     listing.write_text(json.dumps(jobs))
     return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
-
-
-def assert_same_checkpoint(left, right):
-    a, b = checkpoint_tensors(left), checkpoint_tensors(right)
-    assert a.keys() == b.keys() and any("exp_avg" in name for name in a)
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different, different[:5]
 
 
 @pytest.fixture(scope="module")
