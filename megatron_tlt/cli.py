@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CONFIG
     except TltError as error:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
+        note_exit(EXIT_FAILURE)
         return EXIT_FAILURE
 
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
             )
+            command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
         if name == "eval":
             command.add_argument("--out", type=Path, help="also write the result as JSON")
         if name == "export":
@@ -176,10 +178,11 @@ def _export(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_config
-    from megatron_tlt.config.root import Config
+    from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.preflight import check_report
 
-    print(check_report(load_config(args.config, args.overrides, Config), args.ranks))
+    root = SftConfig if args.sft else Config
+    print(check_report(load_config(args.config, args.overrides, root), args.ranks))
     return 0
 
 

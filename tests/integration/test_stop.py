@@ -1,4 +1,4 @@
-"""A signal in any phase: the step is finished or dropped, saved; the next start gets to the same weights, bit for bit."""
+"""A signal in any phase: the step is finished or dropped, saved; the next start gets to the same weights."""
 
 import json
 import signal
@@ -122,6 +122,7 @@ def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path,
     metrics = tmp_path / "run/metrics.jsonl"
     while job.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
         time.sleep(0.05)
+    assert job.poll() is None, job.communicate()[0]
     ranks_of(job)[-1].send_signal(number)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 75, output

@@ -1,7 +1,7 @@
 """A throw-away Slurm on this machine: several virtual nodes, loopback only, no systemd, nothing outside one directory.
 
-Debian: apt-get install --no-install-recommends slurm-wlm munge. Up in about a second. Only processes whose ids are in the
-directory's own files are ever signalled.
+Debian: apt-get install --no-install-recommends slurm-wlm munge. Up in about a second. Only processes whose ids are in
+the directory's own files are ever signalled.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MessageTimeout=60
 ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
+NodeName=DEFAULT CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
 {nodes}
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
@@ -100,11 +100,10 @@ class Cluster:
         for gpu in range(8):  # slurmd asks only whether it is a character device
             (home / f"dev/gpu{gpu}").symlink_to("/dev/null")
         port = free_ports(count + 1)
-        nodes = "\n".join(f"NodeName=n{n} Port={port + n}" for n in range(1, count + 1))
-        user = getpass.getuser()
-        text = _CONF.format(
-            host=socket.gethostname(), port=port, home=home, user=user, nodes=nodes, kill_wait=kill_wait
-        )
+        host, user = socket.gethostname(), getpass.getuser()
+        address = f"NodeHostname={host} NodeAddr=127.0.0.1"
+        nodes = "\n".join(f"NodeName=n{n} {address} Port={port + n}" for n in range(1, count + 1))
+        text = _CONF.format(host=host, port=port, home=home, user=user, nodes=nodes, kill_wait=kill_wait)
         conf.write_text(text)
         (home / "etc/gres.conf").write_text(f"AutoDetect=off\nName=gpu File={home}/dev/gpu[0-7]\n")
         self._add_pyxis()
@@ -127,7 +126,12 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         self.home.chmod(0o755)
-        files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "seed"}
+        files = {
+            "socket": "munge.sock",
+            "key-file": "munge.key",
+            "pid-file": "munged.pid",
+            "seed-file": "seed",
+        }
         words = [f"--{name}={run / file}" for name, file in files.items()]
         self.run("munged", "--force", "--num-threads=2", f"--log-file={self.home}/log/munged.log", *words)
         conf = self.env["SLURM_CONF"]  # absolute: the daemons change their directory
@@ -139,9 +143,10 @@ class Cluster:
         )
 
     def down(self) -> None:
-        """Cancels what runs and ends the daemons, munge last."""
-        self.run("scancel", "--user", getpass.getuser())
-        self.until(lambda: not self.run("squeue", "-h").strip(), seconds=60)
+        """Cancels what runs and ends the daemons, munge last; those that came up."""
+        if (self.home / "run/slurmctld.pid").exists():
+            self.run("scancel", "--user", getpass.getuser())
+            self.until(lambda: not self.run("squeue", "-h").strip(), seconds=60)
         for file in sorted((self.home / "run").glob("*.pid"), key=lambda f: ("munge" in f.name, f.name)):
             pid = int(file.read_text())
             os.kill(pid, signal.SIGTERM)
@@ -158,7 +163,9 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, folder: Path, script: Path, *words: object, options: tuple[str, ...] = (), **env: object) -> str:
+    def submit(
+        self, folder: Path, script: Path, *words: object, options: tuple[str, ...] = (), **env: object
+    ) -> str:
         """Submits from `folder`; the job's number."""
         command = ["sbatch", "--parsable", *options, str(script), *map(str, words)]
         done = subprocess.run(

@@ -51,6 +51,10 @@ def run_once(job, world):
     trainer.close()
     world.barrier()
     signals.restore()
+    if world.is_main:
+        for key in ("stop/1", "stop/2"):  # one world for all starts, where every start has its own
+            world.store.delete_key(key)
+    world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")
     return ended, 0 if latest is None else step_of(latest), trainer.stop.dropped
 

@@ -1,0 +1,31 @@
+"""One real Slurm for all tests here, and the scenarios, which run side by side because most of their time is waiting."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.integration.slurm.cluster import Cluster, missing
+from tests.integration.slurm.scenarios import SCENARIOS, Scene
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Six virtual nodes. Skips where Slurm cannot be installed; `.ci/run` installs it."""
+    if absent := missing():
+        pytest.skip(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)")
+    slurm = Cluster(tmp_path_factory.mktemp("slurm") / "home", count=6)
+    try:
+        slurm.up()
+        yield slurm
+    finally:
+        slurm.down()
+
+
+@pytest.fixture(scope="session")
+def scenes(cluster, tmp_path_factory):
+    """Name: a future of its `Scene`, played."""
+    folder = tmp_path_factory.mktemp("scenes")
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(play, Scene(cluster, folder / name)) for name, play in SCENARIOS.items()}
