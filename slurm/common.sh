@@ -51,13 +51,14 @@ set_network() {
 # Words for srun: who sits where. All GPUs of a node are seen by all its ranks, which take theirs by local rank:
 # NCCL's direct copies between two GPUs need both to be visible.
 set_srun_words() {
-    local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}"
+    local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
-    [ -n "$cpus" ] || cpus=$((SLURM_CPUS_ON_NODE / tasks))
+    all="${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}}" # salloc knows the second only
+    [ -n "$cpus" ] || cpus=$((all / tasks))
     [ "$cpus" -gt 0 ] || cpus=1
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
     # Not asked for where the job has no GPUs: srun then refuses the binding.
-    [ "${SLURM_GPUS_ON_NODE:-0}" = 0 ] || srun_words+=(--gpu-bind=none)
+    [ "${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}" = 0 ] || srun_words+=(--gpu-bind=none)
     if [ -n "${CONTAINER:-}" ]; then
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
         srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}${MOUNTS:+,$MOUNTS}")

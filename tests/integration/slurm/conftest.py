@@ -1,4 +1,4 @@
-"""One real Slurm for all tests here, and the scenarios, which run side by side because most of their time is waiting."""
+"""One real Slurm for all tests here; the scenarios run side by side, for most of their time is waiting."""
 
 from __future__ import annotations
 
