@@ -48,8 +48,8 @@ set_network() {
     export UCX_ERROR_SIGNALS="${UCX_ERROR_SIGNALS:-}"
 }
 
-# Words for srun: who sits where. All GPUs of a node are seen by all its ranks, which take theirs by local rank:
-# NCCL's direct copies between two GPUs need both to be visible.
+# Words for srun: who sits where. GPUs are not bound: every rank of a node sees all of the job's and takes its own by
+# local rank, because NCCL's direct copies between two GPUs need both to be visible.
 set_srun_words() {
     local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
@@ -57,8 +57,6 @@ set_srun_words() {
     [ -n "$cpus" ] || cpus=$((all / tasks))
     [ "$cpus" -gt 0 ] || cpus=1
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
-    # Not asked for where the job has no GPUs: srun then refuses the binding.
-    [ "${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}" = 0 ] || srun_words+=(--gpu-bind=none)
     if [ -n "${CONTAINER:-}" ]; then
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
         srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}${MOUNTS:+,$MOUNTS}")
@@ -86,11 +84,26 @@ open_logs() {
     export MEGATRON_TLT_ATTEMPT="$attempt" # ranks note their exit code and checkpoints here
 }
 
+# MPICH names its shared memory after job and step, and both are the same again after a requeue: what a killed attempt
+# has left on a node then makes MPI_Init fail (measured: "Message truncated"). It also holds memory. Files that any
+# process has open are left alone.
+sweep_nodes() {
+    # shellcheck disable=SC2016  # for the shell on each node
+    local sweep='cd /dev/shm && used="$(cat /proc/[0-9]*/maps 2>/dev/null | grep -o "mpich_shm_[0-9a-f_]*" | sort -u)"
+        for file in mpich_shm_*; do
+            [ -O "$file" ] && ! grep -qxF "$file" <<<"$used" && rm -f "$file" && echo "$(hostname): removed $file"
+        done; true'
+    srun --mpi=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet \
+        --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
+}
+
 # Runs the ranks to their end; sets rc.
 run_step() {
     local step
-    trap 'warned=1; say "SIGUSR1: time is nearly up"; kill -USR1 "$step" 2>/dev/null || true' USR1
-    trap 'say SIGTERM; kill -TERM "$step" 2>/dev/null || true' TERM
+    sweep_nodes
+    trap 'say "SIGUSR1: time is nearly up"; kill -USR1 "$step" 2>/dev/null || true' USR1
+    # Slurm tells the ranks itself; srun would only hear that it should end them by force.
+    trap 'say "SIGTERM: Slurm is ending this job"' TERM
     srun "${srun_words[@]}" --output="$attempt/rank-%5t.log" "$@" </dev/null &
     step=$!
     rc=0
@@ -98,14 +111,25 @@ run_step() {
         wait "$step" && rc=0 || rc=$?
         kill -0 "$step" 2>/dev/null || break
     done
-    trap '' USR1 TERM # requeueing sends SIGTERM to this very script
+    trap '' USR1 TERM
     # srun says 137 when it killed the others after the first rank had left; what that one wanted is in a file.
     if [ "$rc" -ne 0 ] && [ -s "$attempt/exit" ]; then rc="$(cat "$attempt/exit")"; fi
 }
 
 read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 
-job_state() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
+# "JobState" and the like of this job.
+job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+
+# Whether Slurm is ending this job for another reason than its time limit: it was cancelled, or preempted, which Slurm
+# follows by a requeue of its own. In both cases the state is COMPLETING while this script still runs.
+is_being_ended() {
+    local started ended limit
+    [ "$(job_fact JobState)" != RUNNING ] || return 1
+    started="$(date -d "$(job_fact StartTime)" +%s)" ended="$(date -d "$(job_fact EndTime)" +%s)"
+    limit="$(hours_of "$(job_fact TimeLimit)")"
+    [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'
+}
 
 # Attempts in a row, this one included, that have written no new checkpoint step.
 count_stalls() {
@@ -126,18 +150,20 @@ requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
     report_failure
     [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
-    local state
-    state="$(job_state)"
-    [ "$state" != CANCELLED ] || { say "cancelled: not requeued"; exit "$rc"; }
+    if is_being_ended; then
+        say "cancelled or preempted: this script does not requeue it"
+        exit "$rc"
+    fi
     count_stalls
     [ "${REQUEUE:-1}" != 0 ] || { say "REQUEUE=0: not requeued"; exit "$rc"; }
     if [ "$stalls" -gt "${MAX_STALLS:-2}" ]; then
         say "giving up: $stalls attempts in a row have written no new checkpoint step"
         exit "$rc"
     fi
-    say "requeueing (job state $state, attempts without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
+    say "requeueing (attempts in a row without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
+    trap - TERM # which is how Slurm now ends this very script
     scontrol requeue "$SLURM_JOB_ID" || { say "cannot requeue: submit the same again to go on"; exit "$rc"; }
-    sleep 60 # Slurm ends this script; an exit of its own before that could be taken for the job's end
+    sleep 60 # an exit of its own before that could be taken for the job's end
 }
 
 # "4:00:00", "1-12", "90" and Slurm's other forms, in hours; nothing for one that has no end.

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.slurm.cluster import Cluster, missing
-from tests.integration.slurm.scenarios import SCENARIOS, Scene
+from tests.integration.slurm.scenarios import SCENARIOS, Scene, make_template
 
 
 @pytest.fixture(scope="session")
@@ -27,5 +27,7 @@ def cluster(tmp_path_factory):
 def scenes(cluster, tmp_path_factory):
     """Name: a future of its `Scene`, played."""
     folder = tmp_path_factory.mktemp("scenes")
+    template = make_template(tmp_path_factory.mktemp("template"))
     with ThreadPoolExecutor(4) as pool:
-        yield {name: pool.submit(play, Scene(cluster, folder / name)) for name, play in SCENARIOS.items()}
+        stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
+        yield {name: pool.submit(play, stages[name]) for name, play in SCENARIOS.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.runs import rows, write_config
 from tests.integration.slurm.cluster import Cluster
 
+PATIENCE_S = 900  # a job takes 20 s; on a machine with fifty others, minutes
 SLURM = ROOT / "slurm"
 REWARD = [{"name": "python", "path": "tests.helpers.slow_vowels:reward", "threshold": 0.2}]
 ONE_NODE = ("-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "--time=20")
@@ -26,12 +29,22 @@ exit "${RECORDED_EXIT:-0}"
 """
 
 
+def make_template(folder: Path) -> Path:
+    """A tiny run's model, prompts and configuration (absolute paths)."""
+    write_config(folder, rewards={"workers": 1, "functions": REWARD}, eval={"every": 3})
+    return folder
+
+
 class Scene:
     """A folder with a space in its name, jobs submitted from there, and what became of them."""
 
-    def __init__(self, cluster: Cluster, folder: Path):
+    def __init__(self, cluster: Cluster, folder: Path, template: Path | None = None):
+        """`template` is a directory of `make_template`, needed for real runs."""
         self.cluster, self.folder = cluster, folder.with_name(f"{folder.name} folder")
         self.folder.mkdir()
+        (self.folder / "tiny.yaml").write_text(
+            "" if template is None else (template / "tiny.yaml").read_text()
+        )
         self.run_dir = self.folder / "run"
         self.recorder = self.folder / "python"
         self.recorder.write_text(RECORDER)
@@ -43,10 +56,9 @@ class Scene:
         self, *overrides: str, options: tuple[str, ...] = ONE_NODE, slow: float = 0.05, **env: object
     ) -> None:
         """Submits six steps of a tiny run; `slow` are seconds that each of its 16 rewards a rank and step takes."""
-        config = write_config(self.folder, rewards={"workers": 1, "functions": REWARD}, eval={"every": 3})
         words = ["train.num_steps=6", f"train.run_dir={self.run_dir}", *overrides]
         env = {"IFACE": "lo", "SLOW_REWARD_S": slow, **env}
-        self.submit("train", config.name, *words, options=options, **env)
+        self.submit("train", "tiny.yaml", *words, options=options, **env)
 
     def submit(self, script: str, *words: object, options: tuple[str, ...] = ONE_NODE, **env: object) -> None:
         """Submits one of our scripts from the folder."""
@@ -61,11 +73,13 @@ class Scene:
     def after_steps(self, count: int) -> None:
         """Waits until so many steps are logged."""
         metrics = self.run_dir / "metrics.jsonl"
-        self.cluster.until(lambda: metrics.exists() and len(rows(self.run_dir)) >= count, 300, self.output)
+        self.cluster.until(
+            lambda: metrics.exists() and len(rows(self.run_dir)) >= count, PATIENCE_S, self.output
+        )
 
     def finish(self) -> Scene:
         """Waits for the end of the job."""
-        self.facts = self.cluster.wait(self.job)
+        self.facts = self.cluster.wait(self.job, PATIENCE_S)
         return self
 
     def ranks(self) -> list[psutil.Process]:
@@ -98,9 +112,14 @@ def warned(scene: Scene) -> Scene:
 
 
 def timed_out(scene: Scene) -> Scene:
-    """The time limit itself, a minute after its warning."""
-    options = (*ONE_NODE[:3], "--time=2", "--signal=B:USR1@60")
-    scene.train("stop.warning_s=40", options=options, slow=0.8, MAX_STALLS=9)
+    """Slurm's own warning, a minute before the limit, which is moved to where the job is in the middle of its steps."""
+    scene.train("stop.warning_s=40", options=(*ONE_NODE, "--signal=B:USR1@60"), slow=0.7)
+    scene.after_steps(2)
+    started = time.mktime(time.strptime(scene.cluster.facts(scene.job)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
+    minutes = math.ceil((time.time() - started + 30) / 60)
+    scene.cluster.run("scontrol", "update", f"JobId={scene.job}", f"TimeLimit={minutes}")
+    scene.cluster.until(lambda: scene.cluster.facts(scene.job)["Restarts"] != "0", PATIENCE_S, scene.output)
+    scene.cluster.run("scontrol", "update", f"JobId={scene.job}", "TimeLimit=20")
     return scene.finish()
 
 
@@ -139,7 +158,7 @@ def wrong_pair(scene: Scene) -> Scene:
 
 
 def crash_loop(scene: Scene) -> Scene:
-    scene.record("train", write_config(scene.folder).name, code=3, MAX_STALLS=1)
+    scene.record("train", "tiny.yaml", code=3, MAX_STALLS=1)
     return scene
 
 
@@ -164,12 +183,11 @@ def converted(scene: Scene) -> Scene:
 
 def chained(scene: Scene) -> Scene:
     """Two jobs of one name, one after the other, in place of requeueing."""
-    config = write_config(scene.folder).name
     options = (*ONE_NODE, "--dependency=singleton", "--job-name=chain")
     env = {"PYTHON": scene.recorder, "REQUEUE": 0, "RECORDED_EXIT": 75}
-    scene.submit("train", config, options=options, **env)
+    scene.submit("train", "tiny.yaml", options=options, **env)
     first = scene.job
-    scene.submit("train", config, options=options, **{**env, "RECORDED_EXIT": 0})
+    scene.submit("train", "tiny.yaml", options=options, **{**env, "RECORDED_EXIT": 0})
     scene.finish()
     scene.first = scene.cluster.wait(first)  # type: ignore[attr-defined]
     return scene
