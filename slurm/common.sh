@@ -93,7 +93,7 @@ sweep_nodes() {
         for file in mpich_shm_*; do
             [ -O "$file" ] && ! grep -qxF "$file" <<<"$used" && rm -f "$file" && echo "$(hostname): removed $file"
         done; true'
-    srun --mpi=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet \
+    srun --mpi=none --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet \
         --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
 }
 
@@ -126,6 +126,7 @@ job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1
 is_being_ended() {
     local started ended limit
     [ "$(job_fact JobState)" != RUNNING ] || return 1
+    [ "$(job_fact StartTime)" != Unknown ] || return 0 # in the queue again
     started="$(date -d "$(job_fact StartTime)" +%s)" ended="$(date -d "$(job_fact EndTime)" +%s)"
     limit="$(hours_of "$(job_fact TimeLimit)")"
     [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'
@@ -141,6 +142,10 @@ count_stalls() {
 }
 
 report_failure() {
+    if [ "$rc" -eq 75 ]; then
+        say "exit code 75: $(tail -n 1 "$attempt/rank-00000.log")"
+        return
+    fi
     say "exit code $rc; the ranks' last words (all in $attempt):"
     grep -h -A12 -m1 '^megatron-tlt: ' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log" || true
 }
