@@ -181,8 +181,12 @@ def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.preflight import check_report
 
-    root = SftConfig if args.sft else Config
-    print(check_report(load_config(args.config, args.overrides, root), args.ranks))
+    config: Config | SftConfig
+    if args.sft:
+        config = load_config(args.config, args.overrides, SftConfig)
+    else:
+        config = load_config(args.config, args.overrides, Config)
+    print(check_report(config, args.ranks))
     return 0
 
 
