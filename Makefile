@@ -37,7 +37,7 @@ imports: setup-dev  ## Run import-linter: the floors, one door a vendor
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md

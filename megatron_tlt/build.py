@@ -38,6 +38,7 @@ from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.preflight import check_on
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.run_lock import RunLock
+from megatron_tlt.stopping import StopKeeper
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
 from megatron_tlt.upkeep import DrafterUpkeep, Options
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.distributed.signals import StopSignals
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.online import OnlineTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
@@ -58,8 +60,11 @@ if TYPE_CHECKING:
     from megatron_tlt.sft import SftTrainer
 
 
-def build_trainer(config: Config, world: World) -> RLTrainer:
-    """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once."""
+def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
+    """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once.
+
+    `signals` may have come already; without them the run cannot be ended by signals.
+    """
     from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
     from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpointing import CheckpointManager
@@ -103,6 +108,9 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         ),
         observer=observer,
         bank=_bank(config, world, tokenizer, backend, params),
+        stop=StopKeeper(
+            world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
+        ),
     )
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
-from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory
+from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory, step_of
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
+from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -37,6 +38,7 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self._drafter = AsyncDrafterCheckpoint()
         self._resumed: Path | None = None
+        self._newest: int | None = None  # step of the last one loaded or published
 
     def load_latest(self) -> dict[str, Any] | None:
         """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
@@ -44,7 +46,13 @@ class CheckpointManager:
         Raises CheckpointError when the checkpoint asked for is damaged or of another model.
         """
         self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
-        return None if self._resumed is None else self._policy.load(self._resumed)
+        if self._world.is_main:
+            note_start(0 if self._resumed is None else step_of(self._resumed))
+        if self._resumed is None:
+            return None
+        if self._resumed.parent == self._directory:  # of another run, it is no progress of this one
+            self._note(self._resumed)
+        return self._policy.load(self._resumed)
 
     def load_drafter(self) -> dict[str, Any] | None:
         """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
@@ -66,29 +74,53 @@ class CheckpointManager:
         if self._pending is not None:
             self._drafter.wait()
             if self._pending.poll():
+                self._note(self._pending.directory)
                 self._pending = None
         every = self._section.every
         if not every or (step % every and step != self._num_steps):
             return
         self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
-        target = step_directory(self._directory, step)
-        self._pending = self._policy.start_save(target, state(), self._section.keep)
-        if self._world.is_main and (drafting := drafter()) is not None:
-            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
+        self._start(step, state(), drafter)
         if not self._section.asynchronous:
             self.wait()
+
+    def save_now(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    ) -> None:
+        """A checkpoint of `step` is on disk when this returns, whatever `checkpoint.every` says; see `maybe_save`."""
+        self.wait()
+        if self._newest != step:
+            self._start(step, dict(state), drafter)
+            self.wait()
+
+    def _start(
+        self, step: int, state: dict[str, Any], drafter: Callable[[], Mapping[str, Any] | None]
+    ) -> None:
+        target = step_directory(self._directory, step)
+        self._pending = self._policy.start_save(target, state, self._section.keep)
+        if self._world.is_main and (drafting := drafter()) is not None:
+            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
 
     def wait(self) -> None:
         """Publishes the save under way, if there is one."""
         if self._pending is not None:
             self._drafter.wait()
             self._pending.wait()
+            self._note(self._pending.directory)
             self._pending = None
 
     def close(self) -> None:
         """Gives the run directory back."""
         if self._lock is not None:
             self._lock.release()
+
+    def _note(self, directory: Path) -> None:
+        self._newest = step_of(directory)
+        if self._world.is_main:
+            note_checkpoint(self._newest)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""

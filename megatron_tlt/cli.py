@@ -10,17 +10,20 @@ import argparse
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli_drafter import add_drafter
 from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.distributed.signals import StopSignals
 from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.observe.attempt import note_exit
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
 
-EXIT_FAILURE, EXIT_CONFIG = 1, 2
+EXIT_DONE, EXIT_FAILURE, EXIT_CONFIG, EXIT_SAVED = 0, 1, 2, 75  # 75: saved, please start me again
 
 # Said by megatron at import, once a rank, about things that are as they should be on this machine.
 _VENDOR_NOISE = (
@@ -34,7 +37,10 @@ _VENDOR_NOISE = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, 1 (failed) or 2 (the configuration or arguments are wrong)."""
+    """Runs one command. Returns the exit status: 0, 1 (failed) or 2 (the configuration or arguments are wrong).
+
+    A run that a signal ended, saved, does not return: its ranks leave with 75.
+    """
     args = _parse(argv)
     try:
         return int(args.run(args))
@@ -42,9 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         # Every rank finds the same problems; one copy is enough.
         if detect_launch().rank in (0, None):
             _print_problems(error)
+            note_exit(EXIT_CONFIG)
         return EXIT_CONFIG
     except TltError as error:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
+        note_exit(EXIT_FAILURE)
         return EXIT_FAILURE
 
 
@@ -77,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
             )
+            command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
         if name == "eval":
             command.add_argument("--out", type=Path, help="also write the result as JSON")
         if name == "export":
@@ -120,16 +129,18 @@ def _add_generate(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    signals = StopSignals().install()  # first: importing the rest takes seconds
     from megatron_tlt.build import build_trainer
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
 
     config = load_config(args.config, args.overrides, Config)
 
-    def body(world: World) -> None:
-        trainer = build_trainer(config, world)
-        trainer.run()
+    def body(world: World) -> int:
+        trainer = build_trainer(config, world, signals)
+        stopped = trainer.run()
         trainer.close()
+        return EXIT_SAVED if stopped else EXIT_DONE
 
     return _on_every_rank(config.distributed, config.rollout.threads, body)
 
@@ -167,10 +178,15 @@ def _export(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_config
-    from megatron_tlt.config.root import Config
+    from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.preflight import check_report
 
-    print(check_report(load_config(args.config, args.overrides, Config), args.ranks))
+    config: Config | SftConfig
+    if args.sft:
+        config = load_config(args.config, args.overrides, SftConfig)
+    else:
+        config = load_config(args.config, args.overrides, Config)
+    print(check_report(config, args.ranks))
     return 0
 
 
@@ -186,24 +202,30 @@ def _generate(args: argparse.Namespace) -> int:
     )
 
 
-def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
-    """Runs `body(world)` on this rank of the job; any error ends every rank."""
+def _on_every_rank(section: Any, threads: int | None, body: Callable[[World], int | None]) -> int:
+    """Runs `body(world)` on this rank of the job; any error ends every rank. Returns its exit status, None is 0."""
     from megatron_tlt.distributed.world import World
 
     for text in _VENDOR_NOISE:
         warnings.filterwarnings("ignore", message=text)
     world = World.start(section, threads)
     try:
-        body(world)
+        code = body(world) or EXIT_DONE
         world.enter("exit")
+        if code:
+            if world.is_main:
+                note_exit(code)
+            world.leave(code)
         world.close()
     except ConfigError as error:
         # Usually every rank finds the same problems, but one may be alone: the first to come speaks, then leaves.
         if world.store.add("config_error", 1) == 1:
             _print_problems(error)
+            note_exit(EXIT_CONFIG)
         return EXIT_CONFIG
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         print(_failure(world, error), file=sys.stderr, flush=True)
+        note_exit(EXIT_FAILURE)
         world.abort(EXIT_FAILURE)
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.stopping import StopKeeper
     from megatron_tlt.types import Prompt, SamplingParams
 
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
@@ -87,9 +89,14 @@ class Evaluator:
             params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
         )
 
-    def run(self, step: int) -> EvalResult:
-        """Evaluates the engine's present policy. Collective."""
-        samples = self._backend.generate(self._mine, self._params, self._section.samples_per_prompt)
+    def run(self, step: int, stop: StopKeeper | None = None) -> EvalResult:
+        """Evaluates the engine's present policy. Collective. Raises LeavingError if `stop` cuts it short."""
+        generate = partial(self._backend.generate, self._mine, self._params, self._section.samples_per_prompt)
+        if stop is None:
+            samples = generate()
+        else:
+            samples, dropped = stop.guarded(generate)
+            stop.agree("eval", dropped)
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
         share_answers(self._world, self._backend, groups)  # the same questions come again

@@ -94,7 +94,8 @@ class RolloutBackend(Protocol):
         """All samples of all prompts, sorted by (prompt_id, sample_index).
 
         Returns when this replica has no live request. `on_progress(running, waiting, generated_tokens)` is
-        called now and then. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
+        called now and then, at the same steps by all ranks of one engine; if it raises, all requests are dropped and
+        the engine is idle again. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
         """
 
     def running_lengths(self) -> np.ndarray:

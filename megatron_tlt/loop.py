@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.evaluation import EvalResult
 from megatron_tlt.experience import BatchAssembler, group_samples, share_answers
 from megatron_tlt.nonfinite import NonFiniteWatch
+from megatron_tlt.stopping import LeavingError, StopKeeper
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Progress:
 class RLTrainer:
     """One rank of an RL run. Built by `build.build_trainer`; owns its parts and closes them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a part a line
         self,
         config: Config,
         world: World,
@@ -65,6 +67,7 @@ class RLTrainer:
         checkpoints: CheckpointManager,
         observer: Observer,
         bank: RolloutBank | NoBank,
+        stop: StopKeeper | None = None,
     ):
         self.config, self.world, self.bank = config, world, bank
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
@@ -76,28 +79,37 @@ class RLTrainer:
         self.nonfinite = NonFiniteWatch(
             config.train.max_nonfinite_steps, Path(config.train.run_dir), world, policy.dims
         )
+        self.stop = stop if stop is not None else StopKeeper(world, config.stop)
         self.progress = Progress()
+        self._before: dict[str, Any] | None = None  # the state before the step under way
 
-    def run(self) -> None:
-        """Trains to `train.num_steps`. Collective."""
+    def run(self) -> bool:
+        """Trains to `train.num_steps`; True if a signal ended it before, saved. Collective."""
         self._resume()
-        if self.progress.step >= self.config.train.num_steps:
+        if self.progress.step >= self.config.train.num_steps and not self._evaluation_due():
             self.observer.note(
                 f"nothing to do: {self.config.train.run_dir} is already at step {self.progress.step} of "
                 f"train.num_steps = {self.config.train.num_steps} (another train.run_dir starts a new run)"
             )
-            return
-        with self._phase("push"):
-            self.upkeep.push(self.policy, self.bank.watch)
-        self._evaluate()
-        while self.progress.step < self.config.train.num_steps:
-            self._train_one()
+            return False
+        try:
+            self.stop.agree_at_end()  # one may have come while everything was loaded
+            with self._phase("push"):
+                self.upkeep.push(self.policy, self.bank.watch)
+            self._evaluate()
+            while self.progress.step < self.config.train.num_steps:
+                self._train_one()
+        except LeavingError as leaving:
+            self._save_and_leave(leaving)
+            return True
         self.checkpoints.wait()
         self.bank.finish()
         self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
+        return False
 
     def _train_one(self) -> None:
         started = time.perf_counter()
+        self._before = self._state()
         groups, table = self._rollout()
         stats, banked = self.backend.take_stats(), self.bank.end_step()
         with self._phase("exchange"):
@@ -105,6 +117,7 @@ class RLTrainer:
         with self._phase("logprobs"):
             self._score_answers(parts)
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
+        self.stop.agree("update")  # past this, the step is finished
         with self._phase("update"):
             out = self._update(batch)
             skips = self.nonfinite.look(self.progress.step + 1, batch, out)
@@ -113,6 +126,7 @@ class RLTrainer:
         with self._phase("push"):
             pushed = self.upkeep.push(self.policy, self.bank.watch)
         self.progress.step += 1
+        self._before = None
         with self._phase("log"):
             metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
@@ -127,6 +141,23 @@ class RLTrainer:
                 self.checkpoints.wait()
             self.bank.covered_by(self.checkpoints.latest)
         self.nonfinite.check()
+        self.stop.agree_at_end()
+
+    def _save_and_leave(self, leaving: LeavingError) -> None:
+        """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
+        step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
+        if not step:  # an optimizer that has not stepped has nothing that could be loaded again
+            self.observer.note(f"{told}no step was finished, the next start begins anew")
+            return
+        if self.nonfinite.in_a_row:
+            self.checkpoints.wait()
+            self.observer.note(
+                f"{told}not saved, for updates were not finite; the next start goes on before them"
+            )
+            return
+        with self._phase("checkpoint"):
+            self.checkpoints.save_now(step, self._before or self._state(), self.upkeep.drafter_state)
+        self.observer.note(f"{told}saved after step {step}, the next start goes on there")
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
@@ -138,9 +169,10 @@ class RLTrainer:
         for _ in range(rounds):
             prompts = self.prompts.next_batch(wanted)[self.replica :: self.num_replicas]
             with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
-                samples = self.bank.generate(prompts, on_progress)
+                samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
             with self._phase("idle"):
                 self.upkeep.wait(samples)
+            self.stop.agree("rollout", dropped)
             with self._phase("score"):
                 scored = self._score(prompts, samples)
                 share_answers(self.world, self.backend, scored)
@@ -191,20 +223,19 @@ class RLTrainer:
 
     def _evaluate(self) -> None:
         """Evaluates before the first step, every `eval.every` steps and after the last, once each."""
-        step, every, done = self.progress.step, self.config.eval.every, self.progress.evaluations
-        last = step == self.config.train.num_steps
-        if (
-            self.evaluator is None
-            or not every
-            or (step % every and not last)
-            or (done and done[-1].step == step)
-        ):
+        if self.evaluator is None or not self._evaluation_due():
             return
+        step, done = self.progress.step, self.progress.evaluations
         with self._phase("eval"):
-            result = self.evaluator.run(step)
+            result = self.evaluator.run(step, self.stop)
         self.backend.take_stats()  # what evaluation generated is not counted as rollout
         done.append(result)
         self.observer.log_eval(result)
+
+    def _evaluation_due(self) -> bool:
+        step, every, done = self.progress.step, self.config.eval.every, self.progress.evaluations
+        skipped = not every or (step % every and step != self.config.train.num_steps)
+        return self.evaluator is not None and not skipped and not (done and done[-1].step == step)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -236,6 +267,7 @@ class RLTrainer:
 
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
+        self.stop.close()
         self.bank.close()
         self.checkpoints.close()
         self.upkeep.close()

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 _DRAFTER_PATH = "rollout.speculation.drafter_path"
 
 
-def check_report(config: Config, ranks: int | None) -> str:
+def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """`megatron-tlt check`: the report, or ConfigError with every problem.
 
     Model and prompt files may be on another machine (a login node has neither); where they are here they count.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
-    problems = find_problems(config, shape, num_ranks, None, positions) + input_problems(config)
-    problems += speculation_problems(config, shape)
+    problems = find_problems(config, shape, num_ranks, None, positions)
+    if isinstance(config, Config):
+        problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]

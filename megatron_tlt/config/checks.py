@@ -48,6 +48,7 @@ def check_config(
         *check_data(config),
         *check_rewards(config),
         *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
+        *check_stop(config),
     ]
 
 
@@ -238,6 +239,14 @@ def check_batch(config: Config, num_ranks: int) -> Problems:
     if answers < mini_batches * data_parallel:
         allowed = f"must be >= algorithm.mini_batches * data parallel size = {mini_batches} * {data_parallel}"
         yield ConfigProblem("train.prompts_per_step * rollout.samples_per_prompt", answers, allowed)
+
+
+def check_stop(config: Config) -> Problems:
+    """A signal must leave time for a checkpoint."""
+    stop = config.stop
+    for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):
+        if grace <= stop.save_s:
+            yield ConfigProblem(name, grace, f"must be above stop.save_s ({stop.save_s:g})")
 
 
 def check_context(config: Config, max_positions: int | None) -> Problems:

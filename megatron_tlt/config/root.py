@@ -21,6 +21,7 @@ from megatron_tlt.config.run import (
     ObserveSection,
     TrainSection,
 )
+from megatron_tlt.config.stop import StopSection
 
 
 class Config(Section):
@@ -54,6 +55,8 @@ class Config(Section):
     """Checkpoints."""
     bank: BankSection = BankSection()
     """Finished answers of steps that no checkpoint covers yet."""
+    stop: StopSection = StopSection()
+    """Signals."""
     distributed: DistributedSection = DistributedSection()
     """The world."""
     observe: ObserveSection = ObserveSection()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, int], None]
 _PROGRESS_EVERY_S = 0.02  # waiting ranks hear through it how long it will take
+_PROGRESS_EVERY_STEPS = 8  # of an engine of several ranks: they must all call at the same step
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Engine:
         `on_finished` is told of each of them after the step in which it ended.
         """
         finished: list[Request] = []
-        generated = self._stats.generated_tokens
+        generated, first = self._stats.generated_tokens, self._stats.steps
         told = 0.0
         while not self.is_idle:
             ended = self.step()
@@ -211,8 +212,11 @@ class Engine:
             if on_finished is not None:
                 for request in ended:
                     on_finished(request)
-            if on_progress is not None and (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
+            if self.runner.tp.size > 1:
+                due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
+            elif due := (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
                 told = now
+            if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
 

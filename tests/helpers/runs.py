@@ -108,11 +108,11 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_checkpoint(left: Path, right: Path) -> None:
-    """Weights and moments are equal, bit for bit."""
+    """All tensors of both, those of the optimizer too, are the same bits."""
     a, b = checkpoint_tensors(left), checkpoint_tensors(right)
     assert a.keys() == b.keys() and any("exp_avg" in name for name in a)
     different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different, different[:5]
+    assert not different, (right, different[:5])
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

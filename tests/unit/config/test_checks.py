@@ -69,6 +69,8 @@ def test_a_good_configuration_has_no_problems():
         (["algorithm.overlong_buffer=256"], "algorithm.overlong_buffer"),
         (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
         (["optimizer.min_lr=1"], "optimizer.min_lr"),
+        (["stop.warning_s=10"], "stop.warning_s"),
+        (["stop.term_s=9.5"], "stop.term_s"),
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "optimizer.warmup_steps"),
         (["data.train.tasks=[]"], "data.train.tasks"),
         (["data.train.tasks=[{name: a}, {name: b}, {name: a}]"], "data.train.tasks.2.name"),

@@ -196,3 +196,14 @@ def test_many_samples_are_cheap() -> None:
         started = time.perf_counter()
         verdicts(pool, *[["1"] * 8] * 128)
         assert time.perf_counter() - started < 2.0  # 1024 samples; about 0.05 s here
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_that_was_meant_for_the_rank_costs_no_sample(number: int) -> None:
+    """Slurm sends a step's signals to every process in it, also to one that has just been started."""
+    with pool_of(1, timeout_s=60.0) as pool:
+        pool.warm_up()
+        os.kill(pool._workers[0]._process.pid, number)
+        assert [r.value for r in verdicts(pool, ["1", "2"])] == [1.0, 2.0]
+        os.kill(pool._workers[0]._process.pid, number)
+        assert [r.value for r in verdicts(pool, ["3"])] == [3.0]

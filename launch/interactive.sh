@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs ranks on the Slurm allocation in hand (salloc), in the foreground; Ctrl-C twice ends them.
+#
+#     salloc -N 2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive
+#     launch/interactive.sh [-n RANKS] [--cmd COMMAND] CONFIG [key=value ...]
+#     launch/interactive.sh -n 2 configs/quickstart.yaml train.num_steps=5
+#     launch/interactive.sh --cmd generate -- --model DIR --prompts in.jsonl --out out.jsonl
+#
+# Without -n as many ranks as the allocation has tasks. The exit code is the ranks'. Nothing is requeued, and the ranks' output
+# comes here, labelled, instead of into logs/. Variables of the environment: slurm/common.sh.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" script_name=interactive.sh
+source "$root/slurm/common.sh"
+
+usage() { sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+ranks=() subcommand=train
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -n | --ranks)
+        [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "$1 takes a number above 0, not '${2:-}'"
+        ranks=(--ntasks="$2") && shift 2
+        ;;
+    --cmd) [ -n "${2:-}" ] || die "--cmd takes a subcommand of megatron-tlt" && subcommand="$2" && shift 2 ;;
+    -h | --help) usage && exit 0 ;;
+    --) shift && break ;;
+    -*) die "unknown option $1 (options come before the configuration)" ;;
+    *) break ;;
+    esac
+done
+[ $# -gt 0 ] || die "no configuration given (--help says more)"
+[ -n "${SLURM_JOB_ID:-}" ] || die "no allocation in hand: salloc first, or submit slurm/train.sbatch"
+
+set_environment
+set_network
+case "$1" in -*) ;; *) enter_directory_of "$1" ;; esac
+set_srun_words
+exec srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
+    "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null

@@ -1,0 +1,254 @@
+# What the .sbatch files share; sourced, never run by itself. docs/operations.md says how to use them.
+#
+# From the environment (sbatch passes it on):
+#   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
+#   MPI         srun's plugin: pmi2 (default) for the mpich wheel, pmix for most sites' own MPI; a wrong pair is refused
+#   CONTAINER   image for pyxis, e.g. nvcr.io#nvidia/pytorch:25.06-py3; MOUNTS: more mounts, SRC:DST[,SRC:DST...]
+#   IFACE       network interface between nodes (default: the one of the default route; lo on a single node)
+#   LOGS        where logs/ goes (default: the directory of submission)
+#   REQUEUE     0: never requeue, only pass the exit code on (for chains of jobs)
+#   MAX_STALLS  attempts in a row without a new checkpoint step after which it gives up (default 2)
+#   SRUN_ARGS   more words for srun
+# shellcheck shell=bash
+set -euo pipefail
+
+say() { echo "[$(date +%FT%T)] $*"; }
+die() { echo "${script_name:-slurm}: $1" >&2; exit "${2:-2}"; }
+
+# One word a line of /proc/net/route: interface, then destination; all zeros is the default route.
+default_interface() { awk '$2 == "00000000" { print $1; exit }' /proc/net/route; }
+
+set_environment() {
+    python="${PYTHON:-$root/.venv/bin/python}"
+    [ -z "${CONTAINER:-}" ] || python="${PYTHON:-python3}"
+    if [ -z "${CONTAINER:-}" ] && ! command -v "$python" >/dev/null; then
+        die "$python is not there: run 'make setup' in $root, or set PYTHON or CONTAINER"
+    fi
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+    # Ranks set their own number of threads (rollout.threads); a pool of all cores in each would fight for them.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    # Megatron overlaps communication with computation by the order of launches: one hardware queue keeps it.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+}
+
+set_network() {
+    local nodes="${SLURM_JOB_NUM_NODES:-1}"
+    if [ "$nodes" -gt 1 ]; then IFACE="${IFACE:-$(default_interface)}"; else IFACE="${IFACE:-lo}"; fi
+    [ -n "$IFACE" ] || die "no default route tells the network between nodes: set IFACE"
+    # Both otherwise take what the host name resolves to, or the first that is up: on login-like nodes the wrong one.
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$IFACE}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$IFACE}"
+    # NCCL finds InfiniBand by itself. Where a node has more adapters than belong to this network: NCCL_IB_HCA=mlx5_0,...
+    # A version line and errors, once: without it "unhandled system error" is all that is said.
+    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+    # A rank whose peer died is told within distributed.timeout_s, not left in a kernel that never ends.
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+    # MPI carries kilobytes from host memory: UCX need not watch every CUDA allocation for it.
+    export UCX_MEMTYPE_CACHE="${UCX_MEMTYPE_CACHE:-n}"
+    # UCX's own handlers for crashes would hide the stacks that Python's faulthandler writes.
+    export UCX_ERROR_SIGNALS="${UCX_ERROR_SIGNALS:-}"
+}
+
+# Words for srun: who sits where. GPUs are not bound: every rank of a node sees all of the job's and takes its own by
+# local rank, because NCCL's direct copies between two GPUs need both to be visible.
+set_srun_words() {
+    local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
+    [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
+    all="${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}}" # salloc knows the second only
+    [ -n "$cpus" ] || cpus=$((all / tasks))
+    [ "$cpus" -gt 0 ] || cpus=1
+    srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
+    if [ -n "${CONTAINER:-}" ]; then
+        srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
+        srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}${MOUNTS:+,$MOUNTS}")
+    fi
+    # shellcheck disable=SC2206  # SRUN_ARGS is a list of words
+    srun_words+=(${SRUN_ARGS:-})
+}
+
+# A configuration beside the user, else one of the repository, whose relative paths hold from its root.
+enter_directory_of() {
+    if [ -e "$1" ]; then return; fi
+    [ -e "$root/$1" ] || die "$1 is neither in $PWD nor in $root"
+    say "$1 is not in $PWD: running in $root"
+    cd "$root"
+}
+
+open_logs() {
+    local logs="${LOGS:-${SLURM_SUBMIT_DIR:-$PWD}/logs}"
+    job_logs="$logs/$SLURM_JOB_ID" number="${SLURM_RESTART_COUNT:-0}"
+    attempt="$job_logs/$number"
+    mkdir -p "$attempt"
+    attempt="$(cd "$attempt" && pwd)"
+    ln -sfn "$number" "$job_logs/latest"
+    ln -sfn "$SLURM_JOB_ID/$number" "$logs/latest"
+    export MEGATRON_TLT_ATTEMPT="$attempt" # ranks note their exit code and checkpoints here
+}
+
+# MPICH names its shared memory after job and step, and both are the same again after a requeue: what a killed attempt
+# has left on a node then makes MPI_Init fail (measured: "Message truncated"). It also holds memory. Files that any
+# process has open are left alone.
+sweep_nodes() {
+    # shellcheck disable=SC2016  # for the shell on each node
+    local sweep='cd /dev/shm && used="$(cat /proc/[0-9]*/maps 2>/dev/null | grep -o "mpich_shm_[0-9a-f_]*" | sort -u)"
+        for file in mpich_shm_*; do
+            [ -O "$file" ] && ! grep -qxF "$file" <<<"$used" && rm -f "$file" && echo "$(hostname): removed $file"
+        done; true'
+    srun --mpi=none --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet \
+        --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
+}
+
+# Runs the ranks to their end; sets rc.
+run_step() {
+    local step
+    sweep_nodes
+    trap 'say "SIGUSR1: time is nearly up"; kill -USR1 "$step" 2>/dev/null || true' USR1
+    # Slurm tells the ranks itself; srun would only hear that it should end them by force.
+    trap 'say "SIGTERM: Slurm is ending this job"' TERM
+    srun "${srun_words[@]}" --output="$attempt/rank-%5t.log" "$@" </dev/null &
+    step=$!
+    rc=0
+    while :; do # `wait` comes back from every trapped signal
+        wait "$step" && rc=0 || rc=$?
+        kill -0 "$step" 2>/dev/null || break
+    done
+    trap '' USR1 TERM
+    # srun says 137 when it killed the others after the first rank had left; what that one wanted is in a file.
+    if [ "$rc" -ne 0 ] && [ -s "$attempt/exit" ]; then rc="$(cat "$attempt/exit")"; fi
+}
+
+read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
+
+# "JobState" and the like of this job.
+job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+
+# Whether Slurm is ending this job for another reason than its time limit: it was cancelled, or preempted, which Slurm
+# follows by a requeue of its own. In both cases the state is COMPLETING while this script still runs.
+is_being_ended() {
+    local started ended limit
+    [ "$(job_fact JobState)" != RUNNING ] || return 1
+    [ "$(job_fact StartTime)" != Unknown ] || return 0 # in the queue again
+    started="$(date -d "$(job_fact StartTime)" +%s)" ended="$(date -d "$(job_fact EndTime)" +%s)"
+    limit="$(hours_of "$(job_fact TimeLimit)")"
+    [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'
+}
+
+# Attempts in a row, this one included, that have written no new checkpoint step.
+count_stalls() {
+    local first newest
+    first="$(read_number "$attempt/start" 0)" newest="$(read_number "$attempt/checkpoint" 0)"
+    stalls=0
+    if [ "$newest" -le "$first" ]; then stalls=$(($(read_number "$job_logs/stalls" 0) + 1)); fi
+    echo "$stalls" >"$job_logs/stalls"
+}
+
+report_failure() {
+    if [ "$rc" -eq 75 ]; then
+        say "exit code 75: $(tail -n 1 "$attempt/rank-00000.log")"
+        return
+    fi
+    say "exit code $rc; the ranks' last words (all in $attempt):"
+    grep -h -A12 -m1 '^megatron-tlt: ' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log" || true
+}
+
+# Ends the script: with the code of the ranks, or by starting over.
+requeue_or_exit() {
+    [ "$rc" -ne 0 ] || { say "done"; exit 0; }
+    report_failure
+    [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
+    if is_being_ended; then
+        say "cancelled or preempted: this script does not requeue it"
+        exit "$rc"
+    fi
+    count_stalls
+    [ "${REQUEUE:-1}" != 0 ] || { say "REQUEUE=0: not requeued"; exit "$rc"; }
+    if [ "$stalls" -gt "${MAX_STALLS:-2}" ]; then
+        say "giving up: $stalls attempts in a row have written no new checkpoint step"
+        exit "$rc"
+    fi
+    say "requeueing (attempts in a row without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
+    trap - TERM # which is how Slurm now ends this very script
+    scontrol requeue "$SLURM_JOB_ID" || { say "cannot requeue: submit the same again to go on"; exit "$rc"; }
+    sleep 60 # an exit of its own before that could be taken for the job's end
+}
+
+# "4:00:00", "1-12", "90" and Slurm's other forms, in hours; nothing for one that has no end.
+hours_of() {
+    awk -v t="$1" 'BEGIN {
+        d = 0; has_days = split(t, a, "-") == 2; if (has_days) { d = a[1]; t = a[2] }
+        n = split(t, p, ":")
+        if (t !~ /^[0-9:]+$/) exit
+        if (has_days) h = d * 24 + p[1] + p[2] / 60 + p[3] / 3600
+        else if (n == 3) h = p[1] + p[2] / 60 + p[3] / 3600
+        else h = p[1] / 60 + p[2] / 3600
+        printf "%.4g", h }'
+}
+
+# The value of an option on this command line, else of the script's #SBATCH lines.
+asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$script" | head -n 1; }
+
+# `X.sbatch --dry-run [-N NODES] [--ntasks-per-node=N] [--gpus-per-node=N] [-t TIME] ARGUMENTS`: leaves the rest in `rest`.
+read_dry_options() {
+    nodes="${SLURM_JOB_NUM_NODES:-$(asked nodes)}" tasks="${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}"
+    gpus="${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}" time="$(asked time)"
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        -N | --nodes | --ntasks-per-node | --gpus-per-node | -t | --time)
+            [ $# -gt 1 ] || die "$1 takes a value"
+            local name="$1" value="$2"
+            shift 2
+            set -- "$(long_name "$name")=$value" "$@"
+            ;;
+        --nodes=*) nodes="${1#*=}" && shift ;;
+        --ntasks-per-node=*) tasks="${1#*=}" && shift ;;
+        --gpus-per-node=*) gpus="${1#*=}" && shift ;;
+        --time=*) time="${1#*=}" && shift ;;
+        -*) die "--dry-run knows -N, --ntasks-per-node, --gpus-per-node and -t, not $1" ;;
+        *) break ;;
+        esac
+    done
+    [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes=$nodes must be a number above 0"
+    [[ "$tasks" =~ ^[1-9][0-9]*$ ]] || die "--ntasks-per-node=$tasks must be a number above 0"
+    [[ "$gpus" =~ ^[0-9]+$ ]] || die "--gpus-per-node=$gpus must be a number"
+    rest=("$@")
+}
+
+long_name() { case "$1" in -N) echo --nodes ;; -t) echo --time ;; *) echo "$1" ;; esac; }
+
+# What a submission would be. `checked` is the subcommand that reports on the configuration; nothing without one.
+dry_run() {
+    local hours
+    read_dry_options "$@"
+    [ ${#rest[@]} -gt 0 ] || die "usage: $script_name --dry-run [-N NODES] [...] $arguments"
+    set_environment
+    if [ ${#checked[@]} -gt 0 ]; then
+        enter_directory_of "${rest[0]}"
+        "$python" -m megatron_tlt "${checked[@]}" "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
+    fi
+    hours="$(hours_of "$time")"
+    printf '\n%s nodes x %s ranks, %s GPUs each, for at most %s: ' "$nodes" "$tasks" "$gpus" "$time"
+    if [ -n "$hours" ]; then
+        awk -v n="$nodes" -v g="$gpus" -v h="$hours" \
+            'BEGIN { printf "%g GPU-hours (%g node-hours) an attempt\n", n * g * h, n * h }'
+    else
+        echo "GPU-hours not known without a time limit"
+    fi
+    export SLURM_JOB_NUM_NODES="$nodes" SLURM_NTASKS_PER_NODE="$tasks" SLURM_GPUS_ON_NODE="$gpus"
+    export SLURM_CPUS_ON_NODE="${SLURM_CPUS_ON_NODE:-$tasks}"
+    set_srun_words
+    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s %s' "$nodes" "$tasks" "$gpus" "$time" "$script"
+    printf ' %q' "${rest[@]}"
+    printf '\n  -> srun'
+    printf ' %q' "${srun_words[@]}" "${command[@]}" "${rest[@]}"
+    printf '\n\n%s:\n' "$script"
+    cat "$script"
+    exit 0
+}
+
+# What every script does first: `--dry-run`, usage, Slurm.
+begin() {
+    [ "${1:-}" != --dry-run ] || dry_run "${@:2}"
+    [ $# -gt 0 ] && [ -n "${SLURM_JOB_ID:-}" ] ||
+        die "usage: sbatch [options] $script_name $arguments   (or: $script_name --dry-run [-N NODES] [-t TIME] $arguments)"
+    set_environment
+    set_network
+}

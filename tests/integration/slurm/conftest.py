@@ -1,0 +1,33 @@
+"""One real Slurm for all tests here; the scenarios run side by side, for most of their time is waiting."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.integration.slurm.cluster import Cluster, missing
+from tests.integration.slurm.scenarios import SCENARIOS, Scene, make_template
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Six virtual nodes. Skips where Slurm cannot be installed; `.ci/run` installs it."""
+    if absent := missing():
+        pytest.skip(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)")
+    slurm = Cluster(tmp_path_factory.mktemp("slurm") / "home", count=6)
+    try:
+        slurm.up()
+        yield slurm
+    finally:
+        slurm.down()
+
+
+@pytest.fixture(scope="session")
+def scenes(cluster, tmp_path_factory):
+    """Name: a future of its `Scene`, played."""
+    folder = tmp_path_factory.mktemp("scenes")
+    template = make_template(tmp_path_factory.mktemp("template"))
+    with ThreadPoolExecutor(4) as pool:
+        stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
+        yield {name: pool.submit(play, stages[name]) for name, play in SCENARIOS.items()}

@@ -1,0 +1,203 @@
+"""Our batch scripts on a real Slurm: whatever happens to a job, it ends as promised and loses nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import assert_same_checkpoint, rows
+from tests.integration.slurm.scenarios import ONE_NODE, SLURM, Scene, run_here
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+LAST = "checkpoints/step-000006"
+
+
+def ended(scenes, name):
+    """A scene that was played; its job's state, exit code and restarts."""
+    scene = scenes[name].result()
+    facts = scene.facts
+    return scene, (facts["JobState"], facts["ExitCode"], facts["Restarts"])
+
+
+def steps_saved(scene):
+    return int((scene.run_dir / "checkpoints/latest").read_text().strip().removeprefix("step-"))
+
+
+def test_an_undisturbed_job_trains_to_its_end(scenes):
+    scene, end = ended(scenes, "whole")
+    assert end == ("COMPLETED", "0:0", "0"), scene.output()
+    assert [row["step"] for row in rows(scene.run_dir)] == [1, 2, 3, 4, 5, 6]
+    logs = scene.folder / "logs"
+    assert (logs / "latest").resolve() == (logs / scene.job / "latest").resolve() == logs / scene.job / "0"
+    assert "6 steps in" in scene.log(0)
+    assert (logs / scene.job / "0/rank-00001.log").exists()
+
+
+@pytest.mark.parametrize("name", ["warned", "timed_out", "killed", "preempted"])
+def test_an_interrupted_job_starts_again_and_gets_to_the_same_weights(scenes, name):
+    scene, (state, code, restarts) = ended(scenes, name)
+    assert (state, code) == ("COMPLETED", "0:0"), scene.output()
+    assert int(restarts) >= 1
+    assert "resumed after step" in scene.log(int(restarts))
+    assert [row["step"] for row in rows(scene.run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert_same_checkpoint(ended(scenes, "whole")[0].run_dir / LAST, scene.run_dir / LAST)
+
+
+@pytest.mark.parametrize("name", ["warned", "timed_out"])
+def test_a_warned_job_saves_and_asks_to_be_requeued(scenes, name):
+    scene, _ = ended(scenes, name)
+    assert "SIGUSR1: time is nearly up" in scene.output()
+    assert "exit code 75" in scene.output()
+    assert "SIGUSR1: the step is done; saved after step" in scene.log(
+        0
+    ) or "no step was finished" in scene.log(0)
+    assert "rewards failed" not in scene.log(0), "the signal was for the ranks, not for their workers"
+
+
+def test_a_killed_rank_ends_the_attempt_and_costs_no_more_than_a_step(scenes):
+    scene, _ = ended(scenes, "killed")
+    assert "requeueing (attempts in a row without a new checkpoint step: 0 of 2)" in scene.output()
+    assert "exit code 1" in scene.output()  # 1 of the rank that lost its peer, or 137
+    start = int((scene.folder / f"logs/{scene.job}/1/start").read_text())
+    assert start >= 1
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(scenes):
+    scene, (state, _, restarts) = ended(scenes, "cancelled")
+    assert (state, restarts) == ("CANCELLED", "0"), scene.output()
+    assert "SIGTERM: the" in scene.log(0)
+    assert "this script does not requeue it" in scene.output()
+    assert steps_saved(scene) == len(rows(scene.run_dir)) >= 1
+    assert scene.ranks() == []
+
+
+def test_a_wrong_configuration_is_told_once_and_not_tried_again(scenes):
+    scene, end = ended(scenes, "wrong_config")
+    assert end == ("FAILED", "2:0", "0"), scene.output()
+    assert "train.num_step = 3: unknown key; did you mean train.num_steps?" in scene.output()
+    assert "not requeued" in scene.output()
+
+
+def test_a_wrong_pair_of_mpi_and_srun_is_refused(scenes):
+    scene, end = ended(scenes, "wrong_pair")
+    assert end == ("FAILED", "1:0", "0"), scene.output()
+    assert "srun promised 2 ranks but MPI sees 1" in scene.output()
+    assert not (scene.run_dir / "metrics.jsonl").exists()
+
+
+def test_a_crash_loop_gives_up(scenes):
+    scene, end = ended(scenes, "crash_loop")
+    assert end == ("FAILED", "3:0", "1"), scene.output()
+    assert "giving up: 2 attempts in a row have written no new checkpoint step" in scene.output()
+
+
+def test_a_container_and_the_network_are_passed_on(scenes):
+    scene, end = ended(scenes, "container")
+    assert end == ("COMPLETED", "0:0", "0"), scene.output()
+    root, attempt = SLURM.parent, scene.folder / f"logs/{scene.job}/0"
+    for rank in range(4):
+        said = scene.log(0, rank).splitlines()
+        assert "FAKEPYXIS_CONTAINER_IMAGE=nvcr.io#nvidia/pytorch:25.06-py3" in said
+        assert (
+            f"FAKEPYXIS_CONTAINER_MOUNTS={root}:{root},{root}:{root},{attempt}:{attempt},/data:/data" in said
+        )
+        assert f"FAKEPYXIS_CONTAINER_WORKDIR={root}" in said, "the config was found in the repository"
+        assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7" in said, "ranks of a node see all of its GPUs"
+        assert {"GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0", "UCX_MEMTYPE_CACHE=n"} <= set(said)
+        assert f"SLURM_LOCALID={rank % 2}" in said
+        assert "argument: configs/quickstart.yaml" in said
+
+
+def test_convert_runs_on_the_ranks(scenes):
+    scene, end = ended(scenes, "converted")
+    assert end == ("COMPLETED", "0:0", "0"), scene.output()
+    assert json.loads((scene.folder / "megatron/config.json").read_text())
+    assert list((scene.folder / "megatron").rglob("*.distcp"))
+
+
+def test_a_chain_of_jobs_goes_on_whatever_the_exit_code(scenes):
+    scene, end = ended(scenes, "chained")
+    assert (scene.first["JobState"], scene.first["ExitCode"], scene.first["Restarts"]) == (
+        "FAILED",
+        "75:0",
+        "0",
+    )
+    assert end == ("COMPLETED", "0:0", "0")
+    assert scene.facts["StartTime"] >= scene.first["EndTime"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "argument"),
+    [
+        ("sft", ["configs/sft-demo.yaml", "sft.num_steps=3"], "sft.num_steps=3"),
+        ("bench", ["kernels", "--quick"], "--quick"),
+        ("convert", ["megatron-to-hf", "--out", "x"], "--out"),
+    ],
+)
+def test_every_script_can_be_submitted_from_anywhere(cluster, tmp_path, script, words, argument):
+    scene = Scene(cluster, tmp_path / script)
+    options = ("-N1", f"--ntasks-per-node={1 if script == 'bench' else 2}", "--gpus-per-node=0", "--time=5")
+    scene.record(script, *words, code=5, options=options)
+    assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("FAILED", "5:0"), scene.output()
+    assert f"argument: {argument}" in scene.log(0).splitlines()
+
+
+@pytest.mark.parametrize(("script", "words"), [("train", []), ("convert", ["up"]), ("bench", ["nothing"])])
+def test_wrong_arguments_end_with_2(cluster, tmp_path, script, words):
+    scene = Scene(cluster, tmp_path / script)
+    scene.record(script, *words, options=("-N1", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=5"))
+    assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("FAILED", "2:0")
+    assert f"{script}.sbatch: " in scene.output()
+
+
+def test_a_dry_run_tells_all_and_submits_nothing(cluster, tmp_path):
+    before = cluster.run("squeue", "-h", "-o", "%i")
+    words = (
+        "--dry-run",
+        "-N",
+        4,
+        "--time=1-06:00:00",
+        "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml",
+        "train.num_steps=7",
+    )
+    done = run_here(cluster, tmp_path, SLURM / "train.sbatch", *words)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "    num_steps: 7",
+        "Ranks: 32 = tp 2 x pp 1 x cp 1 x dp 16",
+        "Memory of a rank, estimated",
+        "4 nodes x 8 ranks, 8 GPUs each, for at most 1-06:00:00: 960 GPU-hours (120 node-hours)",
+        "--mpi=pmi2 --kill-on-bad-exit=1",
+        Path(SLURM / "train.sbatch").read_text(),
+    ):
+        assert text in done.stdout
+    assert set(cluster.run("squeue", "-h", "-o", "%i").split()) <= set(before.split())
+
+
+def test_a_dry_run_of_a_wrong_configuration_ends_with_2(cluster, tmp_path):
+    words = ("--dry-run", "configs/quickstart.yaml", "train.num_step=7")
+    done = run_here(cluster, tmp_path, SLURM / "train.sbatch", *words)
+    assert done.returncode == 2
+    assert "num_steps" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["sft", "convert", "bench"])
+def test_every_script_has_a_dry_run(cluster, tmp_path, script):
+    words = {"sft": ["configs/sft-demo.yaml"], "convert": ["hf-to-megatron"], "bench": ["kernels"]}[script]
+    done = run_here(cluster, tmp_path, SLURM / f"{script}.sbatch", "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    assert "GPU-hours" in done.stdout
+
+
+def test_an_allocation_in_hand_is_used_and_the_exit_code_comes_back(cluster, tmp_path):
+    scene = Scene(cluster, tmp_path / "salloc")
+    launcher = SLURM.parent / "launch/interactive.sh"
+    words = ["salloc", "-Q", *ONE_NODE, launcher, "configs/quickstart.yaml", "train.num_steps=1"]
+    done = run_here(cluster, scene.folder, *words, PYTHON=scene.recorder, RECORDED_EXIT=7)
+    assert done.returncode == 7, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"{rank}: argument: train.num_steps=1" in done.stdout.splitlines()
+    assert not (scene.folder / "logs").exists()
+    alone = run_here(cluster, scene.folder, launcher, "configs/quickstart.yaml")
+    assert alone.returncode == 2
+    assert "no allocation in hand" in alone.stderr

@@ -1,0 +1,131 @@
+"""A signal in any phase: the step is finished or dropped, saved; the next start gets to the same weights."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+NO_TIME = ["stop.warning_s=10.01", "stop.save_s=10"]  # a hundredth of a second for what is left of the step
+DRAFTER = [
+    "rollout.speculation.drafter=hybrid",
+    "rollout.speculation.selector=fixed",
+    "idle.train_drafter=true",
+]
+BEFORE_UPDATE, AFTER = (
+    ("rollout", "idle", "score", "exchange", "logprobs"),
+    ("update", "merge", "log", "checkpoint"),
+)
+LAST = "checkpoints/step-000004"
+
+
+def make_jobs(folder):
+    """Name: (job, steps that must be saved when it leaves, whether a step is dropped)."""
+    config = str(write_config(folder))
+    jobs = {}
+
+    def add(name, at, saved, dropped, *overrides, rank=0, signals=("SIGUSR1",)):
+        run = [f"train.run_dir={folder / name}", *overrides]
+        job = {"config": config, "overrides": run, "at": at, "rank": rank, "signals": signals}
+        jobs[name] = job, saved, dropped
+
+    add("whole", None, 4, False)
+    add("whole-tp2", None, 4, False, "rollout.tp=2")
+    for rank, phase in enumerate(BEFORE_UPDATE):
+        add(f"no-time-{phase}", [phase, 2], 2, True, *NO_TIME, rank=rank % 2)
+    for rank, phase in enumerate(AFTER):
+        steps = 3 if phase in ("log", "checkpoint") else 2  # counted before these two
+        add(f"no-time-{phase}", [phase, steps], 3, False, *NO_TIME, rank=rank % 2)
+    for phase in ("rollout", "score", "update"):
+        add(f"time-{phase}", [phase, 2], 3, False, rank=1)
+    add("first-evaluation", ["eval", 0], 0, True, *NO_TIME, rank=1)
+    add("evaluation", ["eval", 2], 2, True, *NO_TIME)
+    add("last-evaluation", ["eval", 4], 4, True, *NO_TIME, rank=1)
+    add("at-start", ["push", 0], 1, False)
+    add("seldom-saved", ["rollout", 2], 2, True, "checkpoint.every=3", *NO_TIME)
+    add("twice", ["rollout", 2], 2, True, rank=1, signals=("SIGUSR1", "SIGTERM"))
+    add("drafter", ["rollout", 2], 2, True, *DRAFTER, *NO_TIME, rank=1)
+    add("one-engine", ["rollout", 2], 2, True, "rollout.tp=2", *NO_TIME, rank=1)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder, the jobs and what came of them, all in one world of two ranks."""
+    folder = tmp_path_factory.mktemp("stop")
+    jobs = make_jobs(folder)
+    listing, told = folder / "jobs.json", folder / "told.json"
+    listing.write_text(json.dumps({name: job for name, (job, _, _) in jobs.items()}))
+    run_ranks(2, "tests/integration/workers/stop_ranks.py", str(listing), str(told), timeout=600)
+    return folder, jobs, json.loads(told.read_text())
+
+
+def evaluations(directory):
+    return json.loads((directory / "manifest.json").read_text())["extra"]["evaluations"]
+
+
+def test_a_signal_in_any_phase_saves_what_it_should(ended):
+    _, jobs, told = ended
+    assert len(told) == 22
+    expected = {n: [True, saved, dropped, False] for n, (job, saved, dropped) in jobs.items() if job["at"]}
+    assert {name: result for name, result in told.items() if jobs[name][0]["at"]} == expected
+    assert told["whole"] == told["whole-tp2"] == [False, 4, False]
+
+
+def test_every_run_gets_to_the_weights_of_an_uninterrupted_one(ended):
+    folder, jobs, _ = ended
+    for name in jobs:
+        whole = folder / ("whole-tp2" if name in ("one-engine", "whole-tp2") else "whole")
+        assert_same_checkpoint(whole / LAST, folder / name / LAST)
+        assert [row["step"] for row in rows(folder / name)] == [1, 2, 3, 4], name
+
+
+def test_a_dropped_evaluation_is_made_up_for(ended):
+    folder, jobs, _ = ended
+    whole = evaluations(folder / "whole" / LAST)
+    assert [e["step"] for e in whole] == [0, 2, 4]
+    for name in jobs.keys() - {
+        "last-evaluation",
+        "one-engine",
+        "whole-tp2",
+    }:  # the last one is after the save
+        assert evaluations(folder / name / LAST) == whole, name
+    logged = [json.loads(x) for x in (folder / "last-evaluation/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged if "eval/pass@1" in row] == [0, 2, 4]
+
+
+def start(config, run_dir, *overrides):
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]
+    command += [str(config), f"train.run_dir={run_dir}", "train.num_steps=500", "eval.every=0", *overrides]
+    return subprocess.Popen(
+        command, env=rank_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ranks_of(job):
+    import psutil
+
+    return [p for p in psutil.Process(job.pid).children(recursive=True) if "megatron_tlt" in p.cmdline()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, number):
+    folder, _, _ = ended
+    job = start(folder / "tiny.yaml", tmp_path / "run")
+    metrics = tmp_path / "run/metrics.jsonl"
+    while job.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
+        time.sleep(0.05)
+    assert job.poll() is None, job.communicate()[0]
+    ranks_of(job)[-1].send_signal(number)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 75, output
+    assert "the step is done; saved after step" in output
+    steps = len(rows(tmp_path / "run"))
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-{steps:06d}"

@@ -1,0 +1,76 @@
+"""Runs jobs in one world; each is ended by a signal to one rank as it enters a phase, then run on to its end.
+
+argv: a JSON file of {name: {"config", "overrides", "at": [phase, steps done] or null, "rank", "signals": [names]}}, and
+where rank 0 writes {name: [ended by the signal?, steps saved then, step dropped?, the second start ended, too?]}.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_tlt import cli
+from megatron_tlt.actor.checkpoint_files import read_latest, step_of
+from megatron_tlt.build import build_trainer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.distributed.signals import StopSignals
+from megatron_tlt.loop import RLTrainer
+
+_phase = RLTrainer._phase
+pending: list = []  # of this rank: the phase, and what to send
+
+
+@contextmanager
+def phase_with_signal(self, name):
+    with _phase(self, name):
+        if pending and pending[0] == [name, self.progress.step]:
+            signals = self.stop._signals
+            for index, number in enumerate(pending[1]):
+                os.kill(os.getpid(), getattr(signal, number))
+                while signals.count < index + 1:
+                    time.sleep(0.01)
+                signals._last -= 100  # the next one is no echo
+            pending.clear()
+            time.sleep(0.05)  # the thread tells the other ranks
+        yield
+
+
+RLTrainer._phase = phase_with_signal
+
+
+def run_once(job, world):
+    """(ended by a signal, steps saved, dropped) of one start."""
+    signals = StopSignals().install()
+    config = load_config(job["config"], job["overrides"], Config)
+    trainer = build_trainer(config, world, signals)
+    ended = trainer.run()
+    trainer.close()
+    world.barrier()
+    signals.restore()
+    if world.is_main:
+        for key in ("stop/1", "stop/2"):  # one world for all starts, where every start has its own
+            world.store.delete_key(key)
+    world.barrier()
+    latest = read_latest(Path(config.train.run_dir) / "checkpoints")
+    return ended, 0 if latest is None else step_of(latest), trainer.stop.dropped
+
+
+def body(world):
+    told = {}
+    for name, job in jobs.items():
+        pending[:] = [job["at"], job["signals"]] if job["at"] and job["rank"] == world.rank else []
+        told[name] = [*run_once(job, world)]
+        if job["at"]:
+            told[name].append(run_once(job, world)[0])
+    if world.is_main:
+        Path(sys.argv[2]).write_text(json.dumps(told))
+
+
+jobs = json.loads(Path(sys.argv[1]).read_text())
+sys.exit(
+    cli._on_every_rank(load_config(next(iter(jobs.values()))["config"], [], Config).distributed, 1, body)
+)
