@@ -317,7 +317,7 @@ def test_ten_thousand_prompts_with_duplicates_and_some_longer_than_the_context(f
     config = write_config(
         tmp_path,
         train={"num_steps": 1, "prompts_per_step": 10_000, "run_dir": str(tmp_path / "run")},
-        rollout={"samples_per_prompt": 1, "max_tokens": 2, "max_running_requests": 256},
+        rollout={"samples_per_prompt": 2, "max_tokens": 2, "max_running_requests": 256},
         rewards={"workers": 0, "functions": [{"name": "exact"}]},
         eval={"every": 0},
         observe={"tensorboard": False, "progress": "none", "samples_per_step": 10_000},
@@ -327,7 +327,7 @@ def test_ten_thousand_prompts_with_duplicates_and_some_longer_than_the_context(f
     (tmp_path / "train.jsonl").write_text(text)
     forks.run("train", config)
     (row,) = rows(tmp_path / "run")
-    assert row["rollout/samples"] == 10_000  # the stream goes on into its second epoch
+    assert row["rollout/samples"] == 20_000  # the stream goes on into its second epoch
     assert row["reward/failures"] == 0
 
 
