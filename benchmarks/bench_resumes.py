@@ -2,9 +2,9 @@
 
 One process imports everything once and forks every attempt, so that an attempt spends its time in loading, steps and
 saves and not in imports. An attempt is one rank with the whole program: lock, checkpoints in the background every two
-steps, rollout bank, evaluation, metrics. It is killed after a random time, up to twice what an attempt needs to begin
-its first rollout; where it was is read from a page that it shares with its parent. The last attempt is not killed: it
-goes on for a few steps. Then another run makes as many steps in one go.
+steps, rollout bank, evaluation, metrics. A quarter of the kills come at any moment of the start, the others at any
+moment of the steps after it; where it was is read from a page that it shares with its parent. The last attempt is not
+killed: it goes on for a few steps. Then another run makes as many steps in one go.
 
     python benchmarks/bench_resumes.py [--quick] [--resumes 200] [--seed 0] --out r.json
 """
@@ -34,6 +34,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+WHILE_STARTING = (
+    0.25  # share of kills at any moment of the start; the others come when the first rollout has begun
+)
 # Not mpi4py: it starts MPI when it is imported, which every attempt must do for itself.
 MODULES = (
     "megatron_tlt.cli",
@@ -45,22 +48,24 @@ MODULES = (
 
 
 def attempt(
-    config: Path, overrides: list[str], seconds: float | None, log: Path, until: str | None = None
+    config: Path, overrides: list[str], seconds: float | None, log: Path, after: str | None = None
 ) -> tuple[int, str]:
-    """Forks a run; kills it after `seconds` or in phase `until`, if any. Returns its exit status and its last phase."""
+    """Forks a run; kills it `seconds` after its start, or after it came to phase `after`. Status and last phase."""
     board = mmap.mmap(-1, 64)
     child = os.fork()
     if not child:
         run_forked(config, overrides, board, log)
-    started = time.monotonic()
+    started = time.monotonic() if after is None else None
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         phase = board[:64].rstrip(b"\0").decode()
         if done:
             return os.waitstatus_to_exitcode(status), phase
-        if (seconds is not None and time.monotonic() - started >= seconds) or phase == until:
+        if started is None and phase == after:
+            started = time.monotonic()
+        if seconds is not None and started is not None and time.monotonic() - started >= seconds:
             os.kill(child, signal.SIGKILL)
-        time.sleep(0.002)
+        time.sleep(0.001)
 
 
 def run_forked(config: Path, overrides: list[str], board: mmap.mmap, log: Path) -> None:
@@ -113,12 +118,13 @@ def kill_and_resume(config: Path, run_dir: Path, kills: int, rng: random.Random,
     phases: Counter[str] = Counter()
     endless = [f"train.run_dir={run_dir}", "train.num_steps=1000000"]
     started = time.monotonic()
-    checked(attempt(config, endless, None, log, until="rollout")[0], log)
+    checked(attempt(config, endless, 0.0, log, after="rollout")[0], log)
     usual = time.monotonic() - started
     progressed = 0
     for number in range(kills):
         before = steps_done(run_dir)
-        code, phase = attempt(config, endless, rng.uniform(0.0, 2 * usual), log)
+        after = None if rng.random() < WHILE_STARTING else "rollout"
+        code, phase = attempt(config, endless, rng.uniform(0.0, usual), log, after)
         checked(code, log)
         phases[phase or "start"] += 1
         progressed += steps_done(run_dir) > before

@@ -130,9 +130,7 @@ class RolloutBank:
         self._writer: BankWriter | None = None
         if self._speaks:
             self._writer = BankWriter(section.sync_seconds, section.max_mib * _MIB)
-        self._last_old = (
-            0  # last step of which any rank found answers of an earlier attempt: the same on every rank
-        )
+        self._last_old = 0  # last step that an earlier attempt left answers of, by any rank's look
         self._has_old = False  # whether there may be some of the present step
         self._old: list[Path] = []  # files of earlier attempts at the present step
         self._key: dict[str, Any] = {}

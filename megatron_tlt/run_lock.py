@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.errors import RunDirectoryError
+
+_log = logging.getLogger(__name__)
 
 LOCK = "lock"
 BEAT_SECONDS = 2.0
@@ -122,7 +125,9 @@ class RunLock:
 
     def _still_beats(self, before: Owner) -> bool:
         """Watches the file for as long as a living owner could be silent."""
-        deadline = time.monotonic() + _SILENT_BEATS * self._beat_seconds
+        patience = _SILENT_BEATS * self._beat_seconds
+        _log.info("%s names %s: looking for %g s whether it lives", self._path, before, patience)
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             time.sleep(self._beat_seconds / 4)
             now = self._read()

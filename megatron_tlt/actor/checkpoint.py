@@ -116,6 +116,8 @@ class SaveHandle:
         report = self._world.all_gather_object((self._writer.failure(), self._writer.records))
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(report) if failure]
         if failures:
+            if self._world.is_main:  # a full disk is to have room for what the run still says
+                shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
             raise CheckpointError(f"cannot write {self.directory}: {'; '.join(failures)}")
         with cpu_as_cuda():
             for finish in self._request.finalize_fns:

@@ -15,14 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor.megatron_dir import METADATA, read_metadata
 from megatron_tlt.errors import CheckpointError
 
+# Without torch's own text, which recommends to try again without the protection.
+_REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
+
 
 @contextmanager
 def no_pickles(directory: Path) -> Iterator[None]:
-    """While megatron loads `directory`: CheckpointError for anything that is not numbers. Use from one thread."""
+    """While megatron loads `directory`: CheckpointError for anything that is not numbers, or cannot be read.
+
+    Use from one thread.
+    """
     read_metadata(directory / METADATA)
     load = torch.load
 
@@ -34,6 +41,11 @@ def no_pickles(directory: Path) -> Iterator[None]:
         with torch.serialization.safe_globals([io.BytesIO]):
             yield
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"checkpoint {directory} holds more than numbers: {error}") from error
+        raise CheckpointError(_REFUSED.format(directory)) from error
+    except CheckpointException as error:  # what went wrong on any rank; no Exception, says torch
+        failures = [failure for failure, _ in error.failures.values()]
+        if any(isinstance(failure, pickle.UnpicklingError) for failure in failures):
+            raise CheckpointError(_REFUSED.format(directory)) from error
+        raise CheckpointError(f"checkpoint {directory} cannot be read: {failures[0]}") from error
     finally:
         torch.load = load

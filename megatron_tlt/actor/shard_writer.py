@@ -92,7 +92,7 @@ class ThreadWriter(FileSystemWriterAsync):
                 return "the writer thread died"
             _, found = self._results.get()
             if isinstance(found, BaseException):
-                return f"{type(found).__name__}: {found}"
+                return _why(found)
             self._collected.extend(found)
         self.write_buckets = []  # drops the snapshot
         return None
@@ -100,6 +100,15 @@ class ThreadWriter(FileSystemWriterAsync):
     def retrieve_write_results(self) -> list[Any]:
         """What megatron's finalisation puts into the metadata."""
         return self._collected
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong: torch's archive complains of its position when a write below it failed for want of space."""
+    first = error
+    while (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    first = first if isinstance(first, OSError) else error
+    return f"{type(first).__name__}: {first}"
 
 
 def _snapshot(tensor: Any) -> Tensor:

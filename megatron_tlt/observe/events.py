@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,7 +74,8 @@ class EventLog:
             span.attrs["error"] = error
         self._add(span.started, span.step, "span", span.name, span.attrs, seconds)
         if error is not None:
-            self.flush()
+            with suppress(OSError):  # on a full disk, the error that is on its way says more
+                self.flush()
 
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Notes that something happened now."""

@@ -117,6 +117,9 @@ class BankWriter:
     def _write(self, data: bytes) -> None:
         assert self._path is not None
         if sum(self._sizes.values()) + len(data) > self._max_bytes:
+            # Rank 0 removes what is covered, for all writers: only now it matters to know what.
+            self._sizes = {folder: size for folder, size in self._sizes.items() if folder.exists()}
+        if sum(self._sizes.values()) + len(data) > self._max_bytes:
             self._path = None  # until the next step
             return
         self._sizes[self._path.parent] = self._sizes.get(self._path.parent, 0) + len(data)

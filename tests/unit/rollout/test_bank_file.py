@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -136,6 +137,20 @@ def test_a_full_budget_stops_banking_until_a_step_is_removed(tmp_path: Path) -> 
     writer.close()
     assert second.stat().st_size == size
     assert writer.failure is None
+
+
+def test_what_another_writer_removed_counts_no_more(tmp_path: Path) -> None:
+    size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
+    writer = BankWriter(1.0, size + 8)
+    for step in range(5):
+        path = tmp_path / f"{step}/a"
+        writer.begin(path, KEY)
+        writer.add(ANSWERS[0], 0)
+        writer.end()
+        writer.flush()
+        assert path.stat().st_size == size
+        shutil.rmtree(path.parent)  # as rank 0 does for all
+    writer.close()
 
 
 def test_a_disk_error_ends_banking_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
