@@ -143,7 +143,7 @@ count_stalls() {
 
 report_failure() {
     if [ "$rc" -eq 75 ]; then
-        say "exit code 75: $(tail -n 1 "$attempt/rank-00000.log")"
+        say "exit code 75: $(grep 'the next start' "$attempt/rank-00000.log" | tail -n 1)"
         return
     fi
     say "exit code $rc; the ranks' last words (all in $attempt):"
