@@ -85,14 +85,15 @@ open_logs() {
 }
 
 # MPICH names its shared memory after job and step, and both are the same again after a requeue: what a killed attempt
-# has left on a node then makes MPI_Init fail (measured: "Message truncated"). It also holds memory. Files that any
-# process has open are left alone.
+# has left on a node then makes MPI_Init fail (measured: "Message truncated"). It also holds memory. First come the
+# names, some seconds old, then what is open: a file that somebody is just making is in neither danger nor list.
 sweep_nodes() {
     # shellcheck disable=SC2016  # for the shell on each node
-    local sweep='cd /dev/shm && used="$(cat /proc/[0-9]*/maps 2>/dev/null | grep -o "mpich_shm_[0-9a-f_]*" | sort -u)"
-        for file in mpich_shm_*; do
-            [ -O "$file" ] && ! grep -qxF "$file" <<<"$used" && rm -f "$file" && echo "$(hostname): removed $file"
-        done; true'
+    local sweep='cd /dev/shm && files="$(find . -maxdepth 1 -name "mpich_shm_*" -user "$(id -u)" ! -newermt "5 seconds ago")"
+        used="$(cat /proc/[0-9]*/maps 2>/dev/null | grep -o "mpich_shm_[0-9a-f_]*" | sort -u)"
+        for file in $files; do
+            grep -qxF "${file#./}" <<<"$used" || { rm -f "$file" && echo "$(hostname): removed ${file#./}"; }
+        done'
     srun --mpi=none --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --quiet \
         --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
 }
@@ -143,7 +144,7 @@ count_stalls() {
 
 report_failure() {
     if [ "$rc" -eq 75 ]; then
-        say "exit code 75: $(tail -n 1 "$attempt/rank-00000.log")"
+        say "exit code 75: $(grep 'the next start' "$attempt/rank-00000.log" | tail -n 1)"
         return
     fi
     say "exit code $rc; the ranks' last words (all in $attempt):"

@@ -74,3 +74,37 @@ def test_every_pin_of_a_run_is_exact():
         assert [line for line in pins if "==" not in line] == []
         names = [line.split("==")[0].lower().replace("_", "-") for line in pins]
         assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("limit", "hours"),
+    [
+        ("90", "1.5"),
+        ("30:00", "0.5"),
+        ("4:00:00", "4"),
+        ("1-06", "30"),
+        ("1-06:30", "30.5"),
+        ("UNLIMITED", ""),
+    ],
+)
+def test_time_limits_are_read_in_all_of_slurms_forms(limit, hours):
+    script = f'source "{ROOT}/slurm/common.sh"; hours_of "$1"'
+    done = subprocess.run(
+        ["bash", "-c", script, "_", limit], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == hours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "c.yaml"], "-n takes a number above 0, not '0'"),
+        (["--rank", "2", "c.yaml"], "unknown option --rank"),
+        ([], "no configuration given"),
+        (["c.yaml"], "no allocation in hand"),
+    ],
+)
+def test_interactive_explains_wrong_arguments(tmp_path, arguments, message):
+    done = run(tmp_path, "interactive.sh", *arguments, SLURM_JOB_ID="")
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -21,6 +21,8 @@ TORCH_FREE = [
     "megatron_tlt.observe.summary",
     "megatron_tlt.distributed.dims",
     "megatron_tlt.distributed.launch",
+    "megatron_tlt.distributed.signals",
+    "megatron_tlt.observe.attempt",
     "megatron_tlt.data.packing",
     "megatron_tlt.rollout.request",
     "megatron_tlt.rollout.scheduler",

@@ -27,6 +27,8 @@ AuthType=auth/munge
 # A requeued job may start when its old credential has expired: after two minutes by default.
 AuthInfo=socket={home}/run/munge.sock,cred_expire=5
 CredType=cred/munge
+# MPICH names shared memory after the job: two clusters on one machine must not count from the same number.
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
@@ -104,7 +106,8 @@ class Cluster:
         host, user = socket.gethostname(), getpass.getuser()
         address = f"NodeHostname={host} NodeAddr=127.0.0.1"
         nodes = "\n".join(f"NodeName=n{n} {address} Port={port + n}" for n in range(1, count + 1))
-        text = _CONF.format(host=host, port=port, home=home, user=user, nodes=nodes, kill_wait=kill_wait)
+        facts = {"host": host, "port": port, "home": home, "user": user, "nodes": nodes}
+        text = _CONF.format(**facts, kill_wait=kill_wait, first_job=1000 + os.getpid() * 100)
         conf.write_text(text)
         (home / "etc/gres.conf").write_text(f"AutoDetect=off\nName=gpu File={home}/dev/gpu[0-7]\n")
         self._add_pyxis()

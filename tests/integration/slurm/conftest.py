@@ -28,6 +28,9 @@ def scenes(cluster, tmp_path_factory):
     """Name: a future of its `Scene`, played."""
     folder = tmp_path_factory.mktemp("scenes")
     template = make_template(tmp_path_factory.mktemp("template"))
-    with ThreadPoolExecutor(4) as pool:
-        stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
+    stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
+    pool = ThreadPoolExecutor(4)
+    try:
         yield {name: pool.submit(play, stages[name]) for name, play in SCENARIOS.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # those that still wait fail when the cluster goes
