@@ -37,6 +37,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
 from megatron_tlt.upkeep import DrafterUpkeep, Options
+from megatron_tlt.watch.watch import start_watch
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +68,7 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
     tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
-    rewards = RewardPool(config.rewards)
+    rewards = RewardPool(config.rewards, on_verdict=world.pulse)
     rewards.warm_up()  # the workers import while this rank builds its engine
     tp = tensor_parallel(world, config.rollout.tp)
     trainer = _drafter_trainer(config, world, tp)
@@ -297,6 +298,7 @@ def _upkeep(
         unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
         samples=None if trainer is None else lambda: len(trainer.buffer),
         on_span=observer.state,
+        on_look=lambda state: world.pulse(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,
     )
@@ -344,6 +346,8 @@ def _prepare(config: Config, world: World) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    share = world.broadcast_object
+    world.watched_by(lambda: start_watch(config.watchdog, run_dir, world.rank, world.size, share))
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, export, check, generate, drafter.
+"""The command line: train, sft, eval, export, check, generate, drafter, status, doctor.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
@@ -13,7 +13,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli_doctor import add_doctor
 from megatron_tlt.cli_drafter import add_drafter
+from megatron_tlt.cli_status import add_status
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, TltError
 
@@ -84,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     _add_generate(commands)
     add_drafter(commands, _on_every_rank)
+    add_status(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -203,8 +207,9 @@ def _on_every_rank(section: Any, threads: int | None, body: Any) -> int:
             _print_problems(error)
         return EXIT_CONFIG
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
-        print(_failure(world, error), file=sys.stderr, flush=True)
-        world.abort(EXIT_FAILURE)
+        text = _failure(world, error)
+        print(text, file=sys.stderr, flush=True)
+        world.abort(EXIT_FAILURE, text.splitlines()[0], _is_timeout(error))
     return 0
 
 
@@ -213,11 +218,15 @@ def _print_problems(error: ConfigError) -> None:
     print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
 
 
+def _is_timeout(error: BaseException) -> bool:
+    return "imed out" in str(error) or "timeout" in str(error).lower()
+
+
 def _failure(world: World, error: BaseException) -> str:
     """What a person needs to know first: who, where, what; then, for our own mistakes, the traceback."""
     where = f"rank {world.rank} failed in phase {world.phase_name}, step {world.step}"
     lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
-    if "imed out" in str(error) or "timeout" in str(error).lower():
+    if _is_timeout(error):
         lines.append(
             f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}"
         )

@@ -89,7 +89,12 @@ class Evaluator:
 
     def run(self, step: int) -> EvalResult:
         """Evaluates the engine's present policy. Collective."""
-        samples = self._backend.generate(self._mine, self._params, self._section.samples_per_prompt)
+        samples = self._backend.generate(
+            self._mine,
+            self._params,
+            self._section.samples_per_prompt,
+            lambda running, waiting, _: self._world.pulse(running=running, queued=waiting),
+        )
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
         share_answers(self._world, self._backend, groups)  # the same questions come again

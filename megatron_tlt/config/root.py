@@ -20,6 +20,7 @@ from megatron_tlt.config.run import (
     ObserveSection,
     TrainSection,
 )
+from megatron_tlt.config.watchdog import WatchdogSection
 
 
 class Config(Section):
@@ -55,6 +56,8 @@ class Config(Section):
     """The world."""
     observe: ObserveSection = ObserveSection()
     """Logs and progress."""
+    watchdog: WatchdogSection = WatchdogSection()
+    """Watching the ranks."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
 
