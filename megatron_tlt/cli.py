@@ -219,7 +219,9 @@ def _print_problems(error: ConfigError) -> None:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return "imed out" in str(error) or "timeout" in str(error).lower()
+    """Whether somebody was waited for in vain: in a collective, or in an idle window."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text or "nothing was heard" in text
 
 
 def _failure(world: World, error: BaseException) -> str:

@@ -79,6 +79,7 @@ class Sidecar:
         poller.register(self._voice, select.POLLIN | select.POLLHUP)
         with suppress(OSError, AttributeError):
             poller.register(os.pidfd_open(self.o.pid), select.POLLIN)
+        self._write()
         while self._alive():
             # Without a pidfd, or with a child of the rank that holds the pipe open, its death is found by looking.
             events = dict(poller.poll(1000 * min(self.o.heartbeat_s, 1.0)))
@@ -143,7 +144,8 @@ class Sidecar:
     def _write(self, beat: files.Beat | None = None, **changes: str) -> None:
         """Writes the beat, by default the rank as it is. A full disk ends no job: it is said once."""
         known = beat or self._now()
-        self._beat = replace(known, seq=self._beat.seq + 1, stacks=self._beat.stacks, **changes)  # type: ignore[arg-type]
+        fields = {"stacks": self._beat.stacks, **changes}
+        self._beat = replace(known, seq=self._beat.seq + 1, **fields)  # type: ignore[arg-type]
         try:
             files.write_json(files.beat_path(self.o.run_dir, self.o.rank), self._beat)
         except OSError as error:
@@ -267,24 +269,30 @@ class Sidecar:
 
     def _obey(self, verdict: files.Verdict, is_author: bool) -> None:
         """Ends this rank; of a job that hangs, when all stacks are there. Launchers are left some time to do it."""
-        patience, then = _LAUNCHER_GRACE_S, self._now()  # asked for its stacks, a rank may go on for a moment
-        if verdict.kind == "hung":
-            self._dump(verdict.id, verdict.text)
-            end = time.monotonic() + max(_STACKS_S, 3 * self.o.heartbeat_s)
-            while (missing := self._without_stacks(verdict.id)) and time.monotonic() < end:
-                time.sleep(0.1)
-            if is_author:
-                patience = 0.0
-                folder = files.stacks_path(self.o.run_dir, 0).parent
-                lacking = f"; none came from rank {', '.join(map(str, missing))}" if missing else ""
-                say(
-                    f"megatron-tlt: {verdict.text}; the stacks of all {self.o.size} ranks are in {folder}{lacking}"
-                )
-        self._wait_for_the_end(patience)
-        is_guilty = verdict.kind == "hung" and self.o.rank in verdict.ranks
-        self._write(then, outcome="hung" if is_guilty else "ended")
-        if self._alive():
-            os.kill(self.o.pid, signal.SIGKILL)
+        then = self._now()  # asked for its stacks, a rank may go on for a moment
+        try:
+            if verdict.kind == "hung":
+                self._gather_stacks(verdict, is_author)
+            if not is_author:
+                self._wait_for_the_end(_LAUNCHER_GRACE_S)
+            is_guilty = verdict.kind == "hung" and self.o.rank in verdict.ranks
+            self._write(then, outcome="hung" if is_guilty else "ended")
+        finally:  # whatever goes wrong here, the job must not hang on
+            if self._alive():
+                os.kill(self.o.pid, signal.SIGKILL)
+
+    def _gather_stacks(self, verdict: files.Verdict, is_author: bool) -> None:
+        """This rank's stacks, then a while for those of the others; the author of the verdict says what came."""
+        self._dump(verdict.id, verdict.text)
+        end = time.monotonic() + max(_STACKS_S, 3 * self.o.heartbeat_s)
+        while (missing := self._without_stacks(verdict.id)) and time.monotonic() < end:
+            time.sleep(0.1)
+        if is_author:
+            folder = files.stacks_path(self.o.run_dir, 0).parent
+            lacking = f"; none came from rank {', '.join(map(str, missing))}" if missing else ""
+            say(
+                f"megatron-tlt: {verdict.text}; the stacks of all {self.o.size} ranks are in {folder}{lacking}"
+            )
 
     def _wait_for_the_end(self, seconds: float) -> None:
         """Waits until the rank dies or, having said how it ends, waits for this process."""

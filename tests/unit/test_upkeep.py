@@ -24,7 +24,7 @@ from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
 CONFIG = FAMILIES["qwen2"]  # tied embeddings or not: `lookup_tables` gives both tables
-WORLD = SimpleNamespace(rank=0, size=1)
+WORLD = SimpleNamespace(rank=0, size=1, pulse=lambda **_: None)
 PROMPTS = [Prompt(0, "q", (1, 2), "?")]
 
 

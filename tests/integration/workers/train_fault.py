@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ class Fault:
     phase: str
     step: int
     kind: str
-    after_s: float = 0.0
-    """Not at the phase's beginning but so much later, wherever the rank is then."""
 
     def happen(self, world: Any) -> None:
         """Does not return, but for SIGSTOP once somebody sends SIGCONT."""
@@ -56,10 +53,7 @@ def inject(fault: Fault) -> None:
     @contextmanager
     def phase(self: Any, name: str) -> Iterator[None]:
         with plain(self, name):
-            here = (self.world.rank, name, self.progress.step) == (fault.rank, fault.phase, fault.step)
-            if here and fault.after_s:
-                threading.Timer(fault.after_s, fault.happen, [self.world]).start()
-            elif here:
+            if (self.world.rank, name, self.progress.step) == (fault.rank, fault.phase, fault.step):
                 fault.happen(self.world)
             yield
 
