@@ -19,7 +19,7 @@ def train_with_fault(
     """Two ranks; `fault` as in the worker's `Fault`. `launcher` are options of mpiexec."""
     arguments = [json.dumps(fault), "train", str(config), f"train.run_dir={run_dir}", *overrides]
     if not launcher:
-        return run_ranks(2, WORKER, *arguments, check=False, timeout=150)
+        return run_ranks(2, WORKER, *arguments, check=False, timeout=290)
     command = [str(MPIEXEC), *launcher, "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER)]
     return subprocess.run(
         [*command, *arguments],
@@ -28,7 +28,7 @@ def train_with_fault(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=290,
     )
 
 

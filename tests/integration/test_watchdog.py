@@ -36,7 +36,7 @@ KILLS = [
 def status(run_dir, *options):
     command = [sys.executable, "-m", "megatron_tlt", "status", str(run_dir), *options]
     return subprocess.run(
-        command, env=rank_environment(), capture_output=True, text=True, cwd=ROOT, timeout=90
+        command, env=rank_environment(), capture_output=True, text=True, cwd=ROOT, timeout=200
     )
 
 
@@ -54,7 +54,7 @@ def whole(tmp_path_factory):
     config = write_config(
         folder,
         train={"num_steps": STEPS},
-        watchdog={"heartbeat_s": 0.25, "hang_s": 12, "slow_min_s": 2},
+        watchdog={"heartbeat_s": 0.25, "hang_s": 120, "slow_min_s": 600},
         distributed={"timeout_s": 300},
     )
     said = train(config, folder / "run")
@@ -110,9 +110,9 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     run_dir = whole / f"hangs-{kind}"
     started = time.monotonic()
     fault = {"rank": rank, "phase": phase, "step": 1, "kind": kind}
-    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=8")
+    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=20")
     assert done.returncode != 0
-    assert time.monotonic() - started < 120
+    assert time.monotonic() - started < 280
     said = [line for line in done.stdout.splitlines() if "the job hangs: " in line]
     assert len(said) == 1 and f"rank {rank} (host " in said[0] and f"in phase {phase}, step 1" in said[0], (
         done.stdout
@@ -131,7 +131,15 @@ def test_a_reward_function_that_sleeps_for_ever_in_the_rank_itself(whole):
     run_dir = whole / "sleeps"
     rewards = "rewards.functions=[{name: python, path: 'tests.helpers.faults:sleeps'}]"
     fault = {"rank": 0, "phase": "never", "step": 0, "kind": "spin"}
-    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, rewards, "rewards.workers=0", "eval.every=0")
+    done = train_with_fault(
+        whole / "tiny.yaml",
+        run_dir,
+        fault,
+        rewards,
+        "rewards.workers=0",
+        "eval.every=0",
+        "watchdog.hang_s=20",
+    )
     assert done.returncode != 0 and "the job hangs: " in done.stdout, done.stdout
     for rank in range(2):
         assert "in sleeps" in (run_dir / f"stacks/rank-{rank}.txt").read_text()
@@ -168,7 +176,7 @@ def test_where_the_launcher_lets_the_others_live_their_watchdogs_end_them(whole)
     done = train_with_fault(
         whole / "tiny.yaml", whole / "survivors", fault, launcher=("-disable-auto-cleanup",)
     )
-    assert done.returncode != 0 and time.monotonic() - started < 120
+    assert done.returncode != 0 and time.monotonic() - started < 280
     assert "megatron-tlt: rank 1 (host " in done.stdout
 
 
@@ -201,7 +209,7 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
                 if job.poll() is None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     stormed = signal_if_watched(run_dir, process.pid)
             time.sleep(0.03)
-        output, _ = job.communicate(timeout=120)
+        output, _ = job.communicate(timeout=280)
     assert job.returncode == 0, output
     assert "stacks of 2 of 2 running ranks are in" in asked.stderr, asked.stderr
     assert stormed is not None
