@@ -30,7 +30,7 @@ from megatron_tlt.watch.process import ask_for_stacks, exit_status, oom_kills, p
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LAUNCHER_GRACE_S = 10.0
 _STACKS_S = 20.0
-_SECOND_S = 0.1
+_SECOND_S, _AFTER_A_DEATH_S = 0.1, 1.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,10 @@ class Sidecar:
         kind, ranks = "failed", [self.o.rank]
         if outcome == "timeout":
             kind, ranks = "hung", self._behind()
+        else:
+            time.sleep(
+                _AFTER_A_DEATH_S
+            )  # a connection that broke when another rank was killed: that one comes first
         mine = self._claim(kind, detail, ranks)
         verdict = mine or files.read_verdict(self.o.run_dir, self.o.attempt)
         if verdict is not None and verdict.kind == "hung":
@@ -290,9 +294,9 @@ class Sidecar:
         if is_author:
             folder = files.stacks_path(self.o.run_dir, 0).parent
             lacking = f"; none came from rank {', '.join(map(str, missing))}" if missing else ""
-            say(
-                f"megatron-tlt: {verdict.text}; the stacks of all {self.o.size} ranks are in {folder}{lacking}"
-            )
+            which = f"{self.o.size - len(missing)} of" if missing else "all"
+            said = f"the stacks of {which} {self.o.size} ranks are in {folder}{lacking}"
+            say(f"megatron-tlt: {verdict.text}; {said}")
 
     def _wait_for_the_end(self, seconds: float) -> None:
         """Waits until the rank dies or, having said how it ends, waits for this process."""

@@ -130,6 +130,18 @@ def test_a_step_trains_merges_and_pushes_both(monkeypatch):
         assert torch.equal(kept[0], embed + version) and torch.equal(kept[1], head + version)
 
 
+def test_progress_is_a_sign_of_life_with_figures():
+    told = []
+    world = SimpleNamespace(rank=0, size=1, pulse=lambda **figures: told.append(figures))
+    window = IdleWindow(SoloCoordinator(), IdlePolicy())
+    upkeep = DrafterUpkeep(world, Backend(), BucketedSync(SyncSection(), Backend(), WORLD), window)
+    with upkeep.rollout() as progress:
+        progress(2, 1, 10)
+    (figures,) = told
+    left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
+    assert figures == {"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}
+
+
 def test_nobody_trained_nothing_is_pushed(monkeypatch):
     backend, policy = Backend(), Policy()
     upkeep = upkeep_of(0, backend)
