@@ -130,22 +130,20 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     assert [str(rank), "hung", phase] in [[row[0], row[2], row[3]] for row in rows], table
 
 
-def test_a_reward_function_that_sleeps_for_ever_in_the_rank_itself(whole):
-    run_dir = whole / "sleeps"
-    rewards = "rewards.functions=[{name: python, path: 'tests.helpers.faults:sleeps'}]"
-    fault = {"rank": 0, "phase": "never", "step": 0, "kind": "spin"}
-    done = train_with_fault(
-        whole / "tiny.yaml",
-        run_dir,
-        fault,
-        rewards,
-        "rewards.workers=0",
+def test_a_reward_function_that_sleeps_for_ever_costs_its_samples_and_is_no_hang(whole):
+    options = [
+        "rewards.functions=[{name: python, path: 'tests.helpers.faults:sleeps'}]",
+        "rewards.timeout_s=2",
+    ]
+    options += [
         "eval.every=0",
-        "watchdog.hang_s=20",
-    )
-    assert done.returncode != 0 and "the job hangs: " in done.stdout, done.stdout
-    for rank in range(2):
-        assert "in sleeps" in (run_dir / f"stacks/rank-{rank}.txt").read_text()
+        "train.num_steps=1",
+        "train.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+    ]
+    said = train(whole / "tiny.yaml", whole / "sleeps", *options)
+    assert "2 of 2 rewards failed; one of them: no verdict within 2 s" in said
+    assert json.loads(status(whole / "sleeps", "--json").stdout)["condition"] == "finished"
 
 
 def test_a_collective_that_times_out_leaves_the_stacks_of_all_ranks(whole):
