@@ -41,7 +41,7 @@ class Fault:
         elif self.kind == "mpi":
             world.comm.recv(source=world.rank, tag=77)
         elif self.kind == "slow":
-            time.sleep(3)
+            time.sleep(15)
         else:
             raise ValueError(self.kind)
 
