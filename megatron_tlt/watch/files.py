@@ -3,6 +3,7 @@
     RUN_DIR/status/rank-00003.json    what a rank did when it was last looked at (`Beat`)
     RUN_DIR/status/verdict.json       why the job ends (`Verdict`): written once an attempt, by whoever finds out first
     RUN_DIR/status/ask.json           an operator asks for stacks
+    RUN_DIR/status/alive/00003        open as long as the rank lives (`deaths.py`)
     RUN_DIR/stacks/rank-3.txt         stacks, appended
 
 An *attempt* is one start of the job; what belongs to another one is ignored. Stdlib only.
@@ -215,6 +216,7 @@ def begin_attempt(run_dir: str | Path) -> None:
     """Rank 0, before any other rank's watchdog starts: an earlier attempt's files go; its verdict is kept aside."""
     folder = make_private(status_dir(run_dir))
     make_private(stacks_path(run_dir, 0).parent)
+    make_private(folder / "alive")
     with suppress(FileNotFoundError):
         verdict_path(run_dir).replace(folder / "verdict-before.json")
     for path in (*folder.glob("rank-*.json"), *folder.glob(".*.json.*"), ask_path(run_dir)):

@@ -24,13 +24,15 @@ from pathlib import Path
 
 from megatron_tlt.watch import files, judge
 from megatron_tlt.watch.block import Block
+from megatron_tlt.watch.deaths import Deaths
 from megatron_tlt.watch.process import ask_for_stacks, exit_status, oom_kills, process_state
 
 # Schedulers and terminals send these to everything they find; the rank decides what they mean, not its watchdog.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LAUNCHER_GRACE_S = 10.0
 _STACKS_S = 20.0
-_SECOND_S, _AFTER_A_DEATH_S = 0.1, 1.0
+_SECOND_S, _AFTER_A_DEATH_S, _POLITE_S = 0.1, 1.0, 3.0
+_UNKNOWN = "died without a word (killed?)"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Sidecar:
             heartbeat_s=options.heartbeat_s,
             hang_s=options.hang_s,
         )
+        self._deaths = Deaths(options.run_dir)
         self._tracker = judge.Tracker()
         self._awake_since = self._looked_at = self._scanned_at = time.monotonic()
         self._warned: dict[int, float] = {}
@@ -252,17 +255,43 @@ class Sidecar:
         end = time.monotonic() + 1.0
         while os.getppid() == self.o.pid and process_state(self.o.pid) not in "Z?" and time.monotonic() < end:
             time.sleep(0.005)
-        how = exit_status(self.o.pid) or "died without a word (killed?)"
-        if not self._others_live_here():
-            time.sleep(_SECOND_S)  # most likely the launcher has ended all: the first to die speaks first
         self._beat = self._now()
+        how = exit_status(self.o.pid) or _UNKNOWN
         if oom_kills() > self._oom:
             how += "; the kernel has killed something here for want of memory"
-        text = f"{judge.place(self._beat)} {how}, in {judge.where(self._beat)}"
-        verdict = self._claim("killed", text, [self.o.rank])
+        culprit = self._first_to_die()
+        if culprit is None:
+            # Nobody knows. Where all died at once the launcher has most likely ended them: the first speaks first.
+            time.sleep(0.0 if self._others_live_here() else _SECOND_S)
+        elif culprit.rank != self.o.rank:
+            self._wait_for_a_verdict()
+        beat, how_it = (
+            (self._beat, how) if culprit is None or culprit.rank == self.o.rank else (culprit, _UNKNOWN)
+        )
+        text = f"{judge.place(beat)} {how_it}, in {judge.where(beat)}"
+        verdict = self._claim("killed", text, [beat.rank])
         if verdict is not None:
-            say(f"megatron-tlt: {text}; last sign of life {self._beat.silent_seconds:.1f} s before")
-        self._write(outcome="ended" if verdict is None else "killed", detail=how)
+            say(f"megatron-tlt: {text}; last sign of life {beat.silent_seconds:.1f} s before")
+        else:
+            verdict = files.read_verdict(self.o.run_dir, self.o.attempt)
+        is_it = verdict is not None and verdict.kind == "killed" and self.o.rank in verdict.ranks
+        self._write(outcome="killed" if is_it else "ended", detail=how)
+
+    def _first_to_die(self) -> files.Beat | None:
+        """The rank of this host that died first without a word, as it was last seen; None: not known."""
+        beats, _ = files.read_beats(self.o.run_dir, self.o.attempt)
+        for rank in self._deaths.ranks():
+            if rank == self.o.rank:
+                return self._beat
+            if rank in beats and beats[rank].outcome in ("running", "killed"):
+                return beats[rank]
+        return None
+
+    def _wait_for_a_verdict(self) -> None:
+        """Lets the watchdog speak whose rank it is: it knows more."""
+        end = time.monotonic() + _POLITE_S
+        while time.monotonic() < end and files.read_verdict(self.o.run_dir, self.o.attempt) is None:
+            time.sleep(0.05)
 
     def _others_live_here(self) -> bool:
         beats, _ = files.read_beats(self.o.run_dir, self.o.attempt)

@@ -20,6 +20,7 @@ from typing import IO, Literal
 
 from megatron_tlt.config.watchdog import WatchdogSection
 from megatron_tlt.watch import block, files
+from megatron_tlt.watch.deaths import alive_dir, hold_open
 from megatron_tlt.watch.judge import limit_of
 from megatron_tlt.watch.process import STACK_SIGNAL
 
@@ -55,6 +56,8 @@ class RankWatch:
         files.make_private(files.status_dir(run_dir))
         path = files.stacks_path(run_dir, rank)
         files.make_private(path.parent)
+        files.make_private(alive_dir(run_dir))
+        self._life = hold_open(run_dir, rank)
         self._stacks = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         if not faulthandler.is_enabled():
@@ -114,6 +117,7 @@ class RankWatch:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE_S[outcome])
         faulthandler.unregister(STACK_SIGNAL)
+        os.close(self._life)
         self._stacks.close()
         self._block.close()
         self._file.close()

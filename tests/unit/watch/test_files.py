@@ -24,7 +24,10 @@ def test_a_beat_comes_back_and_is_private(run_dir):
     assert files.read_beat(path) == BEAT
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert [p.name for p in path.parent.iterdir()] == ["rank-00003.json"]  # nothing temporary is left
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "alive",
+        "rank-00003.json",
+    ]  # nothing temporary is left
 
 
 def test_rights_of_a_directory_that_was_open_to_others_are_taken_away(tmp_path):
@@ -80,7 +83,7 @@ def test_a_new_attempt_finds_nothing_of_the_last_but_its_verdict_aside(run_dir):
     files.write_json(files.ask_path(run_dir), Ask("a", "ask-1"))
     assert files.read_ask(run_dir, "a") == Ask("a", "ask-1")
     files.begin_attempt(run_dir)
-    assert [p.name for p in files.status_dir(run_dir).iterdir()] == ["verdict-before.json"]
+    assert sorted(p.name for p in files.status_dir(run_dir).iterdir()) == ["alive", "verdict-before.json"]
     assert files.read_verdict(run_dir, "a") is None and files.read_ask(run_dir, "a") is None
 
 

@@ -25,17 +25,18 @@ PRELUDE = """
     from megatron_tlt.config.watchdog import WatchdogSection
     from megatron_tlt.watch.watch import start_watch
     section = WatchdogSection(heartbeat_s=0.1, hang_s=float(sys.argv[2]))
-    watch = start_watch(section, sys.argv[1], 0, 1, lambda value: value)
+    rank, size = int(sys.argv[3]), int(sys.argv[4])
+    watch = start_watch(section, sys.argv[1], rank, size, lambda value: "a" if size > 1 else value)
     watch.enter("rollout", 4, 1)
     watch.pulse(state="BUSY", running=3, queued=2, longest=17, left=5.5)
 """
 
 
 @contextmanager
-def start(run_dir, body, hang_s=0.0):
+def start(run_dir, body, hang_s=0.0, rank=0, size=1):
     """A process that is watched and then does `body`; a minute later it is killed."""
     script = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
-    command = [sys.executable, "-c", script, str(run_dir), str(hang_s)]
+    command = [sys.executable, "-c", script, str(run_dir), *map(str, (hang_s, rank, size))]
     rank = subprocess.Popen(command, env=rank_environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     end = threading.Timer(60, rank.kill)
     end.start()
@@ -62,11 +63,11 @@ def watchdog_of(rank):
     return int(pid)
 
 
-def beat(run_dir, **wanted):
-    """Rank 0's beat once it says `wanted`."""
+def beat(run_dir, of=0, **wanted):
+    """A rank's beat once it says `wanted`."""
 
     def there():
-        found = files.read_beat(files.beat_path(run_dir, 0))
+        found = files.read_beat(files.beat_path(run_dir, of))
         return found if found and all(getattr(found, k) == v for k, v in wanted.items()) else None
 
     return wait_for(there)
@@ -115,6 +116,42 @@ def test_a_killed_rank_is_named(tmp_path):
         said = rank.stderr.read()  # the watchdog holds it open until it has spoken
     assert f"pid {rank.pid}) was killed by signal 9 (SIGKILL), in phase rollout, step 4" in said
     assert beat(tmp_path).outcome == "killed"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("is_back", [True, False])
+def test_the_first_to_die_is_named_even_if_every_watchdog_slept_through_it(tmp_path, first, is_back):
+    """As on a host that is so busy that the launcher ends the others before a watchdog runs."""
+    with (
+        start(tmp_path, "time.sleep(60)", rank=0, size=2) as one,
+        start_later(tmp_path, "time.sleep(60)", rank=1, size=2) as two,
+    ):
+        ranks = [one, two]
+        beats = [beat(tmp_path, of=n, phase="rollout", attempt="a") for n in range(2)]
+        watchdogs = [watchdog_of(rank) for rank in ranks]
+        for pid in watchdogs:
+            os.kill(pid, signal.SIGSTOP)
+        for n in (first, 1 - first):
+            ranks[n].kill()
+            ranks[n].wait()
+            time.sleep(0.1)
+        os.kill(watchdogs[1 - first], signal.SIGCONT)  # the wrong one wakes first
+        if is_back:
+            time.sleep(0.3)
+            os.kill(watchdogs[first], signal.SIGCONT)
+        verdict = wait_for(lambda: files.read_verdict(tmp_path, "a"))
+        assert verdict.ranks == [first] and f"rank {first} (host " in verdict.text
+        assert f"pid {beats[first].pid})" in verdict.text and "in phase rollout, step 4" in verdict.text
+        os.kill(watchdogs[first], signal.SIGCONT)
+        assert beat(tmp_path, of=first, outcome="killed") and beat(tmp_path, of=1 - first, outcome="ended")
+
+
+@contextmanager
+def start_later(run_dir, *args, **options):
+    """Not before rank 0 has made the directories and cleaned them."""
+    beat(run_dir, of=0, phase="rollout")
+    with start(run_dir, *args, **options) as rank:
+        yield rank
 
 
 def test_a_child_of_the_rank_that_outlives_it_hides_nothing(tmp_path):
@@ -256,5 +293,5 @@ def test_json_only(tmp_path):
     with start(tmp_path, GO):
         beat(tmp_path, phase="rollout")
         (tmp_path / "go").touch()
-    for path in files.status_dir(tmp_path).iterdir():
+    for path in files.status_dir(tmp_path).glob("*.json"):
         json.loads(path.read_text())
