@@ -42,6 +42,7 @@ from megatron_tlt.stopping import StopKeeper
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
 from megatron_tlt.upkeep import DrafterUpkeep, Options
+from megatron_tlt.watch.watch import start_watch
 
 if TYPE_CHECKING:
     import argparse
@@ -76,7 +77,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
-    rewards = RewardPool(config.rewards)
+    rewards = RewardPool(config.rewards, on_verdict=world.pulse)
     rewards.warm_up()  # the workers import while this rank builds its engine
     tp = tensor_parallel(world, config.rollout.tp)
     trainer = _drafter_trainer(config, world, tp)
@@ -309,6 +310,7 @@ def _upkeep(
         unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
         samples=None if trainer is None else lambda: len(trainer.buffer),
         on_span=observer.state,
+        on_look=lambda state: world.pulse(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,
     )
@@ -395,6 +397,8 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
     lock = _locked(run_dir, world)
+    share = world.broadcast_object
+    world.watched_by(lambda: start_watch(config.watchdog, run_dir, world.rank, world.size, share))
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, export, check, generate, drafter.
+"""The command line: train, sft, eval, export, check, generate, drafter, status, doctor.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli_doctor import add_doctor
 from megatron_tlt.cli_drafter import add_drafter
+from megatron_tlt.cli_status import add_status
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.signals import StopSignals
 from megatron_tlt.errors import ConfigError, TltError
@@ -93,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     _add_generate(commands)
     add_drafter(commands, _on_every_rank)
+    add_status(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -224,9 +228,10 @@ def _on_every_rank(section: Any, threads: int | None, body: Callable[[World], in
             note_exit(EXIT_CONFIG)
         return EXIT_CONFIG
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
-        print(_failure(world, error), file=sys.stderr, flush=True)
+        text = _failure(world, error)
+        print(text, file=sys.stderr, flush=True)
         note_exit(EXIT_FAILURE)
-        world.abort(EXIT_FAILURE)
+        world.abort(EXIT_FAILURE, text.splitlines()[0], _is_timeout(error))
     return 0
 
 
@@ -235,11 +240,17 @@ def _print_problems(error: ConfigError) -> None:
     print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
 
 
+def _is_timeout(error: BaseException) -> bool:
+    """Whether somebody was waited for in vain: in a collective, or in an idle window."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text or "nothing was heard" in text
+
+
 def _failure(world: World, error: BaseException) -> str:
     """What a person needs to know first: who, where, what; then, for our own mistakes, the traceback."""
     where = f"rank {world.rank} failed in phase {world.phase_name}, step {world.step}"
     lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
-    if "imed out" in str(error) or "timeout" in str(error).lower():
+    if _is_timeout(error):
         lines.append(
             f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +30,23 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since an arbitrary start; never goes back. Mutates nothing."""
+
+
+class Watch(Protocol):
+    """Who is told what a rank does, so that somebody knows when it does nothing."""
+
+    def enter(self, phase: str, step: int, order: int) -> None:
+        """The rank enters a phase, the `order`-th of all."""
+
+    def pulse(
+        self, *, state: str = "", running: int = 0, queued: int = 0, longest: int = 0, left: float = 0.0
+    ) -> None:
+        """A sign of life within a phase: state in an idle window; requests that decode and that wait; tokens of the
+        longest running answer; tokens still expected.
+        """
+
+    def close(self, outcome: Literal["done", "left", "failed", "timeout"], detail: str = "") -> None:
+        """The rank ends, and says how. A second call does nothing."""
 
 
 class ModelShape(Protocol):

@@ -98,7 +98,11 @@ class DrafterUpkeep:
 
         def progress(running: int, waiting: int, generated_tokens: int) -> None:
             speed = generated_tokens / max(1e-6, time.perf_counter() - started)
-            left = tokens_left(self._backend.running_lengths(), waiting, self._lengths)
+            lengths = self._backend.running_lengths()
+            left = tokens_left(lengths, waiting, self._lengths)
+            self._world.pulse(
+                state="BUSY", running=running, queued=waiting, longest=int(lengths.max(initial=0)), left=left
+            )
             self._window.coordinator.progress(running, left, speed)
             if on_progress is not None:
                 on_progress(running, waiting, generated_tokens)

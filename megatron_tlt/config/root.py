@@ -22,6 +22,7 @@ from megatron_tlt.config.run import (
     TrainSection,
 )
 from megatron_tlt.config.stop import StopSection
+from megatron_tlt.config.watchdog import WatchdogSection
 
 
 class Config(Section):
@@ -61,6 +62,8 @@ class Config(Section):
     """The world."""
     observe: ObserveSection = ObserveSection()
     """Logs and progress."""
+    watchdog: WatchdogSection = WatchdogSection()
+    """Watching the ranks."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
 

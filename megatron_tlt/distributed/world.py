@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,17 +26,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from megatron_tlt.config.run import DistributedSection
+    from megatron_tlt.interfaces import Watch
 
 _LEAVE_S = 0.3  # mpiexec takes one that leaves at the end of MPI_Finalize for crashed: its good-bye is still on the way
 
 
 @dataclass
 class _Phase:
-    """What this rank is doing. Mutable on purpose: the world around it is frozen."""
+    """What this rank is doing, and who is told. Mutable on purpose: the world around it is frozen."""
 
     name: str = "start"
     step: int = -1
     order: int = 0
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,20 @@ class World:
         if step is not None:
             self._phase.step = step
         self.store.set(f"phase/{self.rank}", f"{self._phase.order}|{self._phase.step}|{phase}")
+        if self._phase.watch is not None:
+            self._phase.watch.enter(phase, self._phase.step, self._phase.order)
+
+    def watched_by(self, start: Callable[[], Watch]) -> None:
+        """Ends the present watch, if there is one, and starts the one that is told from now on what this rank does."""
+        if self._phase.watch is not None:
+            self._phase.watch.close("done")
+        self._phase.watch = watch = start()
+        watch.enter(self._phase.name, self._phase.step, self._phase.order)
+
+    def pulse(self, **figures: Any) -> None:
+        """A sign of life within a phase; `figures` as in `Watch.pulse`. Microseconds."""
+        if self._phase.watch is not None:
+            self._phase.watch.pulse(**figures)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
@@ -124,10 +141,12 @@ class World:
                 behind.append(f"rank {rank} (still in phase {phase}, step {step})")
         return "; ".join(behind) if behind else "none: every rank reached this phase"
 
-    def abort(self, code: int = 1) -> None:
-        """Ends every rank of the job with a non-zero exit, at once."""
+    def abort(self, code: int = 1, detail: str = "", timed_out: bool = False) -> None:
+        """Ends every rank of the job with a non-zero exit, at once; after a timeout, when all stacks are written."""
         sys.stdout.flush()
         sys.stderr.flush()
+        if self._phase.watch is not None:
+            self._phase.watch.close("timeout" if timed_out else "failed", detail)
         self.comm.Abort(code)
 
     def leave(self, code: int) -> NoReturn:
@@ -149,6 +168,8 @@ class World:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
         dist.barrier()
         dist.destroy_process_group()
+        if self._phase.watch is not None:
+            self._phase.watch.close("done")
 
 
 def _start_mpi() -> MPI.Comm:

@@ -156,16 +156,20 @@ class IdleWindow:
         unit: Unit | None = None,
         samples: Callable[[], int] | None = None,
         on_span: SpanSink | None = None,
+        on_look: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         wall: Callable[[], float] = wall_seconds,
         poll_seconds: float = 0.002,
         silent_seconds: float = 600.0,
     ):
-        """`samples` counts the sequences there are to train on; ranks silent for `silent_seconds` end the job."""
+        """`samples` counts the sequences there are to train on; ranks silent for `silent_seconds` end the job.
+
+        `on_look` is told the state at every look: a sign of life.
+        """
         self.coordinator, self.policy = coordinator, policy
         self.disabled_reason: str | None = None
         self._clock, self._unit = clock or MonotonicClock(), unit or Unit()
-        self._samples, self._on_span = samples, on_span
+        self._samples, self._on_span, self._on_look = samples, on_span, on_look
         self._sleep, self._wall = sleep, wall
         self._poll, self._silent = poll_seconds, silent_seconds
         self._micro_step: float | None = None
@@ -219,6 +223,8 @@ class IdleWindow:
 
     def _look(self, tally: _Tally) -> Action:
         """What the unit does next. Collective among the unit."""
+        if self._on_look is not None and self._tracker is not None:
+            self._on_look(self._tracker.state.name)
         self.coordinator.all_done()  # polls, too
         self.coordinator.check_alive(self._silent)
         proposal = Action.WAIT

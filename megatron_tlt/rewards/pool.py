@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -30,9 +30,12 @@ _log = logging.getLogger(__name__)
 class RewardPool:
     """The reward functions of a run on this rank. Use from one thread; close it."""
 
-    def __init__(self, section: RewardSection):
-        """Checks the users' functions by importing them here. Raises RewardError naming what is wrong."""
-        self._section = section
+    def __init__(self, section: RewardSection, on_verdict: Callable[[], None] = lambda: None):
+        """Checks the users' functions by importing them here. Raises RewardError naming what is wrong.
+
+        `on_verdict` is called after every verdict: a sign of life.
+        """
+        self._section, self._on_verdict = section, on_verdict
         self._workers: list[WorkerProcess] = []
         self._inline: list[NamedScorer] | None = None
         check_user_functions(section)
@@ -81,7 +84,9 @@ class RewardPool:
     def _judge_here(self, prompt: Prompt, sample: Sample) -> RewardResult:
         if self._inline is None:
             self._inline = build_scorers(self._section)
-        return judge(self._inline, self._section.failure_value, prompt, sample)
+        verdict = judge(self._inline, self._section.failure_value, prompt, sample)
+        self._on_verdict()
+        return verdict
 
     def _score_in_workers(self, jobs: list[Job]) -> dict[int, RewardResult]:
         if not jobs:
@@ -130,6 +135,7 @@ class RewardPool:
                 verdicts[worker.jobs[0][0]] = worker.connection.recv()
                 del worker.jobs[0]
                 worker.since = time.monotonic()
+                self._on_verdict()
         except (EOFError, ConnectionError):
             return False
         return True

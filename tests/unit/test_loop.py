@@ -37,6 +37,9 @@ class OneRank:
     def enter(self, name: str, step: int) -> None:
         """No board."""
 
+    def pulse(self, **_: Any) -> None:
+        """Nobody watches."""
+
     def barrier(self) -> None:
         """Nobody else."""
 

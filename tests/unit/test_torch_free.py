@@ -33,6 +33,9 @@ TORCH_FREE = [
     "megatron_tlt.idle.coordinator",
     "megatron_tlt.idle.window",
     "megatron_tlt.sim",
+    "megatron_tlt.watch.watch",
+    "megatron_tlt.watch.sidecar",
+    "megatron_tlt.cli_status",
 ]
 
 SCRIPT = """

@@ -24,7 +24,7 @@ from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
 CONFIG = FAMILIES["qwen2"]  # tied embeddings or not: `lookup_tables` gives both tables
-WORLD = SimpleNamespace(rank=0, size=1)
+WORLD = SimpleNamespace(rank=0, size=1, pulse=lambda **_: None)
 PROMPTS = [Prompt(0, "q", (1, 2), "?")]
 
 
@@ -128,6 +128,18 @@ def test_a_step_trains_merges_and_pushes_both(monkeypatch):
     for version in (0, 1):  # each version's own tables, not the last push's
         kept = upkeep.trainer.tables.get(version)
         assert torch.equal(kept[0], embed + version) and torch.equal(kept[1], head + version)
+
+
+def test_progress_is_a_sign_of_life_with_figures():
+    told = []
+    world = SimpleNamespace(rank=0, size=1, pulse=lambda **figures: told.append(figures))
+    window = IdleWindow(SoloCoordinator(), IdlePolicy())
+    upkeep = DrafterUpkeep(world, Backend(), BucketedSync(SyncSection(), Backend(), WORLD), window)
+    with upkeep.rollout() as progress:
+        progress(2, 1, 10)
+    (figures,) = told
+    left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
+    assert figures == {"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}
 
 
 def test_nobody_trained_nothing_is_pushed(monkeypatch):

@@ -97,6 +97,15 @@ def stepper(clock, tokens=100.0, calls=None):
     return step_fn
 
 
+def test_every_look_is_a_sign_of_life_with_the_state(clock):
+    coordinator = FakeCoordinator(clock, over_at=10.12, knows_tail=False)
+    told = []
+    window = make(coordinator, clock, on_look=told.append)
+    window.begin()
+    window.run(stepper(clock))
+    assert told == ["IDLE", "TRAINING", "TRAINING", "TRAINING"]
+
+
 def test_it_trains_until_the_last_is_done_and_no_step_longer(clock):
     coordinator = FakeCoordinator(clock, over_at=13.02, knows_tail=False)
     window = make(coordinator, clock)

@@ -56,6 +56,16 @@ def test_values_come_back_in_order(workers: int) -> None:
         assert verdicts(pool, []) == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_verdict_is_a_sign_of_life(workers: int) -> None:
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    seen: list[float] = []
+    section = RewardSection(functions=(function,), workers=workers, timeout_s=1.0)
+    with RewardPool(section, on_verdict=lambda: seen.append(1.0)) as pool:
+        verdicts(pool, ["1", "2", "3"], ["4"])
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_kind_of_failure_costs_one_sample(workers: int) -> None:
     with pool_of(workers) as pool:

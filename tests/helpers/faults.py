@@ -1,0 +1,45 @@
+"""Runs of `megatron-tlt train` in which something happens to one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+
+WORKER = "tests/integration/workers/train_fault.py"
+
+
+def train_with_fault(
+    config: Path, run_dir: Path, fault: dict, *overrides: str, launcher: tuple[str, ...] = ()
+):
+    """Two ranks; `fault` as in the worker's `Fault`. `launcher` are options of mpiexec."""
+    arguments = [json.dumps(fault), "train", str(config), f"train.run_dir={run_dir}", *overrides]
+    if not launcher:
+        return run_ranks(2, WORKER, *arguments, check=False, timeout=290)
+    command = [str(MPIEXEC), *launcher, "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER)]
+    return subprocess.run(
+        [*command, *arguments],
+        env=rank_environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=290,
+    )
+
+
+def train(config: Path, run_dir: Path, *overrides: str) -> str:
+    """Two ranks, undisturbed; what they said."""
+    return run_ranks(
+        2, ["-m", "megatron_tlt"], "train", str(config), f"train.run_dir={run_dir}", *overrides
+    ).stdout
+
+
+def sleeps(prompt: str, answer: str | None, response: str, metadata: dict) -> float:
+    """A reward function that never returns."""
+    while True:
+        time.sleep(60)

@@ -1,0 +1,227 @@
+"""A rank that dies is named, a job that hangs ends with all stacks, and the next start goes on as if nothing was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.helpers.faults import WORKER, train, train_with_fault
+from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment
+from tests.helpers.runs import checkpoint_tensors, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+STEPS = 14
+# Rank 0 too: it holds the store and the board.
+KILLS = [
+    (1, "rollout", 1),
+    (0, "idle", 2),
+    (1, "score", 3),
+    (0, "exchange", 4),
+    (1, "logprobs", 5),
+    (0, "update", 6),
+    (1, "merge", 7),
+    (0, "push", 8),
+    (1, "checkpoint", 10),
+    (0, "eval", 12),
+]
+
+
+def status(run_dir, *options):
+    command = [sys.executable, "-m", "megatron_tlt", "status", str(run_dir), *options]
+    return subprocess.run(
+        command, env=rank_environment(), capture_output=True, text=True, cwd=ROOT, timeout=200
+    )
+
+
+def assert_same_weights(left, right):
+    name = f"checkpoints/step-{STEPS:06d}"
+    a, b = checkpoint_tensors(left / name), checkpoint_tensors(right / name)
+    assert a.keys() == b.keys() and any("exp_avg" in name for name in a)
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run."""
+    folder = tmp_path_factory.mktemp("watchdog")
+    config = write_config(
+        folder,
+        train={"num_steps": STEPS},
+        watchdog={"heartbeat_s": 0.25, "hang_s": 120, "slow_min_s": 600},
+        distributed={"timeout_s": 300},
+    )
+    said = train(config, folder / "run")
+    assert "WARNING" not in said
+    return folder
+
+
+def test_a_run_that_ends_well_leaves_a_finished_status(whole):
+    seen = status(whole / "run", "--json")
+    told = json.loads(seen.stdout)
+    assert (seen.returncode, told["condition"], told["verdict"]) == (0, "finished", None)
+    assert sorted((r["rank"], r["condition"], r["step"]) for r in told["ranks"]) == [
+        (0, "done", STEPS),
+        (1, "done", STEPS),
+    ]
+    for folder, mode in (("status", 0o700), ("stacks", 0o700)):
+        assert (whole / "run" / folder).stat().st_mode & 0o777 == mode
+        for file in (whole / "run" / folder).iterdir():
+            assert file.stat().st_mode & 0o777 == 0o600, file
+
+
+def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninterrupted_one(whole):
+    """Each start goes on from where the one before was killed."""
+    run_dir, config = whole / "killed", whole / "tiny.yaml"
+    for rank, phase, step in KILLS:
+        fault = {"rank": rank, "phase": phase, "step": step, "kind": "SIGKILL"}
+        done = train_with_fault(config, run_dir, fault)
+        assert done.returncode != 0, fault
+        told = [
+            line for line in done.stdout.splitlines() if " (host " in line and "last sign of life" in line
+        ]
+        assert len(told) == 1, (fault, done.stdout[-3000:])
+        assert told[0].startswith(f"megatron-tlt: rank {rank} (host "), (fault, told)
+        assert f", in phase {phase}, step {step}; last sign of life" in told[0], (fault, told)
+        seen = json.loads(status(run_dir, "--json").stdout)
+        worst = seen["ranks"][0]
+        assert (seen["condition"], worst["rank"], worst["condition"]) == ("crashed", rank, "killed"), seen
+        assert (worst["phase"], worst["step"]) == (phase, step)
+    assert "resumed after step" in train(config, run_dir)
+    assert_same_weights(whole / "run", run_dir)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "phase", "frame"),
+    [
+        ("SIGSTOP", 1, "rollout", "in happen"),
+        ("spin", 0, "update", "in happen"),
+        ("regex", 1, "score", "in match"),  # holds the GIL: no thread of the rank could notice
+        ("gil", 0, "exchange", "in happen"),
+        ("mpi", 1, "merge", "in happen"),  # inside MPI
+    ],
+)
+def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, phase, frame):
+    run_dir = whole / f"hangs-{kind}"
+    started = time.monotonic()
+    fault = {"rank": rank, "phase": phase, "step": 1, "kind": kind}
+    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=20")
+    assert done.returncode != 0
+    assert time.monotonic() - started < 280
+    said = [line for line in done.stdout.splitlines() if "the job hangs: " in line]
+    assert len(said) == 1 and f"rank {rank} (host " in said[0] and f"in phase {phase}, step 1" in said[0], (
+        done.stdout
+    )
+    assert "the stacks of all 2 ranks are in" in said[0] and "none came" not in said[0]
+    stacks = [(run_dir / f"stacks/rank-{n}.txt").read_text() for n in range(2)]
+    assert all("most recent call first" in text and "loop.py" in text for text in stacks)
+    assert frame in stacks[rank]
+    seen = status(run_dir)
+    assert seen.returncode == 1 and f"{run_dir}: hung" in seen.stdout
+    table = seen.stdout[seen.stdout.index("rank  host") :].splitlines()
+    rows = [row.split() for row in table[1:3]]
+    assert [str(rank), "hung", phase] in [[row[0], row[2], row[3]] for row in rows], table
+
+
+def test_a_reward_function_that_sleeps_for_ever_costs_its_samples_and_is_no_hang(whole):
+    options = [
+        "rewards.functions=[{name: python, path: 'tests.helpers.faults:sleeps'}]",
+        "rewards.timeout_s=2",
+    ]
+    options += [
+        "eval.every=0",
+        "train.num_steps=1",
+        "train.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+    ]
+    said = train(whole / "tiny.yaml", whole / "sleeps", *options)
+    assert "2 of 2 rewards failed; one of them: no verdict within 2 s" in said
+    assert json.loads(status(whole / "sleeps", "--json").stdout)["condition"] == "finished"
+
+
+def test_a_collective_that_times_out_leaves_the_stacks_of_all_ranks(whole):
+    """The collective's own timeout comes first here; hangs are not looked for."""
+    run_dir = whole / "times-out"
+    fault = {"rank": 1, "phase": "update", "step": 1, "kind": "spin"}
+    done = train_with_fault(
+        whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=0", "distributed.timeout_s=10"
+    )
+    assert done.returncode != 0
+    assert "not arrived: none" in done.stdout or "rank 1 (still in phase update, step 1)" in done.stdout
+    assert "the stacks of all 2 ranks are in" in done.stdout, done.stdout
+    assert "in happen" in (run_dir / "stacks/rank-1.txt").read_text()
+
+
+def test_a_rank_that_leaves_without_a_word_is_told_from_one_that_was_killed(whole):
+    fault = {"rank": 1, "phase": "update", "step": 1, "kind": "exit"}
+    done = train_with_fault(whole / "tiny.yaml", whole / "leaves", fault)
+    assert done.returncode != 0
+    told = [line for line in done.stdout.splitlines() if line.startswith("megatron-tlt: rank 1 (host ")]
+    assert len(told) == 1 and "in phase update, step 1" in told[0], done.stdout
+    assert (
+        "left with exit code 3" in told[0] or "died without a word" in told[0]
+    )  # where the launcher was faster
+
+
+def test_where_the_launcher_lets_the_others_live_their_watchdogs_end_them(whole):
+    """As srun without --kill-on-bad-exit does: the others would wait until the collective times out."""
+    fault = {"rank": 1, "phase": "update", "step": 1, "kind": "SIGKILL"}
+    started = time.monotonic()
+    done = train_with_fault(
+        whole / "tiny.yaml", whole / "survivors", fault, launcher=("-disable-auto-cleanup",)
+    )
+    assert done.returncode != 0 and time.monotonic() - started < 280
+    assert "megatron-tlt: rank 1 (host " in done.stdout
+
+
+def test_a_slow_phase_is_warned_of_with_its_rank(whole):
+    fault = {"rank": 1, "phase": "rollout", "step": 8, "kind": "slow"}
+    options = ("watchdog.slow_min_s=1.5", f"train.num_steps={STEPS}", "checkpoint.every=0")
+    done = train_with_fault(whole / "tiny.yaml", whole / "slow", fault, *options)
+    assert done.returncode == 0, done.stdout
+    told = [line for line in done.stdout.splitlines() if "slow: phase rollout, step 8: rank 1 (host " in line]
+    assert told and "rank 0/2" in told[0] and "were expected" in told[0], done.stdout
+
+
+def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
+    """By the command, and by a storm of signals into computing, MPI, gloo and sleeping ranks."""
+    run_dir = whole / "asked"
+    fault = {"rank": 0, "phase": "never", "step": 0, "kind": "spin"}
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER), json.dumps(fault)]
+    command += ["train", str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
+    env = rank_environment()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=env, cwd=ROOT, **pipes) as job:
+        while job.poll() is None and not (run_dir / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if "train" in p.cmdline()]
+        asked = status(run_dir, "--stacks")
+        for _ in range(20):
+            for process in ranks:
+                if job.poll() is None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    stormed = signal_if_watched(run_dir, process.pid)
+            time.sleep(0.03)
+        output, _ = job.communicate(timeout=280)
+    assert job.returncode == 0, output
+    assert "stacks of 2 of 2 running ranks are in" in asked.stderr, asked.stderr
+    assert stormed is not None
+    for rank in range(2):
+        text = (run_dir / f"stacks/rank-{rank}.txt").read_text()
+        assert "asked by an operator" in text and "most recent call first" in text
+    assert_same_weights(whole / "run", run_dir)
+
+
+def signal_if_watched(run_dir, pid):
+    """SIGQUIT, but not to a rank that has ended its watch: it would die of it as any process does."""
+    for file in (run_dir / "status").glob("rank-*.json"):
+        beat = json.loads(file.read_text())
+        if beat["pid"] == pid and beat["outcome"] == "running" and beat["step"] < STEPS - 2:
+            os.kill(pid, signal.SIGQUIT)
+    return pid

@@ -1,0 +1,64 @@
+"""`megatron-tlt train` with a fault on one rank. argv: a JSON object (see `Fault`), then the command's arguments."""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_tlt import cli, loop
+
+
+@dataclass
+class Fault:
+    """What happens to `rank` when it is in `phase` of `step`."""
+
+    rank: int
+    phase: str
+    step: int
+    kind: str
+
+    def happen(self, world: Any) -> None:
+        """Does not return, but for SIGSTOP once somebody sends SIGCONT."""
+        if self.kind.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[self.kind])
+        elif self.kind == "exit":
+            os._exit(3)
+        elif self.kind == "spin":
+            while True:
+                pass
+        elif self.kind == "regex":  # holds the GIL for ever
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        elif self.kind == "gil":
+            while True:
+                ctypes.PyDLL(None).sleep(600)
+        elif self.kind == "mpi":
+            world.comm.recv(source=world.rank, tag=77)
+        elif self.kind == "slow":
+            time.sleep(15)
+        else:
+            raise ValueError(self.kind)
+
+
+def inject(fault: Fault) -> None:
+    """From now on the fault waits to happen."""
+    plain = loop.RLTrainer._phase
+
+    @contextmanager
+    def phase(self: Any, name: str) -> Iterator[None]:
+        with plain(self, name):
+            if (self.world.rank, name, self.progress.step) == (fault.rank, fault.phase, fault.step):
+                fault.happen(self.world)
+            yield
+
+    loop.RLTrainer._phase = phase
+
+
+inject(Fault(**json.loads(sys.argv[1])))
+sys.exit(cli.main(sys.argv[2:]))
