@@ -22,7 +22,8 @@ class RolloutSection(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """CPU kernels: the native C decoder or PyTorch. auto: native on CPU when a C compiler is there."""
+    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is there; on CUDA
+    PyTorch with Triton's paged attention."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
