@@ -14,6 +14,9 @@ import torch
 from megatron_tlt.models.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
+from megatron_tlt.models.eagle_base import EagleInput
+from megatron_tlt.models.eagle_static import StaticPairPlan
+from megatron_tlt.models.eagle_torch import PairPlan
 from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.paged import PagedPlan, _splits
@@ -130,13 +133,30 @@ def test_static_batches_equal_gathered_attention(run, tree):
 
 
 @runs()
-def test_half_precision_is_as_exact_as_gathered_attention(run):
-    """Both are within bf16's rounding of the exact result."""
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_see_nothing_before_the_first_visible_position(run, splits):
+    """As the drafter's window wants it; a single row always sees itself."""
+    batch, visible = ragged([(150, 1), (63, 5), (40, 1), (9, 30)], 16), torch.tensor([71, 30, 40, 9])
+    q, keys, values = cache_and_queries(37, 4, 2, 16, 64 * 16)
+    want = PairPlan(EagleInput(batch, q, visible.to(DEVICE)), 16).attend(q, keys, values)
+    plan = PagedPlan(run_of(run), batch, 16, (2, 2), first_visible=visible.to(DEVICE), splits=splits)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+    single, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
+    q = q[:3]
+    want = StaticPairPlan(single, visible, 16, 2).attend(q, keys, values)
+    plan = PagedPlan(run_of(run), single, 16, (2, 2), 1, visible, splits)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+@runs()
+def test_half_precision_stays_within_its_rounding(run):
+    """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
     batch = ragged([(200, 1), (90, 3)], 16)
-    q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, torch.bfloat16)
+    q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
     exact = AttentionPlan(batch, 16).attend(q.float(), keys.float(), values.float())
     got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
-    assert got.dtype == torch.bfloat16
+    assert got.dtype == dtype
     torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)
 
 
