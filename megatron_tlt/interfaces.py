@@ -97,6 +97,12 @@ class RolloutBackend(Protocol):
         called now and then. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
         """
 
+    def release(self) -> None:
+        """Gives the KV cache's memory back until `resume`; no answer changes. A second call does nothing."""
+
+    def resume(self) -> None:
+        """Takes it again; `generate` does so by itself."""
+
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int [B]. Mutates nothing."""
 
