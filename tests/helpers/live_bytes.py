@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -16,7 +17,6 @@ class LiveBytes:
 
     end: int = 0
     peak: int = 0
-    steps: list[int] = field(default_factory=list)  # every allocation and release, in order
 
 
 @contextmanager
@@ -26,9 +26,8 @@ def live_bytes() -> Iterator[LiveBytes]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         torch.zeros(1)
         yield counted
-    results = recorded.profiler.kineto_results
-    memory = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU]
+    events = recorded.profiler.kineto_results.events()
+    memory = [e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
     for event in sorted(memory, key=lambda e: e.start_ns()):
-        counted.steps.append(event.nbytes())
         counted.end += event.nbytes()
         counted.peak = max(counted.peak, counted.end)
