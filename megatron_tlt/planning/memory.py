@@ -36,6 +36,8 @@ MIB = 2**20
 RUNTIME_BYTES: dict[Device, int] = {"cuda": 2 * GIB, "cpu": GIB // 2}
 
 
+_VERIFY_ROWS = 512  # of `rollout.graph_pool.PoolSizes`
+
 Phase = Literal["rollout", "update", "push"]
 PHASES: tuple[Phase, ...] = ("rollout", "update", "push")
 
@@ -181,16 +183,24 @@ def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
 
 
 def rollout_step_bytes(config: Config, shape: ModelShape) -> int:
-    """Temporaries of the largest forward, T = max_batched_tokens rows of it, and of drawing a token for each request.
+    """Temporaries of the largest forward, or of drawing a token for each request, whichever is more.
 
-    Of a row the residual stream and its norm, queries, keys and values, and the MLP's three products; of a drawn row
-    its logits and four more of their size in fp32 (the sampler's).
+    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products; of a
+    drawn row its logits, noise and ranks, eight times V in fp32.
     """
     rollout = config.rollout
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    row = 3 * shape.hidden_size + (heads + 3 * shape.intermediate_size) // rollout.tp
-    drawn = rollout.max_running_requests * shape.vocab_size * 5 * 4
-    return rollout.max_batched_tokens * row * element_bytes(rollout.dtype) + drawn
+    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
+    forward = rollout.max_batched_tokens * row * element_bytes(rollout.dtype)
+    return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
+
+
+def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Output buffers of captured graphs (`rollout.graph_pool`), where there are any; not the graphs themselves."""
+    rollout = config.rollout
+    if device != "cuda" or not rollout.cuda_graphs or rollout.tp > 1 or rollout.numerics != "default":
+        return 0
+    rows = max(rollout.max_running_requests, _VERIFY_ROWS)
+    return rows * (4 * shape.vocab_size + element_bytes(rollout.dtype) * shape.hidden_size)
 
 
 def estimate_memory(
@@ -222,7 +232,7 @@ def _only(config: Config, device: Device) -> dict[str, Phase]:
     """Parts that are there in one phase only."""
     only: dict[str, Phase] = {"activations": "update", "rollout step": "rollout", "push bucket": "push"}
     if config.rollout.release_cache:
-        only["KV cache"] = "rollout"
+        only |= {"KV cache": "rollout", "graph buffers": "rollout"}
     if config.actor.offload_optimizer:
         only["gradients"] = "update"
         if device == "cuda":  # on CPU the host is where it lies anyway
@@ -236,6 +246,7 @@ def _rollout_parts(config: Config, shape: ModelShape, count: int, device: Device
         "reference": reference,
         "engine weights": engine_bytes(config, shape, device),
         "rollout step": rollout_step_bytes(config, shape),
+        "graph buffers": graph_bytes(config, shape, device),
         "KV cache": kv_cache_bytes(config, shape, device),
         "drafters": speculation_bytes(config, shape),
         "drafter training": drafter_training_bytes(config, shape),

@@ -95,7 +95,7 @@ def rollout(folder: Path, config: ModelConfig, overrides: list[str]) -> dict[str
     with live_bytes() as built:
         backend = build_backend(section.rollout, section.model, load_weights=True)
     count = section.rollout.max_running_requests
-    prompts = [Prompt(i, str(i), tuple(range(i, i + 200))) for i in range(count)]
+    prompts = [Prompt(i, str(i), tuple(range(i, i + 200)), "") for i in range(count)]
     with live_bytes() as counted:
         backend.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), 1)
     estimate = estimate_memory(section, config, 1, "cpu")[0]
