@@ -185,8 +185,8 @@ def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
 def rollout_step_bytes(config: Config, shape: ModelShape) -> int:
     """Temporaries of the largest forward, or of drawing a token for each request, whichever is more.
 
-    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products; of a
-    drawn row its logits, noise and ranks, eight times V in fp32.
+    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products; of
+    a drawn row its logits, noise and ranks, eight times V in fp32.
     """
     rollout = config.rollout
     row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
