@@ -21,7 +21,8 @@ from megatron_tlt.models.paged import PagedPlan
 
 _FOLD = 64  # N
 
-# triton's decorator is untyped, and its functions take pointers where Python gives tensors.
+# triton's decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts
+# change from step to step, so they are not compiled in; an argument of 1 is a constant to triton all the same, without `.to`.
 jit: Any = triton.jit
 
 
@@ -30,18 +31,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     assert keys.is_contiguous() and values.is_contiguous(), "one layer's cache is one piece"
     q, (rows, heads, d), kv_heads = q.contiguous(), q.shape, keys.shape[1]
     out, splits = torch.empty_like(q), plan.splits
-    part, stats = out, out  # not written where the context is not split
+    part = tops = totals = out  # not written where the context is not split
     if splits > 1:
         part = torch.empty(splits, rows, heads, d, dtype=torch.float32, device=q.device)
-        stats = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=q.device)
+        tops, totals = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=q.device)
     low = plan.first if plan.low is None else plan.low
     sees = plan.starts if plan.sees is None else plan.sees
     padded = triton.next_power_of_2(d)
     _attend[(len(plan.tiles), kv_heads, splits)](
-        *(q, keys, values, out, part, stats, plan.tiles, plan.starts, plan.first, low),
-        *(plan.tables, plan.slots, sees, d**-0.5, rows),
-        TABLE=plan.tables.shape[1],
-        WIDTH=1 if plan.sees is None else plan.sees.shape[1],
+        *(q, keys, values, out, part, tops, totals, plan.tiles, plan.starts, plan.first, low),
+        *(plan.tables, plan.slots, sees, d**-0.5, rows, plan.tables.shape[1], sees.shape[-1]),
         HAS_LOW=plan.low is not None,
         IS_TREE=plan.sees is not None,
         G=heads // kv_heads,
@@ -54,7 +53,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
         SPLITS=splits,
     )
     if splits > 1:
-        _combine[(rows, heads)](part, stats, out, rows, HEADS=heads, D=d, D_PADDED=padded, SPLITS=splits)
+        _combine[(rows, heads)](
+            part, tops, totals, out, rows, HEADS=heads, D=d, D_PADDED=padded, SPLITS=splits
+        )
     return out
 
 
@@ -91,8 +92,8 @@ def _fold(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 @jit
 def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    q, keys, values, out, part, stats, tiles, starts, firsts, lows, tables, slots, sees, scale, num_rows,
-    TABLE: tl.constexpr, WIDTH: tl.constexpr, HAS_LOW: tl.constexpr, IS_TREE: tl.constexpr, G: tl.constexpr,
+    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, tables, slots, sees, scale,
+    num_rows, table_width, sees_width, HAS_LOW: tl.constexpr, IS_TREE: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, FOLDED: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +121,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     for p0 in range(begin, end, N):
         p = p0 + n
         is_key = (p < end) & (p >= low)
-        block = tl.load(tables + sequence * TABLE + p // PAGE, mask=is_key, other=0)
+        block = tl.load(tables + sequence * table_width + p // PAGE, mask=is_key, other=0)
         slot = block.to(tl.int64) * PAGE + p % PAGE
         seen = is_key[None, :] & is_row[:, None]
         top, total, mixed = _fold(query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV)
@@ -131,7 +132,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
             slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
             seen = is_key[None, :] & is_row[:, None]
             if IS_TREE:
-                among = sees + (sequence * WIDTH + row)[:, None] * WIDTH + j[None, :]
+                among = sees + (sequence * sees_width + row)[:, None] * sees_width + j[None, :]
                 seen = seen & (tl.load(among, mask=seen, other=0) != 0)
             else:
                 seen = seen & (j[None, :] <= row[:, None])
@@ -147,14 +148,15 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     else:
         here = split.to(tl.int64) * num_rows * HEADS + where
         tl.store(part + here[:, None] * D + at[None, :], mixed, mask=mask)
-        tl.store(stats + here, top, mask=is_row)
-        tl.store(stats + SPLITS * num_rows.to(tl.int64) * HEADS + here, total, mask=is_row)
+        tl.store(tops + here, top, mask=is_row)
+        tl.store(totals + here, total, mask=is_row)
 
 
 @jit
 def _combine(  # type: ignore[no-untyped-def]
     part,
-    stats,
+    tops,
+    totals,
     out,
     num_rows,
     HEADS: tl.constexpr,
@@ -166,8 +168,7 @@ def _combine(  # type: ignore[no-untyped-def]
     row, head = tl.program_id(0), tl.program_id(1)
     split, at = tl.arange(0, SPLITS), tl.arange(0, D_PADDED)
     here = (split.to(tl.int64) * num_rows + row) * HEADS + head
-    top = tl.load(stats + here)
-    total = tl.load(stats + SPLITS * num_rows.to(tl.int64) * HEADS + here)
+    top, total = tl.load(tops + here), tl.load(totals + here)
     weight = tl.exp(top - tl.max(top, 0))
     mixed = tl.load(part + here[:, None] * D + at[None, :], mask=(at < D)[None, :], other=0.0)
     found = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
