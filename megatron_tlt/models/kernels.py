@@ -21,8 +21,8 @@ from megatron_tlt.models.paged import PagedPlan
 
 _FOLD = 64  # N
 
-# The decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts change from
-# step to step, so they are not compiled in. An argument of 1 is a constant to triton all the same, and has no `.to`.
+# The decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts change
+# from step to step, so they are not compiled in. A number that is 1 is a constant to triton all the same (no `.to`).
 jit: Any = triton.jit
 
 
