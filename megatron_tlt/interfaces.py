@@ -53,6 +53,8 @@ class ModelShape(Protocol):
     """What placement and memory estimates need to know of an architecture."""
 
     @property
+    def family(self) -> str: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def hidden_size(self) -> int: ...
@@ -114,6 +116,12 @@ class RolloutBackend(Protocol):
         called now and then, at the same steps by all ranks of one engine; if it raises, all requests are dropped and
         the engine is idle again. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
         """
+
+    def release(self) -> None:
+        """Gives the KV cache's memory back until `resume`; no answer changes. A second call does nothing."""
+
+    def resume(self) -> None:
+        """Takes it again; `generate` does so by itself."""
 
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int [B]. Mutates nothing."""

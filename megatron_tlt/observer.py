@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.log import enter_phase
+from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.samples import SampleLog
@@ -33,6 +34,7 @@ class Observer:
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
+        self._peaks = PhasePeaks.of(world.device)
         self._metrics: MetricsLogger | None = None
         self._samples: SampleLog | None = None
         self._first_step = 0
@@ -52,11 +54,13 @@ class Observer:
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")
 
-    def span(self, name: str, step: int) -> AbstractContextManager[dict[str, Any]]:
-        """Times a phase; log lines and the display name it too."""
+    @contextmanager
+    def span(self, name: str, step: int) -> Iterator[dict[str, Any]]:
+        """Times a phase and measures its memory; log lines and the display name it too."""
         enter_phase(name, step)
         self._progress.phase(name, step)
-        return self._events.span(name, step)
+        with self._peaks.phase(name), self._events.span(name, step) as fields:
+            yield fields
 
     def state(self, name: str, started: float, seconds: float) -> None:
         """Notes the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
@@ -77,11 +81,12 @@ class Observer:
     ) -> None:
         """Everything one step says. Collective: the ranks' phase times and engine counters are gathered here.
 
-        `mine` are figures of this rank; logged is their sum over the ranks, their maximum if the name ends in _max, or
-        the mean of the ranks that have one if it ends in _mean.
+        `mine` are figures of this rank; logged is their sum over the ranks, their maximum if the name ends in _max or
+        _peak_mib, or the mean of the ranks that have one if it ends in _mean.
         """
         phases = self._events.end_step()
-        gathered = self._world.all_gather_object((phases, _counters(stats), dict(mine or {})))
+        figures = {**(mine or {}), **self._peaks.take()}
+        gathered = self._world.all_gather_object((phases, _counters(stats), figures))
         ranks = [(times, counters) for times, counters, _ in gathered]
         names = sorted({name for rank_phases, _ in ranks for name in rank_phases})
         times = {f"time/{name}": sum(p.get(name, 0.0) for p, _ in ranks) / len(ranks) for name in names}
@@ -167,11 +172,13 @@ class Observer:
 
 
 def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of all ranks as one: sums, but maxima of names that end in _max and means of those in _mean."""
+    """Figures of all ranks as one: sums, but maxima of names in _max and _peak_mib, and means of those in _mean."""
     names = sorted({name for figures in ranks for name in figures})
     values = {name: [figures[name] for figures in ranks if name in figures] for name in names}
     return {
-        name: max(of) if name.endswith("_max") else sum(of) / (len(of) if name.endswith("_mean") else 1)
+        name: max(of)
+        if name.endswith(("_max", "_peak_mib"))
+        else sum(of) / (len(of) if name.endswith("_mean") else 1)
         for name, of in values.items()
     }
 

@@ -98,7 +98,7 @@ def open_engine(setup: Setup, speculation: dict[str, Any]) -> EmbeddedBackend:
     rollout = RolloutSection.model_validate(
         {
             "dtype": setup.dtype,
-            "kernels": "torch",
+            "kernels": "auto" if setup.device.type == "cuda" else "torch",
             "max_running_requests": max(setup.batches),
             "kv_cache_mib": 2048 if setup.device.type == "cuda" else 64,
             "order": "arrival",

@@ -35,6 +35,7 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import MicroBatch, filler, pack, scatter
+from megatron_tlt.actor.offload import OptimizerParking
 from megatron_tlt.actor.optimizer import (
     StepResult,
     build_optimizer,
@@ -107,6 +108,9 @@ class MegatronPolicy:
         self.ddp = wrap_data_parallel(self.model.module, self.shards_optimizer)
         self.optimizer = build_optimizer(self.ddp, optimizer, actor, self.shards_optimizer)
         self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
+        self._parking = OptimizerParking(self.ddp, self.optimizer)
+        if actor.offload_optimizer:
+            self._parking.park()
 
     # ---- updates
 
@@ -127,17 +131,18 @@ class MegatronPolicy:
             old = [forward_logprobs(self.model, batches, batch.temperature) for batches in packed]
         results, sums = [], []
         lr = 0.0
-        for i, (batches, denominator) in enumerate(zip(packed, batch.denominators, strict=True)):
-            result, step_sums = self._optimizer_step(
-                batches,
-                old[i] if old else None,
-                reference[i] if reference else None,
-                denominator,
-                batch.temperature,
-            )
-            lr = self.learning_rate_of(self.optimizer_steps - 1)
-            results.append(result)
-            sums.append(step_sums)
+        with self._parking.fetched():
+            for i, (batches, denominator) in enumerate(zip(packed, batch.denominators, strict=True)):
+                result, step_sums = self._optimizer_step(
+                    batches,
+                    old[i] if old else None,
+                    reference[i] if reference else None,
+                    denominator,
+                    batch.temperature,
+                )
+                lr = self.learning_rate_of(self.optimizer_steps - 1)
+                results.append(result)
+                sums.append(step_sums)
         applied = any(result.applied for result in results)
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
@@ -237,8 +242,10 @@ class MegatronPolicy:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The last step's summed gradients, after clipping, as `named_weights` gives weights.
 
-        For tests and debugging. Needs a plain optimizer: the distributed one leaves each rank only its part.
+        For tests and debugging. Needs a plain optimizer: the distributed one leaves each rank only its part. With
+        `actor.offload_optimizer` there are none after the step.
         """
+        assert not self._parking.is_parked, "gradients are freed after every update (actor.offload_optimizer)"
         return named_tensors(self.model.module, self.config, self.groups, attrgetter("main_grad"))
 
     # ---- checkpoints
@@ -259,9 +266,10 @@ class MegatronPolicy:
             training=self._training_record(),
             extra=extra,
         )
-        return start_save(
-            self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
-        )
+        with self._parking.fetched():  # `start_save` copies before it returns
+            return start_save(
+                self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
+            )
 
     def save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> None:
         """`start_save`, and waits until the checkpoint is complete."""
@@ -275,7 +283,8 @@ class MegatronPolicy:
         """
         manifest = read_manifest(directory)
         check_fits(manifest, directory, self.config, self._training_record())
-        load_state(self.model.module, self.optimizer, self.groups, directory)
+        with self._parking.fetched():
+            load_state(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
         return manifest.extra
 

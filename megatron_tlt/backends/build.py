@@ -118,6 +118,7 @@ def build_backend(
         has_weights=load_weights,
         history=history,
         longest_first=rollout.order == "longest_first",
+        release_cache=rollout.release_cache,
     )
 
 

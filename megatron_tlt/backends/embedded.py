@@ -49,12 +49,17 @@ class EmbeddedBackend:
         has_weights: bool = True,
         history: AnswerHistory | None = None,
         longest_first: bool = False,
+        release_cache: bool = False,
     ):
         """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped.
 
         Without weights the engine refuses to answer until a push has arrived. `history` keeps earlier answers;
-        `longest_first` starts prompts whose earlier answers were long before the others.
+        `longest_first` starts prompts whose earlier answers were long before the others. `release_cache` gives the
+        cache's memory back whenever no rollout runs.
         """
+        self._release_cache = release_cache
+        if release_cache:
+            engine.release()
         self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
         self._shapes = dict(parameter_shapes)
@@ -121,6 +126,7 @@ class EmbeddedBackend:
             if on_answer is not None:
                 on_answer(samples[-1])
 
+        self.resume()
         done = False
         try:
             for prompt in self._ordered(prompts):
@@ -139,8 +145,18 @@ class EmbeddedBackend:
                 engine.abort_all()
             if engine.speculator is not None:
                 engine.speculator.end_generate()
+            if self._release_cache:
+                self.release()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def release(self) -> None:
+        """Gives the memory of KV cache, hidden states and graphs back until `resume`. A second call does nothing."""
+        self.engine.release()
+
+    def resume(self) -> None:
+        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it."""
+        self.engine.resume()
 
     def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """As they start; the order cannot change an answer (docs/numerics.md)."""

@@ -28,6 +28,9 @@ class ActorSection(Section):
     """Activation recompute: selective redoes core attention only, full redoes whole layers."""
     distributed_optimizer: Literal["auto", "on", "off"] = "auto"
     """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA, off on CPU."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in (pinned) host memory, and no gradient buffers at all, except while the policy is updated
+    or saved. Changes no bit of the result."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
 

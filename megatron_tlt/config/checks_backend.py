@@ -82,6 +82,9 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
     if section.speculation != "none" and rollout.min_p > 0:
         allowed = "must be 0 with rollout.trtllm.speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
+    if rollout.release_cache:
+        allowed = "must be false with rollout.backend: trtllm: use rollout.trtllm.sleep"
+        yield ConfigProblem("rollout.release_cache", True, allowed)
     if rollout.kernels != "auto":
         allowed = "must be 'auto' with rollout.backend: trtllm, which has kernels of its own"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)

@@ -22,7 +22,8 @@ class RolloutSection(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """CPU kernels: the native C decoder or PyTorch. auto: native on CPU when a C compiler is there."""
+    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is there; on
+    CUDA PyTorch with Triton's paged attention."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
@@ -43,6 +44,9 @@ class RolloutSection(Section):
     """Tokens in one KV-cache block."""
     kv_cache_mib: PositiveInt | None = None
     """KV-cache memory of one rank; default: on CPU what max_running_requests need, on CUDA what is free."""
+    release_cache: bool = False
+    """Give the memory of the KV cache, and of graphs, back whenever no rollout runs (embedded engine; answers stay the
+    same, and graphs are captured again in every rollout). For TensorRT-LLM: rollout.trtllm.sleep."""
     max_running_requests: PositiveInt = 256
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048

@@ -32,6 +32,17 @@ class KVCache:
         """Memory in bytes."""
         return self.data.nbytes
 
+    def release(self) -> None:
+        """Gives the memory back until `take`; what is cached is lost. Mutates."""
+        self.data = self.data.new_empty(0)
+
+    def take(self, fresh: KVCache) -> None:
+        """Goes on with the memory of `fresh`, a cache of the same size from the same decoder. Whoever keeps the old
+        address must be told. Mutates.
+        """
+        assert (fresh.num_blocks, fresh.block_size) == (self.num_blocks, self.block_size)
+        self.data = fresh.data
+
 
 class Decoder(Protocol):
     """A rollout decoder: weights in, ragged batches through, logits out. Not thread-safe."""

@@ -24,6 +24,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.invariant import CHUNK, TILE, TilePlan, by_tiles, check_rows_alike, rowwise, tiles
 from megatron_tlt.models.layers import gated_silu, rms_norm, rope_table, rotate
+from megatron_tlt.models.paged import PagedPlan, PagedRun
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -43,9 +44,11 @@ class TorchDecoder:
         dtype: torch.dtype = torch.float32,
         tp: TensorParallel | None = None,
         invariant: bool = False,
+        paged: PagedRun | None = None,
     ):
+        """`paged` reads the cache where it lies (`paged.py`); without it every step gathers what it attends to."""
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.invariant = invariant
+        self.invariant, self.paged = invariant, paged
         self._checked = False  # whether this machine was seen to compute rows alike
         self._tp = tp
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
@@ -145,7 +148,7 @@ class TorchDecoder:
         if self.invariant:
             final = self._forward_tiles(batch, kv)
         else:
-            plan = AttentionPlan(batch, kv.block_size)
+            plan = self._plan(batch, kv.block_size)
             final = self._layers_forward(
                 batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
             )
@@ -174,7 +177,7 @@ class TorchDecoder:
                 "invariant numerics have no static forward: their calls depend on context lengths"
             )
         self._require_weights()
-        plan = StaticPlan(batch, kv.block_size, rows_each, self._shard.heads // self._shard.kv_heads)
+        plan = self._plan(batch, kv.block_size, rows_each)
         final = self._layers_forward(
             batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
         )
@@ -189,6 +192,16 @@ class TorchDecoder:
             into.logits.copy_(logits)
         into.hidden.copy_(hidden)
         return into
+
+    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
+        """How the batch attends; with `rows_each` it is one of `forward_static`."""
+        kv_heads = self._shard.kv_heads
+        heads = (kv_heads, self._shard.heads // kv_heads)
+        if self.paged is not None:
+            return PagedPlan(self.paged, batch, block_size, heads, rows_each)
+        if rows_each is None:
+            return AttentionPlan(batch, block_size)
+        return StaticPlan(batch, block_size, rows_each, heads[1])
 
     def _require_weights(self) -> None:
         if not self._ledger.complete:

@@ -110,8 +110,7 @@ class StaticDraft:
         tables, first = self._tables[:batch, :blocks], self._first[:batch]
         rows = torch.arange(batch + 1, dtype=torch.int32, device=tables.device)
         fed = DecoderInput.of([token, position, slot, rows, position + 1, tables, rows[:batch]])
-        heads = eagle.model.heads // eagle.model.kv_heads
-        plan = StaticPairPlan(fed, first, self.kv.block_size, heads)
+        plan = eagle.static_plan(fed, first, self.kv.block_size)
         model, rope = eagle.model, eagle.model.rope(position)
         x = model.join(eagle.embed[token], self._hidden[0, :batch])
         cache[0][slot], cache[1][slot] = model.keys_values(x, rope)

@@ -15,14 +15,15 @@ from torch.nn.functional import linear
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.attention import AttentionPlan, paged_attention
+from megatron_tlt.models.attention import AttentionPlan, Plan, paged_attention
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.eagle_base import DraftParams, DraftRecorder, DraftRows, EagleInput, gaps_of
-from megatron_tlt.models.eagle_static import CANDIDATES, RunStep, StaticDraft
+from megatron_tlt.models.eagle_static import CANDIDATES, RunStep, StaticDraft, StaticPairPlan
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.keyed_noise import key_tensor, perturbed, row_keys
+from megatron_tlt.models.paged import PagedPlan
 
 
 class PairPlan(AttentionPlan):
@@ -104,10 +105,25 @@ class TorchEagle:
         rope = model.rope(positions, int(batch.context_lens.max()))
         x = model.join(self.embed[batch.token_ids.long()], inputs.hidden)
         kv.data[0][slots], kv.data[1][slots] = model.keys_values(x, rope)
-        plan = PairPlan(inputs, kv.block_size)
+        plan = self._plan(inputs, kv.block_size)
         attended = paged_attention(model.queries(x, rope), kv.data[0], kv.data[1], plan)
         hidden = model.finish(x, attended)[batch.logit_rows.long()]
         return DecoderOutput(self.logits(hidden), hidden)
+
+    def _plan(self, inputs: EagleInput, block_size: int) -> Plan:
+        paged, kv_heads = self._policy.paged, self.model.kv_heads
+        if paged is None:
+            return PairPlan(inputs, block_size)
+        heads = (kv_heads, self.model.heads // kv_heads)
+        return PagedPlan(paged, inputs.batch, block_size, heads, first_visible=inputs.first_visible)
+
+    def static_plan(self, batch: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
+        """How one row each of some chains attends, captured or not; nothing comes to the host."""
+        paged, kv_heads = self._policy.paged, self.model.kv_heads
+        group = self.model.heads // kv_heads
+        if paged is None:
+            return StaticPairPlan(batch, first_visible, block_size, group)
+        return PagedPlan(paged, batch, block_size, (kv_heads, group), 1, first_visible)
 
     @torch.inference_mode()
     def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:

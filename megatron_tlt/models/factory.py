@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from typing import Literal
 
 import torch
@@ -13,6 +15,9 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.eagle_base import EagleDecoder
 from megatron_tlt.models.native_build import find_compiler
+from megatron_tlt.models.paged import PagedRun
+
+_log = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "native", "torch"]
 Numerics = Literal["default", "invariant"]
@@ -29,7 +34,8 @@ def build_decoder(
 ) -> Decoder:
     """An empty decoder; load weights next. Its `.kind` tells which one was chosen.
 
-    "auto" is the native one on CPU when there is a C compiler, else PyTorch. `threads` is used by the native
+    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's paged
+    attention, which "torch" leaves out. `threads` is used by the native
     decoder only. "invariant" numerics: a row's bits do not depend on its batch (the native decoder always computes
     so). Raises ConfigError for a choice that does not exist or cannot run on `device`,
     BackendError when "native" is asked for and cannot be built.
@@ -46,7 +52,23 @@ def build_decoder(
         from megatron_tlt.models.native import NativeDecoder
 
         return NativeDecoder(config, dtype, threads, tp)
-    return TorchDecoder(config, device, dtype, tp, invariant=numerics == "invariant")
+    is_invariant = numerics == "invariant"
+    paged = None if is_invariant else _paged(kernels, device)
+    return TorchDecoder(config, device, dtype, tp, is_invariant, paged)
+
+
+def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
+    """Attention that reads the cache where it lies; None: every step gathers what it attends to."""
+    if kernels != "auto" or device.type != "cuda":
+        return None
+    if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch bring it on Linux
+        _log.warning(
+            "no triton here: attention gathers keys and values at every step, which costs memory and time"
+        )
+        return None
+    from megatron_tlt.models.kernels import attend
+
+    return attend
 
 
 def build_eagle(policy: Decoder, threads: int = 1, tp: TensorParallel | None = None) -> EagleDecoder:

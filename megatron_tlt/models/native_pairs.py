@@ -81,11 +81,11 @@ class NativePairs:
             raise BackendError(
                 f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {cached} slots"
             )
-        self._eagle, self._pages, self._kv, self._rows = eagle, pages, kv.data, rows
+        self._eagle, self._rows = eagle, rows
         self._lib, self._slots = _functions(), slots
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
         self._call = _Pairs(slots=slots, window=window, **sizes)
-        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
+        self.point_at(kv, pages)
         scratch = {
             "pairs": np.zeros((4, slots * window), np.int32),
             "ints": np.zeros((_INTS, slots + 1), np.int32),
@@ -106,6 +106,11 @@ class NativePairs:
         self._outputs = self._flat = np.zeros(0, np.int32)
         self._at_flat = self._flat.ctypes.data
         self._pointer = byref(self._call)
+
+    def point_at(self, kv: KVCache, pages: Tensor) -> None:
+        """From now on drafts use this memory (none after a release: no draft may follow then)."""
+        self._kv, self._pages = kv.data, pages  # kept alive
+        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
 
     def chains(
         self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_survival: float

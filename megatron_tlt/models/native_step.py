@@ -82,10 +82,11 @@ class NativeStep:
         if forward.model.tp != 1:
             raise BackendError("a step in one call needs the whole model: this decoder has a part of it")
         self.sample_seconds = 0.0  # of the last step: what followed its forward
-        self._decoder, self._forward, self._kv, self._rows = decoder, forward, kv.data, rows
+        self._decoder, self._forward, self._rows = decoder, forward, rows
         self._most_rows, max_blocks = rows.block_tables.shape
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
-        self._fused = Fused(kv=kv.data.data_ptr(), **sizes)
+        self._fused = Fused(**sizes)
+        self.point_at(kv)
         self._point_at_rows()
         self._run = _fused_step()
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
@@ -93,6 +94,11 @@ class NativeStep:
         self._pages: Tensor | None = None
         self._room = 0
         self._make_room(1)
+
+    def point_at(self, kv: KVCache) -> None:
+        """From now on steps use the memory that `kv` has now (none after its release: no step may follow then)."""
+        self._kv = kv.data  # nobody else may keep it alive
+        self._fused.kv = kv.data.data_ptr() if kv.data.numel() else None
 
     def write_hidden_to(self, pages: Tensor | None) -> None:
         """Hidden states of all fed rows go to `pages` [slots, H] of the compute type, each to its token's slot.
@@ -154,6 +160,8 @@ class NativeStep:
 
     def _call(self) -> None:
         fused = self._fused
+        if fused.kv is None:
+            raise BackendError("a step while the cache's memory is released")
         if not self._decoder.complete:
             raise BackendError("forward before all weights were loaded")
         if fused.rows > self._most_rows:

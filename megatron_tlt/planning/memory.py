@@ -1,18 +1,18 @@
 """Memory of one rank, estimated before anything is allocated.
 
-Legend: P parameters on this rank, T tokens of a micro-batch on this rank, H hidden, F intermediate, V
-vocabulary, d head width, A / K query / key-value heads, L layers, t = tp, s = t with sequence parallelism,
-else 1; e bytes of an element (fp32 4, bf16 2). All sums are in bytes; the report shows GiB.
+Legend: P parameters on this rank, T rows of a forward, H hidden, F intermediate, V vocabulary, d head width, K
+key-value heads, L layers, t = tp; e bytes of an element (fp32 4, bf16 2). All sums are in bytes; the report shows GiB.
+
+Not everything is there at once: activations belong to the update, the bucket to the push, a released KV cache to the
+rollout, offloaded optimizer state to the update. A rank needs what its fullest phase needs.
 
 * Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced
   in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
-* Activations: kept for backward by one decoder layer, counted tensor by tensor as Korthikanti et al., arXiv
-  2205.05198, section 4, do for GPT, here for GQA, SwiGLU and fused attention (no A*T*T term):
-  `T*e*(4H/s + (3A + 3K)d/t + 3F/t)`. Full recompute keeps `T*H*e/s` a layer and one layer in full (section
-  5). 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3). The last stage
-  adds the logits, their fp32 copy and gradient: `T*(V/t)*(e + 8)`.
+* Activations, the LM head and what backward takes: `activations.py`.
+* Engine: the embedding whole on every rank, layers and LM head over t; a head of its own where the decoder packs it (C)
+  or shards it (t > 1), even if the model ties it.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
   adds its one layer to L, and `H*e` for the policy's hidden states, which it reads and every rank holds.
 """
@@ -20,12 +20,14 @@ else 1; e bytes of an element (fp32 4, bf16 2). All sums are in bytes; the repor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_tlt.config.checks import Device, longest_request, resolve_device
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
+from megatron_tlt.planning.activations import Slice, update_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -34,17 +36,29 @@ MIB = 2**20
 RUNTIME_BYTES: dict[Device, int] = {"cuda": 2 * GIB, "cpu": GIB // 2}
 
 
+_VERIFY_ROWS = 512  # of `rollout.graph_pool.PoolSizes`
+
+Phase = Literal["rollout", "update", "push"]
+PHASES: tuple[Phase, ...] = ("rollout", "update", "push")
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of every rank of one pipeline stage, by purpose."""
+    """Bytes of every rank of one pipeline stage, by purpose, and which of it is there in one phase only."""
 
     stage: int
     parts: dict[str, int] = field(default_factory=dict)
+    only: dict[str, Phase] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = PHASES
+
+    def of_phase(self, phase: Phase) -> int:
+        """Bytes that are there in one phase."""
+        return sum(size for name, size in self.parts.items() if self.only.get(name, phase) == phase)
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
-        return sum(self.parts.values())
+        """Bytes of the fullest phase."""
+        return max(self.of_phase(phase) for phase in self.phases)
 
 
 def element_bytes(dtype: str) -> int:
@@ -89,22 +103,22 @@ def micro_batch_tokens(config: Config | SftConfig) -> int:
     return -(-max(config.actor.micro_batch_tokens, longest) // config.actor.cp)
 
 
-def activation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int) -> int:
-    """Activations that live at once on one rank of a stage; see the module's formulas."""
-    actor, tokens = config.actor, micro_batch_tokens(config)
-    size = element_bytes(actor.dtype)
-    hidden = shape.hidden_size / (dims.tp if actor.sequence_parallel else 1)
-    heads = 3 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    layer = tokens * size * (4 * hidden + (heads + 3 * shape.intermediate_size) / dims.tp)
-    in_flight = dims.pp - stage
-    layers = shape.num_layers / dims.pp
-    if actor.recompute == "full":
-        total = in_flight * layers * tokens * size * hidden + layer
-    else:
-        total = in_flight * layers * layer
-    if stage == dims.pp - 1:
-        total += tokens * shape.vocab_size / dims.tp * (size + 8)
-    return int(total)
+def activation_bytes(
+    config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device = "cpu"
+) -> int:
+    """What an update takes on one rank of a stage beside its state; see `activations.py`."""
+    actor = config.actor
+    at = Slice(
+        tokens=micro_batch_tokens(config),
+        element=element_bytes(actor.dtype),
+        tp=dims.tp,
+        sequence=dims.tp if actor.sequence_parallel else 1,
+        layers=shape.num_layers / dims.pp,
+        in_flight=dims.pp - stage,
+        is_last=stage == dims.pp - 1,
+        device=device,
+    )
+    return update_bytes(shape, at, actor.recompute)
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -153,7 +167,40 @@ def kv_cache_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     if config.rollout.kv_cache_mib is not None:
         return config.rollout.kv_cache_mib * MIB
     requests = 1 if device == "cuda" else config.rollout.max_running_requests
-    return requests * longest_request(config) * kv_bytes_per_token(config, shape)
+    blocks = requests * -(-config.model.max_context // config.rollout.block_size) + 1
+    return blocks * config.rollout.block_size * kv_bytes_per_token(config, shape)
+
+
+def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Weights of one rank of an engine."""
+    rollout = config.rollout
+    table = shape.vocab_size * shape.hidden_size
+    packed = device == "cpu" and rollout.kernels != "torch"
+    has_head = packed or rollout.tp > 1 or not shape.tie_word_embeddings
+    count = shape.num_layers * layer_parameters(shape) // rollout.tp
+    count += table + has_head * table // rollout.tp
+    return count * element_bytes(rollout.dtype)
+
+
+def rollout_step_bytes(config: Config, shape: ModelShape) -> int:
+    """Temporaries of the largest forward, or of drawing a token for each request, whichever is more.
+
+    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products; of
+    a drawn row its logits, noise and ranks, eight times V in fp32.
+    """
+    rollout = config.rollout
+    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
+    forward = rollout.max_batched_tokens * row * element_bytes(rollout.dtype)
+    return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
+
+
+def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Output buffers of captured graphs (`rollout.graph_pool`), where there are any; not the graphs themselves."""
+    rollout = config.rollout
+    if device != "cuda" or not rollout.cuda_graphs or rollout.tp > 1 or rollout.numerics != "default":
+        return 0
+    rows = max(rollout.max_running_requests, _VERIFY_ROWS)
+    return rows * (4 * shape.vocab_size + element_bytes(rollout.dtype) * shape.hidden_size)
 
 
 def estimate_memory(
@@ -170,20 +217,36 @@ def estimate_memory(
             "weights": count * element_bytes(actor.dtype),
             "gradients": count * 4,
             "optimizer": optimizer_bytes(config, count, dims, device),
-            "activations": activation_bytes(config, shape, dims, stage),
+            "activations": activation_bytes(config, shape, dims, stage, device),
         }
-        if isinstance(config, Config):
-            parts |= _rollout_parts(config, shape, count, device)
-        stages.append(RankMemory(stage, parts | {"runtime": RUNTIME_BYTES[device]}))
+        if not isinstance(config, Config):
+            parts["runtime"] = RUNTIME_BYTES[device]
+            stages.append(RankMemory(stage, parts, {"activations": "update"}, ("update",)))
+            continue
+        parts |= _rollout_parts(config, shape, count, device) | {"runtime": RUNTIME_BYTES[device]}
+        stages.append(RankMemory(stage, parts, _only(config, device)))
     return stages
+
+
+def _only(config: Config, device: Device) -> dict[str, Phase]:
+    """Parts that are there in one phase only."""
+    only: dict[str, Phase] = {"activations": "update", "rollout step": "rollout", "push bucket": "push"}
+    if config.rollout.release_cache:
+        only |= {"KV cache": "rollout", "graph buffers": "rollout"}
+    if config.actor.offload_optimizer:
+        only["gradients"] = "update"
+        if device == "cuda":  # on CPU the host is where it lies anyway
+            only["optimizer"] = "update"
+    return only
 
 
 def _rollout_parts(config: Config, shape: ModelShape, count: int, device: Device) -> dict[str, int]:
     reference = count * element_bytes(config.actor.dtype) if config.algorithm.kl_coef > 0 else 0
-    engine = total_parameters(shape) // config.rollout.tp * element_bytes(config.rollout.dtype)
     return {
         "reference": reference,
-        "engine weights": engine,
+        "engine weights": engine_bytes(config, shape, device),
+        "rollout step": rollout_step_bytes(config, shape),
+        "graph buffers": graph_bytes(config, shape, device),
         "KV cache": kv_cache_bytes(config, shape, device),
         "drafters": speculation_bytes(config, shape),
         "drafter training": drafter_training_bytes(config, shape),
@@ -203,5 +266,7 @@ def check_memory(
         return []
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
     shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    allowed = f"a rank of pipeline stage {worst.stage} needs {worst.total / GIB:.1f} GiB ({shares}, ...)"
+    fullest = max(worst.phases, key=worst.of_phase)
+    needs = f"needs {worst.total / GIB:.1f} GiB in the {fullest}"
+    allowed = f"a rank of pipeline stage {worst.stage} {needs} ({shares}, ...)"
     return [ConfigProblem("cluster.memory_gib", limit, allowed)]

@@ -115,7 +115,10 @@ def _memory(
     stages = estimate_memory(config, shape, num_ranks, device)
     names = list(stages[0].parts)
     rows = [[name, *[f"{stage.parts[name] / GIB:.2f}" for stage in stages]] for name in names]
-    rows.append(["total", *[f"{stage.total / GIB:.2f}" for stage in stages]])
+    if len(stages[0].phases) > 1:
+        for phase in stages[0].phases:
+            rows.append([f"in the {phase}", *[f"{stage.of_phase(phase) / GIB:.2f}" for stage in stages]])
+    rows.append(["at most", *[f"{stage.total / GIB:.2f}" for stage in stages]])
     limit = config.cluster.memory_gib
     of_limit = "" if limit is None else f", {limit:g} there"
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape) / 1e9:.2f}e9 parameters)"]

@@ -83,6 +83,7 @@ class Engine:
         self._schedule_seconds = 0.0
         self._commit_seconds = 0.0
         self._last_running = 0
+        self._released = False
         self._features: FeatureTap | None = None
         self.policy_version = 0  # of the weights that answer, for `features`; the backend keeps it
 
@@ -96,6 +97,7 @@ class Engine:
         assert self.is_idle, "hidden states of what is cached already are not known"
         self._features, self.scheduler.on_finish = tap, None
         if tap is not None:
+            self.resume()
             pages = self.runner.keep_pages()
             self.scheduler.on_finish = lambda request, blocks: tap.take(
                 request, blocks, pages, self.policy_version
@@ -154,6 +156,7 @@ class Engine:
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: ask is_idle first"
         scheduled = time.perf_counter()
+        assert not self._released, "a step while the cache's memory is given back"
         result = self._compute(batch)
         computed = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
@@ -225,6 +228,35 @@ class Engine:
         if isinstance(request.stop_strings, StopStringWatcher) and request.stop_strings.cut_text is not None:
             return request.stop_strings.cut_text
         return self._tokenizer.decode(request.output) if self._tokenizer is not None else ""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the cache's memory is given back."""
+        return self._released
+
+    def release(self) -> None:
+        """Gives the memory of caches, hidden states and graphs back until `resume`, while no request is there.
+
+        A second call does nothing. Weights stay, and no answer changes.
+        """
+        assert self.is_idle, "a running request needs its cache"
+        if self._released:
+            return
+        self._released = True
+        self.runner.release()
+        if self.speculator is not None and self.speculator.eagle is not None:
+            self.speculator.eagle.release()
+        _return_to_system(self.runner.device)
+
+    def resume(self) -> None:
+        """Takes the memory again. Without a `release` before it, it does nothing."""
+        if not self._released:
+            return
+        _return_to_system(self.runner.device)  # the cache is one piece, and others have used what was between
+        self.runner.resume()
+        if self.speculator is not None and self.speculator.eagle is not None:
+            self.speculator.eagle.resume()
+        self._released = False
 
     def abort_all(self) -> list[Request]:
         """Drops every request; the block pool is whole again."""
@@ -303,3 +335,9 @@ class Engine:
         for field, (is_valid, value, allowed) in ranges.items():
             if not is_valid:
                 raise BackendError(f"{name}: {field} = {value} must be {allowed}")
+
+
+def _return_to_system(device: torch.device) -> None:
+    """What PyTorch keeps for its next allocation; on CPU large pieces go back by themselves."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_tlt.observe.memory import reset_cuda_peak
+
 Step = Callable[[], object]
 
 
@@ -203,7 +205,7 @@ class CudaCapturer:
     def warm_up(self, step: Step) -> int:
         """Two runs on a side stream: libraries load kernels and take workspaces, which a capture must not."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_cuda_peak(self._device)  # the rollout's own peak is measured around this
         before = torch.cuda.memory_allocated(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

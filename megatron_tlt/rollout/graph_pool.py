@@ -86,14 +86,28 @@ class GraphPool:
         self._block_buckets = _doubling(_FIRST_BLOCKS, sizes.max_blocks)
         decoder.reserve_positions(sizes.max_context + _ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
-        vocab, hidden = decoder.config.vocab_size, decoder.config.hidden_size
-        self._logits = torch.zeros(sizes.max_rows, vocab, device=decoder.device)
-        self._hidden = torch.zeros(sizes.max_rows, hidden, dtype=decoder.dtype, device=decoder.device)
+        self._make_outputs()
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
         fixed = self._staging.nbytes + self._logits.nbytes + self._hidden.nbytes
         self._cache = GraphCache(capturer, budget_bytes, fixed)
+
+    def _make_outputs(self) -> None:
+        decoder, rows = self._decoder, self._sizes.max_rows
+        self._logits = torch.zeros(rows, decoder.config.vocab_size, device=decoder.device)
+        self._hidden = torch.zeros(
+            rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device
+        )
+
+    def release(self) -> None:
+        """Gives graphs and output buffers back until `resume`: graphs know addresses of the cache. Mutates."""
+        self._cache.clear()
+        self._logits, self._hidden = self._logits.new_empty(0), self._hidden.new_empty(0)
+
+    def resume(self) -> None:
+        """Takes the buffers again; graphs are captured anew when they are met. Mutates."""
+        self._make_outputs()
 
     @property
     def captured(self) -> list[Hashable]:

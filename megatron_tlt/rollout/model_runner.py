@@ -18,6 +18,7 @@ from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native import NativeDecoder
 from megatron_tlt.models.native_step import NativeStep, RowArrays
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
+from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.rollout.pages import HiddenPages
 from megatron_tlt.rollout.request import Request
@@ -104,6 +105,32 @@ class ModelRunner:
         self.pages = None
         if self.native_step is not None:
             self.native_step.write_hidden_to(None)
+
+    def release(self) -> None:
+        """Gives the cache's memory back, and that of hidden states and graphs, until `resume`. Mutates."""
+        self.kv.release()
+        if self.pages is not None:
+            self.pages.release()
+        if isinstance(self.decoder, PooledDecoder):
+            self.decoder.pool.release()
+        self._point_native_step()
+
+    def resume(self) -> None:
+        """Takes the memory again, zeroed, after a `release`. Mutates."""
+        self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
+        if self.pages is not None:
+            self.pages.resume()
+        if isinstance(self.decoder, PooledDecoder):
+            self.decoder.pool.resume()
+        self._point_native_step()
+
+    def _point_native_step(self) -> None:
+        """It keeps addresses."""
+        if self.native_step is None:
+            return
+        self.native_step.point_at(self.kv)
+        released = self.pages is not None and not self.pages.data.numel()
+        self.native_step.write_hidden_to(None if self.pages is None or released else self.pages.data)
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""

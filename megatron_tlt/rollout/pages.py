@@ -30,6 +30,14 @@ class HiddenPages:
             num_blocks * block_size, hidden_size, dtype=dtype, device=device
         )  # [slots, H]
 
+    def release(self) -> None:
+        """Gives the memory back until `resume`; what was kept is lost. Mutates."""
+        self.data = self.data.new_empty(0, self.data.shape[1])
+
+    def resume(self) -> None:
+        """Takes the memory again, zeroed, after a `release`. Whoever keeps its address must be told. Mutates."""
+        self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
+
     def write(self, slots: Tensor, hidden: Tensor) -> None:
         """`hidden` [T, H] to `slots` [T] of any integer type, on any device. Mutates the pages."""
         self.data.index_copy_(0, slots.to(self.data.device, torch.int64), hidden)

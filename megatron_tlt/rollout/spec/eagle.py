@@ -56,7 +56,7 @@ class EagleDrafter:
         from (block verification).
         """
         self.decoder, self._rows, self._window = decoder, rows, window
-        self._states, self._size, self._device = pages.data, pages.block_size, pages.data.device
+        self._pages, self._size, self._device = pages, pages.block_size, pages.data.device
         self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
         slots = len(rows.limit)
         self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
@@ -66,6 +66,20 @@ class EagleDrafter:
         kept = DraftingRows(*here, self._synced, self._first)
         self._native = native_pairs(decoder, self.kv, kept, pages.data, window)
         self.calibrator = Calibrator(DEPTHS, BUCKETS)
+
+    def release(self) -> None:
+        """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
+        self.kv.release()
+        self._point()
+
+    def resume(self) -> None:
+        """Takes the memory again, after the runner has. Mutates."""
+        self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
+        self._point()
+
+    def _point(self) -> None:
+        if self._native is not None:
+            self._native.point_at(self.kv, self._pages.data)
 
     # Following the policy
 
@@ -96,7 +110,7 @@ class EagleDrafter:
         arrays = (tokens, positions, slots, begins, np.array(ends), padded, begins[1:] - 1)
         fed = DecoderInput.of([self._put(a) for a in arrays])
         first_visible = torch.ones(len(tables), dtype=torch.int32, device=self._device)
-        states = self._states[self._put(before, np.int64)]
+        states = self._pages.data[self._put(before, np.int64)]
         self.decoder.forward(EagleInput(fed, states, first_visible), self.kv)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -194,7 +208,7 @@ class EagleDrafter:
         tables = rows.block_tables if len(active) == rows.num_rows else rows.block_tables[active]
         arrays = (tokens, positions, slot_mapping, starts, last + 1, tables[: len(active)], starts[1:] - 1)
         batch = DecoderInput.of([self._put(a) for a in arrays])
-        return EagleInput(batch, self._states[self._put(before, np.int64)], self._put(self._first[slots]))
+        return EagleInput(batch, self._pages.data[self._put(before, np.int64)], self._put(self._first[slots]))
 
     def _put(self, array: np.ndarray, dtype: type = np.int32) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device)

@@ -62,6 +62,7 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["rollout.trtllm.layers_to_capture=[1]"], {"rollout.trtllm.layers_to_capture"}),
         (["rollout.trtllm.speculation=ngram", "rollout.min_p=0.1"], {"rollout.min_p"}),
         (["rollout.kernels=torch"], {"rollout.kernels"}),
+        (["rollout.release_cache=true"], {"rollout.release_cache"}),
         (["rollout.kv_cache_mib=4000"], {"rollout.kv_cache_mib"}),
     ],
 )

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.planning.activations import CHUNK_ELEMENTS
 from megatron_tlt.planning.memory import (
     GIB,
     check_memory,
@@ -64,7 +65,7 @@ def test_stages_share_the_model():
     stages = estimate_memory(config_of("actor.tp=2", "actor.pp=4"), shape, 8, "cuda")
     assert sum(s.parts["weights"] for s in stages) == pytest.approx(total_parameters(shape) * 2 / 2, rel=1e-3)
     # 1F1B: the first stage holds four micro-batches, the third two of the same size.
-    assert stages[0].parts["activations"] == pytest.approx(2 * stages[2].parts["activations"], rel=1e-6)
+    assert stages[0].parts["activations"] == pytest.approx(2 * stages[2].parts["activations"], rel=0.02)
 
 
 def test_kv_bytes_of_a_known_model():
@@ -133,7 +134,7 @@ def test_the_report_shows_grid_memory_and_tokens():
     assert "  dp 1      8-15  136-143\n" in text
     assert "Rollout engines: 32 of 8 ranks: 0-7, 8-15, ..., 248-255" in text
     assert "512 prompts x 16 answers = 8192 sequences, at most 83886080 tokens" in text
-    total = next(line for line in text.splitlines() if line.startswith("  total"))
+    total = next(line for line in text.splitlines() if line.startswith("  at most"))
     worst = max(stage.total for stage in estimate_memory(config, config.model.architecture, 256))
     assert total.split()[-1] == f"{worst / GIB:.2f}"
 
@@ -146,3 +147,45 @@ def test_the_report_without_a_shape_says_so():
 def test_problems_include_memory():
     config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml", ["cluster.memory_gib=40"])
     assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}
+
+
+def test_what_is_given_back_is_there_in_its_phase_only():
+    shape, rollout = shape_of("qwen2.5-7b"), ["rollout.kv_cache_mib=4096", "rollout.dtype=bf16"]
+    kept = estimate_memory(config_of(*rollout), shape, 1, "cuda")[0]
+    options = [*rollout, "rollout.release_cache=true", "actor.offload_optimizer=true"]
+    freed = estimate_memory(config_of(*options), shape, 1, "cuda")[0]
+    assert freed.parts == kept.parts
+    gradients, optimizer = kept.parts["gradients"], kept.parts["optimizer"]
+    assert kept.of_phase("rollout") - freed.of_phase("rollout") == gradients + optimizer
+    graphs = 512 * (4 * 152064 + 2 * 3584)
+    assert kept.of_phase("update") - freed.of_phase("update") == 4096 * 2**20 + graphs
+    assert kept.of_phase("push") - freed.of_phase("push") == gradients + optimizer + 4096 * 2**20 + graphs
+    assert kept.total == kept.of_phase("update") > freed.total == freed.of_phase("update")
+    text = render_check(config_of(*options, "model.path=m"), shape, 1, "cuda")
+    assert f"{freed.of_phase('rollout') / GIB:.2f}" in text and "in the rollout" in text
+
+
+def test_an_engines_head_is_its_own_where_the_decoder_has_one():
+    shape = shape_of("qwen2.5-7b").model_copy(update={"tie_word_embeddings": True})
+    table = 152064 * 3584 * 2
+    sizes = {
+        name: estimate_memory(config_of("rollout.dtype=bf16", *o), shape, 2, device)[0].parts[
+            "engine weights"
+        ]
+        for name, o, device in (
+            ("cuda", [], "cuda"),
+            ("native", [], "cpu"),
+            ("torch", ["rollout.kernels=torch"], "cpu"),
+            ("tp2", ["rollout.tp=2"], "cuda"),
+        )
+    }
+    assert sizes["native"] - sizes["torch"] == table and sizes["cuda"] == sizes["torch"]
+    assert sizes["tp2"] - sizes["cuda"] / 2 == pytest.approx(table, rel=1e-6)  # whole embedding, half a head
+
+
+def test_chunks_are_those_of_the_loss():
+    logprob = (Path(__file__).parents[3] / "megatron_tlt/actor/logprob.py").read_text()
+    assert (
+        '_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}' in logprob
+    )  # importing it would import megatron
+    assert CHUNK_ELEMENTS == {"cpu": 1 << 19, "cuda": 1 << 26}

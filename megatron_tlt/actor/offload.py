@@ -1,0 +1,103 @@
+"""Optimizer state in host memory while nobody updates (`actor.offload_optimizer`).
+
+Moments and fp32 master weights are copied to the host and their memory on the device is freed; gradient buffers are
+freed without a copy, for every update starts from zero. What is freed is the storage: tensors, and the views that
+megatron's distributed optimizer keeps of them, stay the same objects, and come back with the same bits. Weights stay
+on the device: scoring and pushes read them.
+
+On CPU the host is where the state lies anyway: gradient buffers are freed all the same, the rest moves elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
+
+
+class OptimizerParking:
+    """Parks the state of one policy's optimizer. Not thread-safe."""
+
+    def __init__(self, ddp: Any, optimizer: Any):
+        """megatron's DDP wrapper, whose gradient buffers are freed, and its optimizer."""
+        self._ddp, self._optimizer = ddp, optimizer
+        self._parked: list[tuple[torch.UntypedStorage, Tensor]] | None = (
+            None  # device storage, bytes on the host
+        )
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the state is on the host: then nobody may read it."""
+        return self._parked is not None
+
+    @property
+    def parked_bytes(self) -> int:
+        """Copied to the host; without gradients."""
+        return sum(host.numel() for _, host in self._parked or ())
+
+    def park(self) -> None:
+        """Frees the device's memory. A second call does nothing."""
+        if self._parked is not None:
+            return
+        self._parked = []
+        for storage in self._storages():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=HAS_CUDA)
+            host.copy_(_bytes_of(storage))
+            storage.resize_(0)
+            self._parked.append((storage, host))
+        with cpu_as_cuda():
+            self._ddp.offload_grad_buffers()
+
+    def fetch(self) -> None:
+        """Takes the memory again and brings the state back. Without a `park` before it, it does nothing."""
+        if self._parked is None:
+            return
+        for storage, host in self._parked:
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+        self._parked = None
+        with cpu_as_cuda():
+            self._ddp.restore_grad_buffers()
+
+    @contextmanager
+    def fetched(self) -> Iterator[None]:
+        """The state is on the device inside, and afterwards where it was."""
+        was_parked = self.is_parked
+        self.fetch()
+        try:
+            yield
+        finally:
+            if was_parked:
+                self.park()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Of moments and master weights, each once; none that a weight lies in, and no step counters."""
+        taken = {_address(p) for p in self._ddp.module.parameters()}
+        found = []
+        for part in self._optimizer.chained_optimizers:
+            inner = part.optimizer
+            tensors = [p for group in inner.param_groups for p in group["params"]]
+            tensors += [
+                v
+                for state in inner.state.values()
+                for v in state.values()
+                if isinstance(v, Tensor) and v.ndim
+            ]
+            for tensor in tensors:
+                if tensor.numel() and _address(tensor) not in taken:
+                    taken.add(_address(tensor))
+                    found.append(tensor.untyped_storage())
+        return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,91 @@
+"""README, "Your own model": the commands as printed, on a tiny model of `transformers` in place of `my-model`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.mpi import ROOT, rank_environment
+from tests.helpers.runs import make_model, rows
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+
+def commands(heading: str) -> list[str]:
+    """The indented blocks of one section of the README, one shell command each."""
+    section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line[4:] for line in section.splitlines() if line.startswith("    ")]
+    return re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that looks like the repository to whoever stands in it, after the commands."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in (".venv", "assets", "configs", "launch", "megatron_tlt", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    make_model(folder / "my-model")
+    path = folder / "my-model" / "config.json"  # long enough for the quickstart's context
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 1024}))
+    for command in commands("Your own model"):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=rank_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+    return folder
+
+
+def test_the_section_has_every_step_from_training_to_evaluation():
+    found = commands("Your own model")
+    wanted = (
+        "launch/local.sh -n 2",
+        "megatron-tlt export",
+        "tools/export_drafter.py",
+        "megatron-tlt generate",
+    )
+    assert all(any(name in command for command in found) for name in wanted)
+
+
+def test_the_trained_directory_is_a_model_that_has_learned(folder: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder / n) for n in ("my-model", "my-model-trained")
+    )
+    trained = dict(after.named_parameters())
+    assert any(not torch.equal(p, trained[name]) for name, p in before.named_parameters())
+    assert AutoTokenizer.from_pretrained(folder / "my-model-trained").vocab_size > 0
+    steps = rows(folder / "runs/own")
+    assert [row["step"] for row in steps] == [1, 2]
+    peaks = {name for name in steps[-1] if name.startswith("memory/")}
+    assert {f"memory/{phase}_peak_mib" for phase in ("rollout", "update", "push")} <= peaks
+    assert all(100 < steps[-1][name] < 20_000 for name in peaks)  # MiB of a process with torch in it
+
+
+def test_the_exported_drafter_is_whole(folder: Path):
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "my-drafter/config.json").read_text())
+    assert config["hidden_size"] == 32
+    tensors = {
+        k: v for file in (folder / "my-drafter").glob("*.safetensors") for k, v in load_file(file).items()
+    }
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert any(name.endswith("fc.weight") and tensor.shape == (32, 64) for name, tensor in tensors.items())
+
+
+def test_the_trained_model_answers(folder: Path):
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 4 and all(answer["token_ids"] for answer in answers)

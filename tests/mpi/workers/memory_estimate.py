@@ -1,0 +1,130 @@
+"""Bytes that an update and a rollout take, beside `check`'s estimate. Arguments: scratch directory, cases as JSON.
+
+A case is [what, model, overrides]: "update" trains one step of full micro-batches on all ranks, "rollout" answers on
+one rank with the PyTorch decoder. What lies there before counts by the tensors' storages, the rest by every allocation
+of PyTorch's allocator.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.root import SftConfig
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.planning.memory import estimate_memory
+from megatron_tlt.types import Prompt, SamplingParams, TrainSequence
+from tests.helpers.live_bytes import live_bytes
+from tests.helpers.tiny_models import random_weights
+from tests.mpi.workers.actor_common import WeightedNll, say, train_batch
+
+LENGTH = 256  # of a sequence
+
+
+def model_of(folder: Path, fields: dict[str, Any]) -> tuple[Path, ModelConfig]:
+    """A directory with config.json and random weights."""
+    sizes = {"vocab_size": 8192, "hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2}
+    sizes |= {"head_dim": 32, "intermediate_size": 512, "max_position_embeddings": 1024} | fields
+    family = sizes.pop("family", "qwen3")
+    config = ModelConfig(family, tie_word_embeddings=True, qk_norm=family == "qwen3", **sizes)
+    return folder, config
+
+
+def update(world: World, folder: Path, config: ModelConfig, overrides: list[str]) -> dict[str, Any]:
+    """One update of full micro-batches with a state that exists already."""
+    section = build_config(
+        {"model": {"path": str(folder), "max_context": LENGTH}, "sft": {"train_path": "d", "out": "o"}},
+        overrides,
+        SftConfig,
+    )
+    actor = section.actor
+    policy = MegatronPolicy(
+        world, section.model, actor, section.optimizer, WeightedNll(), 10, random_init=True
+    )
+    rng, per_batch = np.random.default_rng(0), actor.micro_batch_tokens // LENGTH
+
+    def step(micro_batches: int) -> None:
+        ones, size = np.ones(LENGTH - 1, np.float32), config.vocab_size
+        made = [
+            TrainSequence(i, 0, rng.integers(0, size, LENGTH), 1, ones, ones, -4 * ones)
+            for i in range(micro_batches * per_batch)
+        ]
+        policy.train_step(train_batch([made], [1.0]))
+
+    step(1)
+    with live_bytes() as counted:
+        step(actor.pp)
+    estimate = estimate_memory(section, config, world.size, "cpu")[policy.groups.at.pp]
+    state = storages(policy)
+    parts = {name: estimate.parts[name] for name in ("weights", "gradients", "optimizer")}
+    return {
+        "counted": {"state": state, "activations": counted.peak, "all": state + counted.peak},
+        "estimate": {
+            "state": sum(parts.values()),
+            "activations": estimate.parts["activations"],
+            "all": estimate.of_phase("update") - estimate.parts["runtime"],
+        },
+    }
+
+
+def storages(policy: Any) -> int:
+    """Bytes of weights, gradient buffers and optimizer state, each storage once."""
+    tensors = [p.data for p in policy.model.module.parameters()] + [b.grad_data for b in policy.ddp.buffers]
+    for part in policy.optimizer.chained_optimizers:
+        tensors += [p.data for group in part.optimizer.param_groups for p in group["params"]]
+        tensors += [v for s in part.optimizer.state.values() for v in s.values() if v.ndim]
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(found.values())
+
+
+def rollout(folder: Path, config: ModelConfig, overrides: list[str]) -> dict[str, Any]:
+    """The whole engine: weights, cache, and the steps of a batch that fills it."""
+    tree = {"model": {"path": str(folder), "max_context": LENGTH}, "rollout": {"kernels": "torch"}}
+    section = build_config(tree, overrides)
+    save_hf(folder, config, random_weights(config))
+    with live_bytes() as built:
+        backend = build_backend(section.rollout, section.model, load_weights=True)
+    count = section.rollout.max_running_requests
+    prompts = [Prompt(i, str(i), tuple(range(i, i + 200)), "") for i in range(count)]
+    with live_bytes() as counted:
+        backend.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), 1)
+    estimate = estimate_memory(section, config, 1, "cpu")[0]
+    names = ("engine weights", "KV cache", "rollout step")
+    return {
+        "counted": {"built": built.end, "step": counted.peak, "all": built.end + counted.peak},
+        "estimate": {
+            "built": sum(estimate.parts[name] for name in names[:2]),
+            "step": estimate.parts["rollout step"],
+            "all": sum(estimate.parts[name] for name in names),
+        },
+    }
+
+
+def main() -> None:
+    world = World.start(DistributedSection(device="cpu"), threads=1)
+    for number, (what, fields, overrides) in enumerate(json.loads(sys.argv[2])):
+        folder, config = model_of(Path(sys.argv[1]) / str(number), fields)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config.to_hf()))
+        world.barrier()
+        made = (
+            update(world, folder, config, overrides)
+            if what == "update"
+            else rollout(folder, config, overrides)
+        )
+        say(world, case=what, number=number, ranks=world.all_gather_object(made))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

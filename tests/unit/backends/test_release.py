@@ -1,0 +1,148 @@
+"""The KV cache's memory is given back between rollouts, and nobody can tell from the answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoder import TorchDecoder
+from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.rollout.engine import Engine, GraphBudget
+from megatron_tlt.rollout.graph_pool import PooledDecoder
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.types import FeatureChunk, Prompt, SamplingParams
+from tests.helpers.tiny_models import random_weights
+
+CONFIG = ModelConfig(
+    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
+)
+PROMPTS = [Prompt(i, f"q{i}", tuple(range(4 + i)), "d") for i in range(4)]
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(folder, CONFIG, random_weights(CONFIG))
+    return folder
+
+
+def backend_of(
+    model_dir: Path, release_cache: bool, kernels: str = "auto", drafter: str = "none", mib: int = 4
+):
+    speculation = SpeculationSection(drafter=drafter, selector="fixed", draft_len=3)
+    rollout = RolloutSection(
+        kv_cache_mib=mib, kernels=kernels, speculation=speculation, release_cache=release_cache
+    )
+    model = ModelSection(path=str(model_dir), max_context=128)
+    trained = None
+    if speculation.uses_eagle:
+        torch.manual_seed(0)
+        trained = EagleModel(CONFIG).state_dict()
+    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_features=True)
+
+
+def answers(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:
+    return [(list(s.token_ids), list(s.logprobs)) for s in backend.generate(PROMPTS, PARAMS, 3)]
+
+
+def held(backend: EmbeddedBackend) -> int:
+    """Bytes of the policy's and the drafter's cache and of hidden states."""
+    engine = backend.engine
+    caches = [engine.runner.kv.data]
+    if engine.runner.pages is not None:
+        caches.append(engine.runner.pages.data)
+    if engine.speculator is not None and engine.speculator.eagle is not None:
+        caches.append(engine.speculator.eagle.kv.data)
+    return sum(c.untyped_storage().nbytes() for c in caches)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("drafter", ["none", "eagle", "hybrid"])
+def test_answers_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
+    kept, released = (backend_of(model_dir, on, kernels, drafter) for on in (False, True))
+    assert held(released) == 0 < held(kept)
+    for _ in range(3):
+        assert answers(released) == answers(kept)
+        assert held(released) == 0
+    if drafter != "none":
+        assert released.take_stats().speculation.drafted_tokens > 0
+
+
+def test_hidden_states_are_collected_as_before(model_dir):
+    found: list[list[FeatureChunk]] = [[], []]
+    for on, chunks in zip((False, True), found, strict=True):
+        backend = backend_of(model_dir, on)
+        for _ in range(2):
+            backend.collect_features(chunks.append)
+            answers(backend)
+            backend.collect_features(None)
+    assert len(found[0]) == len(found[1]) == 24
+    for kept, released in zip(*found, strict=True):
+        assert torch.equal(kept.hidden, released.hidden)
+
+
+def test_the_memory_really_goes_back_to_the_system(model_dir):
+    """A cache that was touched everywhere: as much resident memory less."""
+    backend = backend_of(model_dir, False, "torch", mib=64)
+    backend.engine.runner.kv.data.fill_(0.0)
+    size = held(backend)
+    assert size > 4 << 20
+    answers(backend)
+    before = _resident()
+    backend.release()
+    backend.release()
+    freed = before - _resident()
+    assert 0.9 * size < freed < 1.2 * size
+    backend.resume()
+    backend.resume()
+    assert answers(backend)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_pool_of_static_forwards_starts_anew():
+    made = []
+    for released in (False, True):
+        decoder = TorchDecoder(CONFIG)
+        decoder.load_weights(random_weights(CONFIG))
+        limits = SchedulerLimits(8, 64, 128, 51)
+        engine = Engine(decoder, limits, 40, 16, graphs=GraphBudget(decoder))
+        pooled = engine.runner.decoder
+        assert isinstance(pooled, PooledDecoder)
+        engine.runner._host_steps = True
+        found = []
+        for turn in range(2):
+            engine.add([1, 2, 3 + turn], PARAMS, turn, num_samples=3)
+            found += [list(r.output) for r in engine.run()]
+            if released:
+                engine.release()
+                assert not pooled.pool.captured and pooled.pool._logits.numel() == 0
+                engine.resume()
+        assert released or pooled.pool.captured
+        made.append(found)
+    assert made[0] == made[1]
+
+
+def test_a_released_engine_takes_no_step(model_dir):
+    backend = backend_of(model_dir, False, "native")
+    backend.release()
+    backend.engine.add([1, 2], PARAMS, 0)
+    with pytest.raises(AssertionError, match="given back"):
+        backend.engine.step()
+    backend.engine.abort_all()
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.release()
