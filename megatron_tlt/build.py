@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm_build import build_trtllm
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
@@ -84,6 +85,10 @@ def build_trainer(config: Config, world: World) -> RLTrainer:
         seed=config.train.seed,
     )
     observer = Observer(config, world)
+    if world.is_main and isinstance(backend, EmbeddedBackend):
+        # Samples are written in pairs of one prompt: its best answer and its worst.
+        backend.trace_prompts = (config.observe.samples_per_step + 1) // 2
+        observer.drafts_of = backend.drafts_of
     return RLTrainer(
         config,
         world,
