@@ -57,8 +57,8 @@ def drafting_shares(
         return [0.0] * parts
     totals = [0.0] * parts
     ends = [at for at, _ in switches[1:]] + [last]
-    for (begin, drafts), end in zip(switches, ends, strict=True):
-        begin, end = max(begin, first), min(end, last)
+    for (switched, drafts), until in zip(switches, ends, strict=True):
+        begin, end = max(switched, first), min(until, last)
         if not drafts or end <= begin:
             continue
         for part in range(int((begin - first) / width), min(parts - 1, int((end - first) / width)) + 1):

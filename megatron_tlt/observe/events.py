@@ -3,9 +3,9 @@
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. States (BUSY, IDLE, TRAINING) divide the rollout and idle
 spans. Wall time places ranks beside each other; durations come from the monotonic clock. Lines are buffered and written
-at the end of a step, when a span ends in an error, and at exit; while `enter` and `running` are used (`observe.live`) also
-when a phase begins, for `megatron-tlt watch`. A resumed run appends (with a new `open` instant): what
-was done twice is there twice.
+at the end of a step, when a span ends in an error, and at exit; with `observe.live` also when a phase begins (`enter`)
+and now and then in a rollout (`running`), for `megatron-tlt watch`. A resumed run appends (with a new `open` instant):
+what was done twice is there twice.
 """
 
 from __future__ import annotations
