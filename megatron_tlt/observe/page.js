@@ -16,7 +16,9 @@
     if (typeof value === "string" && value[0] === "@") {
       const [role, alpha] = value.slice(1).split("/");
       const plain = colour(role);
-      return alpha ? plain + Math.round(255 * alpha).toString(16).padStart(2, "0") : plain;
+      if (!alpha) return plain;
+      const [r, g, b] = [1, 3, 5].map((at) => parseInt(plain.slice(at, at + 2), 16));
+      return `rgba(${r},${g},${b},${alpha})`;
     }
     if (Array.isArray(value)) return value.length && typeof value[0] === "number" ? value : value.map(resolve);
     if (value && typeof value === "object") {
@@ -63,7 +65,7 @@
     const names = Object.keys(spec.choices);
     const name = select ? select.value : names[0];
     const traces = [...spec.traces, ...(name === undefined ? [] : spec.choices[name])];
-    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+    const config = { responsive: true, displayModeBar: false };
     return Plotly.react(node, resolve(traces), layoutOf(index, node), config);
   }
 

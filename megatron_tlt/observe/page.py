@@ -29,6 +29,7 @@ from megatron_tlt.errors import TltError
 Trace = dict[str, Any]
 Cell = str | float | int | None
 
+_FIGURE = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
 _HERE = Path(__file__).parent
 
 
@@ -241,14 +242,18 @@ def _table(table: Table) -> str:
 
 
 def _is_number_column(table: Table, index: int) -> bool:
-    return any(isinstance(row[index], int | float) for row in table.rows)
+    return any(_is_number(row[index]) for row in table.rows)
+
+
+def _is_number(value: Cell) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and bool(_FIGURE.fullmatch(value)))
 
 
 def _cell(value: Cell) -> str:
     if value is None:
         return "<td></td>"
     if isinstance(value, str):
-        return f"<td>{_text(value)}</td>"
+        return f"<td{' class=number' if _is_number(value) else ''}>{_text(value)}</td>"
     text = (
         f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     )

@@ -164,7 +164,7 @@ def _heat(rows: Sequence[dict[str, Any]]) -> Chart:
         "showscale": False,
     }
     note = "Darker: a larger share of the step's answers (square root); empty: none."
-    layout = {"hovermode": "closest"}
+    layout: dict[str, Any] = {"hovermode": "closest"}
     return Chart("Distribution by step", [trace], "step", "tokens", note, layout=layout)
 
 
@@ -201,7 +201,12 @@ def _by_rank(run: RunData) -> list[Part]:
     if len(ordered) <= _SHOWN_RANKS:
         ranks = sorted(waited)
         values = [waited[r] for r in ranks]
-        bar = {"type": "bar", "x": [f"rank {r}" for r in ranks], "y": values, "marker": {"color": "@3"}}
+        bar: Trace = {
+            "type": "bar",
+            "x": [f"rank {r}" for r in ranks],
+            "y": values,
+            "marker": {"color": "@3"},
+        }
         bar |= {"name": "idle seconds", "showlegend": False}
         return [Chart("Idle seconds by rank", [bar], "", "seconds, all steps", _STRAGGLERS)]
     every = list(range(len(ordered)))
@@ -213,7 +218,7 @@ def _by_rank(run: RunData) -> list[Part]:
     worst = [(f"rank {rank}", value, value / steps) for rank, value in ordered[:_NAMED]]
     most = [(f"rank {rank}", value, value / steps) for rank, value in ordered[: -_NAMED - 1 : -1]]
     head = ["rank", "idle seconds", "a step"]
-    layout = {"hovermode": "closest", "xaxis": {"showticklabels": False}}
+    layout: dict[str, Any] = {"hovermode": "closest", "xaxis": {"showticklabels": False}}
     return [
         Chart(
             f"Idle seconds of {len(ordered)} ranks, least first",
@@ -249,7 +254,7 @@ def drafter(run: RunData) -> Section:
     updates = run.column("drafter/steps")
     if updates[0] and any(updates[1]):
         x, y = grouped(*updates)
-        bar = {"type": "bar", "name": "updates", "x": x, "y": y, "marker": {"color": "@training"}}
+        bar: Trace = {"type": "bar", "name": "updates", "x": x, "y": y, "marker": {"color": "@training"}}
         bar["showlegend"] = False
         parts.append(Chart("Updates of the drafter", [bar], "step", "updates, sum of the ranks"))
     return Section("Drafter", parts, "Trained in idle time, on the rollouts of the step.")

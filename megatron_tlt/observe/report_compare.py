@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile
+from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace
 from megatron_tlt.observe.report import mean, seconds_text, state_of, subtitle
 from megatron_tlt.observe.report_charts import PHASES, line, phases_of
 from megatron_tlt.observe.runfiles import Row, RunData, read_run
@@ -194,7 +194,7 @@ def _pairs(runs: tuple[RunData, RunData], names: tuple[str, str], section: str) 
     return parts
 
 
-def _style(index: int) -> dict[str, object]:
+def _style(index: int) -> Trace:
     """The second run's lines are thinner and lie above the first's: both are seen where they are equal."""
     return (
         {"line": {"color": "@2", "width": 1.6, "dash": "dot"}}

@@ -90,7 +90,14 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
                 "starts: from there on, most of them do.",
                 choices=curves,
                 chosen=last if last in curves else "",
-                layout={"yaxis2": {"range": [0, 1.02], "tickformat": ".0%", "title": {"text": ""}}},
+                layout={
+                    "yaxis2": {
+                        "range": [0, 1.02],
+                        "tickformat": ".0%",
+                        "tickvals": [0, 0.5, 1],
+                        "title": {"text": ""},
+                    }
+                },
                 wide=True,
                 height=340,
                 log_switch=True,

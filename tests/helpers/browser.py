@@ -103,7 +103,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
-        self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")
+        self.wait(
+            "document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined"
+        )
 
     def resize(self, width: int, height: int) -> None:
         """The window's inner size; a phone's, below 600 pixels."""
