@@ -20,7 +20,10 @@
       const [r, g, b] = [1, 3, 5].map((at) => parseInt(plain.slice(at, at + 2), 16));
       return `rgba(${r},${g},${b},${alpha})`;
     }
-    if (Array.isArray(value)) return value.length && typeof value[0] === "number" ? value : value.map(resolve);
+    if (Array.isArray(value)) {
+      const isNumbers = typeof value[0] === "number" && typeof value[1] !== "string";  // [0, "@1"]: of a colour scale
+      return isNumbers ? value : value.map(resolve);
+    }
     if (value && typeof value === "object") {
       return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item)]));
     }

@@ -232,7 +232,7 @@ def _by_rank(run: RunData) -> list[Part]:
     ]
 
 
-_STRAGGLERS = "Who waits least holds the others up: the longest answers were his, or his machine is slow."
+_STRAGGLERS = "Who waits least holds the others up: it had the longest answers, or its machine is slow."
 
 
 def drafter(run: RunData) -> Section:
@@ -256,5 +256,7 @@ def drafter(run: RunData) -> Section:
         x, y = grouped(*updates)
         bar: Trace = {"type": "bar", "name": "updates", "x": x, "y": y, "marker": {"color": "@training"}}
         bar["showlegend"] = False
-        parts.append(Chart("Updates of the drafter", [bar], "step", "updates, sum of the ranks"))
+        parts.append(
+            Chart("Updates of the drafter", [bar], "step", "updates, sum of the ranks", wide=True, height=240)
+        )
     return Section("Drafter", parts, "Trained in idle time, on the rollouts of the step.")

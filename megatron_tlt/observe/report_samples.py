@@ -21,7 +21,9 @@ def samples(run: RunData) -> Section:
     if not rows:
         return Section("Samples")
     steps = sorted({row["step"] for row in rows})
-    options = "".join(f'<option value="{step}">{step}</option>' for step in steps)
+    options = "".join(
+        f'<option value="{step}"{" selected" if step == steps[-1] else ""}>{step}</option>' for step in steps
+    )
     has_drafts = any("drafts" in row for row in rows)
     key = (
         '<span class=key><span><span class="ok first">drafted</span> and accepted</span>'

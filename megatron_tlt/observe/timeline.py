@@ -13,7 +13,6 @@ import gzip
 import json
 import math
 from collections.abc import Collection, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +24,7 @@ from megatron_tlt.observe.runfiles import RunData, read_run
 Event = dict[str, Any]
 PHASES, STATES = 1, 2  # threads of a rank
 _SKIPPED = {"enter"}  # a span tells the same
-_OVERLAP_US = 2000  # by which a span may reach into the next one: two clocks
+_OVERLAP_US = 2000  # by which an inner slice may end too late: two clocks
 
 
 def write_timeline(
@@ -126,12 +125,25 @@ def rank_events(
 
 
 def nested(slices: list[Event]) -> list[Event]:
-    """Slices of one thread by start, cut where rounding or two clocks make one reach a little into the next."""
+    """Slices of one thread by start, each within the one around it or behind the one before it.
+
+    A rank does one thing at a time, so where one reaches into the next, rounding or two clocks did it: it is cut.
+    """
     ordered = sorted(slices, key=lambda event: (event["ts"], -event["dur"]))
-    for event, following in pairwise(ordered):
-        end = event["ts"] + event["dur"]
-        if following["ts"] < end < following["ts"] + following["dur"] and end - following["ts"] < _OVERLAP_US:
-            event["dur"] = max(0, following["ts"] - event["ts"])
+    around: list[Event] = []
+    for event in ordered:
+        while around:
+            over = (
+                around[-1]["ts"] + around[-1]["dur"] - event["ts"]
+            )  # what is left of the slice around this one
+            if over > 0 and event["dur"] <= over:
+                break
+            if over > _OVERLAP_US and event["dur"] - over <= _OVERLAP_US:
+                event["dur"] = over
+                break
+            around[-1]["dur"] -= max(0, over)
+            around.pop()
+        around.append(event)
     return ordered
 
 

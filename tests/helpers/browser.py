@@ -67,7 +67,7 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._message(60.0)
+            answer = self._message(300.0)
             if answer.get("id") == self._last:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
@@ -123,7 +123,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression: str, timeout: float = 60.0) -> None:
+    def wait(self, expression: str, timeout: float = 300.0) -> None:
         """Until an expression is true."""
         deadline = time.monotonic() + timeout
         while not self.evaluate(expression):
