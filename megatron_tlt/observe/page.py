@@ -229,11 +229,10 @@ def _chart(chart: Chart, index: int) -> str:
 
 def _table(table: Table) -> str:
     title = f"<h3>{_text(table.title)}</h3>" if table.title else ""
-    head = "".join(
-        f"<th{' class=number' if _is_number_column(table, i) else ''}>{_text(name)}</th>"
-        for i, name in enumerate(table.head)
-    )
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    right = [_is_number_column([row[i] for row in table.rows]) for i in range(len(table.head))]
+    cells = zip(table.head, right, strict=True)
+    head = "".join(f"<th{_NUMBER if is_right else ''}>{_text(name)}</th>" for name, is_right in cells)
+    rows = "".join(f"<tr>{''.join(map(_cell, row, right))}</tr>" for row in table.rows)
     note = f"<p class=note>{_text(table.note)}</p>" if table.note else ""
     return (
         f'<div class="block{" wide" if table.wide else ""}">{title}<div class=scroll><table><thead><tr>{head}</tr>'
@@ -241,25 +240,21 @@ def _table(table: Table) -> str:
     )
 
 
-def _is_number_column(table: Table, index: int) -> bool:
-    return any(_is_number(row[index]) for row in table.rows)
+def _is_number_column(cells: Sequence[Cell]) -> bool:
+    """Whether everything in a column is a figure, perhaps with its unit."""
+    return all(c in (None, "") or not isinstance(c, str) or _FIGURE.fullmatch(c) for c in cells)
 
 
-def _is_number(value: Cell) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, str) and bool(_FIGURE.fullmatch(value)))
+def _cell(value: Cell, is_right: bool) -> str:
+    if isinstance(value, float):
+        digits = next((n for limit, n in ((1000, 0), (100, 1), (1, 2)) if abs(value) >= limit), 3)
+        value = f"{value:,.{digits}f}"
+    elif isinstance(value, int):
+        value = f"{value:,}"
+    return f"<td{_NUMBER if is_right else ''}>{_text(value or '')}</td>"
 
 
-def _cell(value: Cell) -> str:
-    if value is None:
-        return "<td></td>"
-    if isinstance(value, str):
-        return f"<td{' class=number' if _is_number(value) else ''}>{_text(value)}</td>"
-    text = (
-        f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    )
-    return f"<td class=number>{text}</td>"
-
-
+_NUMBER = " class=number"
 _DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>

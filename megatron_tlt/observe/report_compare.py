@@ -23,6 +23,9 @@ _CURVES = (
     ("Rollouts", "Recovered seconds", "idle/recovered_seconds", "seconds, sum of the ranks"),
 )
 _CLOSE = 0.02  # step times within it are called equal
+_BUSY = 1.25  # times as long for the same update: the machine did something else, too
+_SHORTEST = 1e-3  # seconds a step of a phase that a ratio says something of
+_LONGEST = 90  # characters of a setting
 
 
 @dataclass
@@ -76,7 +79,14 @@ def common(a: RunData, b: RunData) -> tuple[RunData, RunData]:
     """Both runs cut to the steps that both have made: or the longer one would look slower."""
     shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
     one, two = (
-        RunData(r.run_dir, r.config, [s for s in r.steps if s["step"] in shared], r.evals, r.rollouts)
+        RunData(
+            r.run_dir,
+            r.config,
+            [s for s in r.steps if s["step"] in shared],
+            r.evals,
+            r.rollouts,
+            ranks=r.ranks,
+        )
         for r in (a, b)
     )
     return one, two
@@ -117,7 +127,21 @@ def verdict(a: RunData, b: RunData, same: Equality, names: tuple[str, str]) -> s
     if gains:
         name, x, y = max(gains, key=lambda row: abs(row[1] - row[2]))
         where = f", most of it in {name}: {seconds_text(x)} against {seconds_text(y)}"
-    return f"{text} {faster} is {factor:.2f}× as fast ({each}{where})."
+    return f"{text} {faster} is {factor:.2f}× as fast ({each}{where}).{_caution(a, b, same)}"
+
+
+def _caution(a: RunData, b: RunData, same: Equality) -> str:
+    """A sentence where times do not compare: the same update, of the same answers on as many ranks, took longer."""
+    updates = [mean(run.column("time/update")[1]) for run in (a, b)]
+    is_same_work = (
+        same.are_same and len(a.ranks) == len(b.ranks) and a.config.get("actor") == b.config.get("actor")
+    )
+    if not is_same_work or not all(updates) or max(updates) < _BUSY * min(updates):
+        return ""
+    return (
+        f" But the update, the same work in both, took {max(updates) / min(updates):.2f}× as long in one of them: the "
+        "machines were not equally fast or not equally busy, so these times say little."
+    )
 
 
 def compare_page(first: str | Path, second: str | Path) -> Page:
@@ -154,23 +178,27 @@ def _tiles(a: RunData, b: RunData, same: Equality) -> list[Tile]:
     ):
         x, y = mean(a.column(name)[1]), mean(b.column(name)[1])
         if x and y:
-            unit = "" if is_rate else " s"
-            tiles.append(
-                Tile(label, f"{y / x if is_rate else x / y:.2f}×", f"{x:,.5g}{unit} → {y:,.5g}{unit}")
-            )
+            texts = [f"{value:,.4g}" if is_rate else seconds_text(value) for value in (x, y)]
+            tiles.append(Tile(label, f"{y / x if is_rate else x / y:.2f}×", " → ".join(texts)))
     return tiles
 
 
 def _settings(a: RunData, b: RunData, names: tuple[str, str]) -> Section:
     one, two = _flat(a.config), _flat(b.config)
-    differing = [path for path in sorted({*one, *two}) if one.get(path) != two.get(path)]
-    rows = [
-        (path, str(one.get(path, "")), str(two.get(path, "")))
-        for path in differing
-        if path != "train.run_dir"
-    ]
+    paths = {path for path in {*one, *two} if one.get(path) != two.get(path) and path != "train.run_dir"}
+    absent = {path for path in paths if None in (one.get(path), two.get(path))}
+    # Of a section that one run does not have at all, only that.
+    shown = [path for path in sorted(paths) if not any(path.startswith(f"{other}.") for other in absent)]
+    rows = [(path, *(_value(flat, path) for flat in (one, two))) for path in shown]
     rows.append(("state", state_of(a), state_of(b)))
     return Section("What differs in the settings", [Table(["field", *names], rows, wide=True)])
+
+
+def _value(flat: dict[str, object], path: str) -> str:
+    if flat.get(path) is None:
+        return "given" if any(other.startswith(f"{path}.") for other in flat) else "none"
+    text = str(flat[path])
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 def _flat(value: object, path: str = "") -> dict[str, object]:
@@ -231,7 +259,7 @@ def _time(a: RunData, b: RunData, names: tuple[str, str]) -> Section:
         bars.append(bar | {"marker": {"color": PHASES.get(name, "@6")}, "hovertemplate": "%{x:.3f} s"})
     layout = {"barmode": "stack", "hovermode": "closest", "bargap": 0.35}
     layout |= {"yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"traceorder": "normal"}}
-    table = [(name, x, y, y - x, f"{x / y:.2f}×" if x and y else "") for name, x, y in rows]
+    table = [(name, x, y, y - x, f"{x / y:.2f}×" if min(x, y) > _SHORTEST else "") for name, x, y in rows]
     total = [mean(run.column("time/step")[1]) for run in (a, b)]
     if all(total):
         table.append(("whole step", total[0], total[1], total[1] - total[0], f"{total[0] / total[1]:.2f}×"))

@@ -33,6 +33,12 @@ class StepView:
     """By rank: start, end, and share of each equal part between them in which steps drafted."""
 
     @property
+    def end(self) -> float:
+        """When the last rank had answered."""
+        ends = [points[-1][0] for points in self.curves.values()]
+        return max([*ends, *self.busy_until.values()], default=0.0)
+
+    @property
     def busy_until(self) -> dict[int, float]:
         """By rank: the end of its last answers."""
         ends = {r: [s + d for name, s, d in rows if name == "BUSY"] for r, rows in self.states.items()}
@@ -78,7 +84,7 @@ def _take_curve(view: StepView, rank: int, attrs: Row, origin: float) -> None:
 def rollout(run: RunData, views: Sequence[StepView]) -> Section:
     """The running-requests curve and the ranks' lanes."""
     parts: list[Part] = []
-    last = f"{views[-1].step + 1}" if views else ""
+    longest = f"{max(views, key=lambda view: view.end).step + 1}" if views else ""
     curves = {f"{view.step + 1}": _curve_traces(view) for view in views if view.curves}
     if curves:
         parts.append(
@@ -89,7 +95,7 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
                 note="Shaded: share of the running ranks whose steps draft. The dashed line is where speculation "
                 "starts: from there on, most of them do.",
                 choices=curves,
-                chosen=last if last in curves else "",
+                chosen=longest if longest in curves else "",
                 layout={
                     "yaxis2": {
                         "range": [0, 1.02],
@@ -105,7 +111,7 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
         )
     lanes = {f"{view.step + 1}": _lane_traces(view) for view in views if view.states}
     if lanes:
-        parts += _lane_charts(run, views, lanes, last)
+        parts += _lane_charts(run, views, lanes, longest)
     return Section("Rollout", parts)
 
 
@@ -236,7 +242,7 @@ def joined(states: Sequence[tuple[str, float, float]], most: int) -> list[tuple[
 
 
 def _lane_charts(
-    run: RunData, views: Sequence[StepView], lanes: dict[str, list[Trace]], last: str
+    run: RunData, views: Sequence[StepView], lanes: dict[str, list[Trace]], shown: str
 ) -> list[Part]:
     most = max(len(lanes_shown(view)) for view in views)
     many = any(len(view.states) > _LANES for view in views)
@@ -253,7 +259,7 @@ def _lane_charts(
         x="seconds since the step's rollout began",
         note=note,
         choices=lanes,
-        chosen=last,
+        chosen=shown,
         layout=layout,
         wide=True,
         height=110 + 26 * most,
@@ -266,7 +272,7 @@ def _lane_charts(
         x="seconds since the step's rollout began",
         y="ranks",
         choices=shares,
-        chosen=last,
+        chosen=shown,
         wide=True,
     )
     return [above, chart, _slowest(views)]
@@ -303,4 +309,6 @@ def _slowest(views: Sequence[StepView]) -> Table:
             behind[rank] += round(1e3 * (ends[rank] - median))
     rows = [(f"rank {rank}", times, behind[rank] / times / 1e3) for rank, times in often.most_common(8)]
     note = f"Of the {len(views)} steps that are looked at closely. Often the same rank: look at its machine."
-    return Table(["among the last 2 %", "steps", "seconds behind the median"], rows, "Worst ranks", note)
+    return Table(
+        ["among the last 2 %", "steps", "seconds behind the median"], rows, "Worst ranks", note, wide=True
+    )

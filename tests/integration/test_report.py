@@ -84,9 +84,12 @@ def test_controls_work(browser, tmp_path):
         "[...document.querySelectorAll('[data-chart]')]"
         ".find(n => n.closest('figure').textContent.includes('Running requests'))"
     )
+    other = browser.evaluate(
+        f"[...{curve}.closest('figure').querySelectorAll('option:not(:checked)')][0].value"
+    )
     before = browser.evaluate(f"JSON.stringify({curve}.data[0].x)")
     browser.evaluate(
-        f"(() => {{const s = {curve}.closest('figure').querySelector('select'); s.value = '1';"
+        f"(() => {{const s = {curve}.closest('figure').querySelector('select'); s.value = '{other}';"
         "s.dispatchEvent(new Event('change'))})()"
     )
     browser.wait(f"JSON.stringify({curve}.data[0].x) !== {before!r}")

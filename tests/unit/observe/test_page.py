@@ -56,12 +56,12 @@ def test_sections_without_parts_are_left_out_and_anchors_fit():
 
 
 def test_cells_show_numbers_to_the_right():
-    table = Table(
-        ["name", "n", "share"], [["a", 12345, "12.5%"], ["b", 0.123456, "1.20×"], ["c", 98765.4, None]]
-    )
+    rows = [["a", 12345, "12.5%"], ["7", 0.123456, "1.20×"], ["c", 98765.4, None], ["d", 7e-06, "-3 s"]]
+    table = Table(["name", "n", "share"], rows)
     html = body_of(Page("t", sections=[Section("s", [table])]).html())
-    for cell in ("12,345", "12.5%", "0.1235", "1.20×", "98,765"):
+    for cell in ("12,345", "12.5%", "0.123", "1.20×", "98,765", "0.000", "-3 s"):
         assert f"<td class=number>{cell}</td>" in html
+    assert "<td>7</td>" in html, "a column of names stays to the left"
     assert "<th>name</th>" in html and "<th class=number>share</th>" in html
 
 
