@@ -185,10 +185,16 @@ def _tiles(a: RunData, b: RunData, same: Equality) -> list[Tile]:
 
 def _settings(a: RunData, b: RunData, names: tuple[str, str]) -> Section:
     one, two = _flat(a.config), _flat(b.config)
-    paths = {path for path in {*one, *two} if one.get(path) != two.get(path) and path != "train.run_dir"}
-    absent = {path for path in paths if None in (one.get(path), two.get(path))}
     # Of a section that one run does not have at all, only that.
-    shown = [path for path in sorted(paths) if not any(path.startswith(f"{other}.") for other in absent)]
+    sections = {
+        path
+        for flat, other in ((one, two), (two, one))
+        for path, value in flat.items()
+        if value is None and any(name.startswith(f"{path}.") for name in other)
+    }
+    paths = {path for path in {*one, *two} if one.get(path) != two.get(path) and path != "train.run_dir"}
+    inner = {path for path in paths if any(path.startswith(f"{section}.") for section in sections)}
+    shown = sorted(paths - inner | sections)
     rows = [(path, *(_value(flat, path) for flat in (one, two))) for path in shown]
     rows.append(("state", state_of(a), state_of(b)))
     return Section("What differs in the settings", [Table(["field", *names], rows, wide=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -168,6 +169,30 @@ def test_same_answers_other_speed(tmp_path):
         f"slow is {1:.2f}" not in page.verdict and f"fast is {ratio:.2f}×" in compare_page(fast, slow).verdict
     )
     assert phase_rows(a, b)[0][0] == "rollout" and page.html()
+
+
+def test_times_of_unequally_busy_machines_are_not_trusted(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    rows = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "time/update" in row:
+            row |= {"time/update": 2 * row["time/update"], "time/step": row["time/step"] + row["time/update"]}
+    (b / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "took 2.00× as long in one of them" in compare_page(a, b).verdict
+    assert "But the update" not in compare_page(a, a).verdict
+
+
+def test_settings_that_differ_are_named_once(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", speculation=False)
+    for folder, value in ((a, None), (b, {"kind": "tasks", "seed": 3})):
+        config = json.loads((folder / "config.json").read_text()) | {"data": {"eval": value}}
+        (folder / "config.json").write_text(json.dumps(config))
+    (table,) = (part for part in compare_page(a, b).sections[0].parts if isinstance(part, Table))
+    assert table.rows[:2] == [
+        ("data.eval", "none", "given"),
+        ("rollout.speculation.drafter", "hybrid", "none"),
+    ]
+    assert len(table.rows) == 3
 
 
 def test_other_answers_and_unknown_ones(tmp_path):
