@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -60,14 +61,24 @@ class DraftTrace:
     def _settle(self) -> None:
         notes, self._notes = self._notes, []
         for keys, at, positions, draft, accepted in notes:
-            starts = np.cumsum(draft.counts) - draft.counts
+            counts = draft.counts.tolist()
+            ends = list(accumulate(counts))
+            tokens, emitted = draft.tokens.tolist(), accepted.counts.tolist()
             for key, row, position in zip(keys, at, positions, strict=True):
-                first, count = int(starts[row]), int(draft.counts[row])
-                if not count:
+                first, last = ends[row] - counts[row], ends[row]
+                if first == last:
                     continue
-                nodes = np.arange(first, first + count)
-                if draft.parents is not None:  # the trunk stands first, at index depth - 1
-                    nodes = nodes[draft.depths[nodes] == nodes - first + 1]
-                refused = draft.tokens[nodes[~accepted.accepted[nodes]]].tolist()
-                run = (position, int(accepted.counts[row]) - 1, refused)
-                self._runs.setdefault(key, []).append(run)
+                taken = emitted[row] - 1
+                if draft.parents is None:
+                    refused = tokens[first + taken : last]
+                else:
+                    refused = _refused_trunk(draft, accepted, first, last)
+                self._runs.setdefault(key, []).append((position, taken, refused))
+
+
+def _refused_trunk(draft: Draft, accepted: Accepted, first: int, last: int) -> list[int]:
+    """Tokens of a tree's trunk, which stands first in its row at index depth - 1, that were not accepted."""
+    nodes = np.arange(first, last)
+    trunk = nodes[draft.depths[first:last] == nodes - first + 1]
+    refused: list[int] = draft.tokens[trunk[~accepted.accepted[trunk]]].tolist()
+    return refused
