@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.observe.curves import curve_attrs
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.observe.samples import SampleLog
+from megatron_tlt.observe.rollouts import RolloutLog, own_figures
+from megatron_tlt.observe.samples import DraftsOf, SampleLog
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 
 if TYPE_CHECKING:
@@ -37,12 +39,19 @@ class Observer:
         self._peaks = PhasePeaks.of(world.device)
         self._metrics: MetricsLogger | None = None
         self._samples: SampleLog | None = None
+        self._rollouts: RolloutLog | None = None
+        self.drafts_of: DraftsOf | None = None  # of this rank's engine, for the samples
         self._first_step = 0
         self._started = time.perf_counter()
         self._tokens = 0  # of all ranks since the start
         self._idle: Counter[str] = Counter()  # figures of idle time, of all ranks since the start
         self._accept_lengths: list[float] = []
-        self.on_rollout = self._progress.rollout
+
+    def on_rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
+        """How far this rank's engine is: requests, and tokens since the rollout began."""
+        self._progress.rollout(running, waiting, generated_tokens)
+        if self._config.observe.live:
+            self._events.running(self._world.step, running, waiting, generated_tokens)
 
     def start(self, steps_done: int) -> None:
         """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
@@ -50,6 +59,8 @@ class Observer:
         dump = self._config.model_dump(mode="json")
         self._metrics = MetricsLogger(self._run_dir, section, rank, steps_done, dump)
         self._samples = SampleLog(self._run_dir, section.samples_per_step, rank, steps_done)
+        self._samples.drafts_of = self.drafts_of
+        self._rollouts = RolloutLog(self._run_dir, rank, steps_done)
         self._first_step, self._started = steps_done, time.perf_counter()
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")
@@ -59,6 +70,8 @@ class Observer:
         """Times a phase and measures its memory; log lines and the display name it too."""
         enter_phase(name, step)
         self._progress.phase(name, step)
+        if self._config.observe.live:
+            self._events.enter(name, step)
         with self._peaks.phase(name), self._events.span(name, step) as fields:
             yield fields
 
@@ -84,14 +97,18 @@ class Observer:
         `mine` are figures of this rank; logged is their sum over the ranks, their maximum if the name ends in _max or
         _peak_mib, or the mean of the ranks that have one if it ends in _mean.
         """
+        curve = curve_attrs(stats)
+        if curve is not None:
+            self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        figures = {**(mine or {}), **self._peaks.take()}
-        gathered = self._world.all_gather_object((phases, _counters(stats), figures))
-        ranks = [(times, counters) for times, counters, _ in gathered]
+        of_rank = {**(mine or {}), **self._peaks.take()}
+        figures = own_figures(stats, groups, self._config.rollout.max_tokens)
+        gathered = self._world.all_gather_object((phases, _counters(stats), of_rank, figures))
+        ranks = [(times, counters) for times, counters, _, _ in gathered]
         names = sorted({name for rank_phases, _ in ranks for name in rank_phases})
         times = {f"time/{name}": sum(p.get(name, 0.0) for p, _ in ranks) / len(ranks) for name in names}
         idle = {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, (p, _) in enumerate(ranks)}
-        idle |= combined([own for _, _, own in gathered])
+        idle |= combined([own for _, _, own, _ in gathered])
         counters = {f"engine/{name}": float(sum(c[name] for _, c in ranks)) for name in _counters(stats)}
         tokens = int(counters["engine/generated_tokens"])
         self._tokens += tokens
@@ -109,6 +126,8 @@ class Observer:
             self._accept_lengths.append(row["spec/accept_length"])
         if self._metrics is not None:
             self._metrics.log(step, row)
+        if self._rollouts is not None:
+            self._rollouts.log(step, [rank_figures for *_, rank_figures in gathered])
         if self._samples is not None:
             self._samples.log(step, groups)
         self._progress.step_done(step, seconds, tokens, row)
@@ -166,7 +185,7 @@ class Observer:
     def close(self) -> None:
         """Closes all files."""
         self._events.close()
-        for part in (self._metrics, self._samples):
+        for part in (self._metrics, self._samples, self._rollouts):
             if part is not None:
                 part.close()
 

@@ -229,6 +229,9 @@ class SpeculationStats:
     )  # running requests: [row steps, emitted tokens]
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    switches: list[tuple[float, bool]] = field(
+        default_factory=list
+    )  # (seconds of time.perf_counter, whether steps have drafted tokens from then on); at first they have none
 
     @property
     def accept_length(self) -> float:
@@ -247,6 +250,7 @@ class EngineStats:
     preemptions: int = 0
     near_ties: int = 0
     seconds: float = 0.0
+    started: float = 0.0  # seconds of time.perf_counter that the curve counts from
     running_curve: list[tuple[float, int]] = field(
         default_factory=list
     )  # (seconds since start, running requests)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     EMBEDDED_CAPABILITIES,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
 _SHOWN = 5
+_SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
 NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
 
 
@@ -60,6 +62,7 @@ class EmbeddedBackend:
         self._release_cache = release_cache
         if release_cache:
             engine.release()
+        self.trace_prompts = 0  # of the first ones of a `generate`, `drafts_of` can tell what was drafted
         self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
         self._shapes = dict(parameter_shapes)
@@ -127,6 +130,8 @@ class EmbeddedBackend:
                 on_answer(samples[-1])
 
         self.resume()
+        if self.trace_prompts and engine.speculator is not None:
+            engine.speculator.trace = DraftTrace([p.prompt_id for p in prompts[: self.trace_prompts]])
         done = False
         try:
             for prompt in self._ordered(prompts):
@@ -270,6 +275,21 @@ class EmbeddedBackend:
     def close(self) -> None:
         """Frees the engine with its weights and cache. A second call does nothing."""
         self._engine = None
+
+    def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
+        """What was drafted for an answer of the last `generate`, as `observe.samples` writes it; None: not known."""
+        speculator = self.engine.speculator
+        if speculator is None or speculator.trace is None:
+            return None
+        runs = speculator.trace.runs(sample.prompt_id, sample.sample_index)
+        if not runs:
+            return None
+        size = min(len(sample.token_ids), _SHOWN_TOKENS)
+        text = self.engine.text_of_tokens
+        return {
+            "pieces": [text([token]) for token in sample.token_ids[:size]],
+            "runs": [[at, min(ok, size - at), text(refused)] for at, ok, refused in runs if at < size],
+        }
 
     def _sample(self, request: Request) -> Sample:
         assert request.finish_reason is not None

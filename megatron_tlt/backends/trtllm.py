@@ -222,6 +222,7 @@ class TrtllmBackend:
         """Waits until nothing is in flight by our own count. Empties `pending`."""
         samples: list[Sample] = []
         tokens = 0
+        self._stats.started = self._stats.started or started
         while pending:
             message = self.process.next_answer()
             if message["type"] == "answer":

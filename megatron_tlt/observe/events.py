@@ -3,8 +3,9 @@
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. States (BUSY, IDLE, TRAINING) divide the rollout and idle
 spans. Wall time places ranks beside each other; durations come from the monotonic clock. Lines are buffered and written
-at the end of a step, when a span ends in an error, and at exit. A resumed run appends (with a new `open` instant): what
-was done twice is there twice.
+at the end of a step, when a span ends in an error, and at exit; with `observe.live` also when a phase begins (`enter`)
+and now and then in a rollout (`running`), for `megatron-tlt watch`. A resumed run appends (with a new `open` instant):
+what was done twice is there twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.observe.jsonl import LineFile, read_rows, to_line
 
 _BUFFERED_LINES = 512
+_RUNNING_EVERY_S, _RUNNING_SHARE = 2.0, 0.05  # seconds between two counts, and share of the rollout so far
 
 
 def events_path(run_dir: str | Path, rank: int) -> Path:
@@ -53,6 +55,7 @@ class EventLog:
         self.phase_totals: dict[str, float] = defaultdict(float)  # seconds by span name since the start
         self._step_totals: dict[str, float] = defaultdict(float)
         self._lines: list[str] = []
+        self._rollout_began = self._counted = 0.0
         self._file = LineFile(events_path(run_dir, rank))
         atexit.register(self.close)
         self.instant("open", None)
@@ -80,6 +83,21 @@ class EventLog:
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Notes that something happened now."""
         self._add(wall_seconds(), step, "instant", name, attrs)
+
+    def enter(self, name: str, step: int | None) -> None:
+        """Notes that phase `name` begins, and writes everything out: its span is written only when it ends."""
+        self._rollout_began = self._counted = time.perf_counter()
+        self.instant("enter", step, phase=name)
+        self.flush()
+
+    def running(self, step: int | None, running: int, waiting: int, tokens: int) -> None:
+        """Notes how far a rollout is, seldom enough for any length of it, and writes it out."""
+        now = time.perf_counter()
+        if now - self._counted < max(_RUNNING_EVERY_S, _RUNNING_SHARE * (now - self._rollout_began)):
+            return
+        self._counted = now
+        self.instant("running", step, running=running, waiting=waiting, tokens=tokens)
+        self.flush()
 
     def state(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
         """Notes that the rank was in state `name` for `seconds`, from `started` (seconds since the epoch) on.

@@ -1,8 +1,12 @@
-"""A few answers of every step in run_dir/samples.jsonl, to read what the policy really says. Torch-free."""
+"""A few answers of every step in run_dir/samples.jsonl, to read what the policy really says. Torch-free.
+
+Where speculation is on, an answer comes with what was drafted for it: `"drafts": {"pieces": the text of each token (of
+the first ones), "runs": [[position of the first drafted token, how many were accepted, text of those refused], ...]}`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,14 @@ from megatron_tlt.types import RewardResult, Sample, SampleGroup
 
 SAMPLES_FILE = "samples.jsonl"
 
+DraftsOf = Callable[[Sample], dict[str, Any] | None]
+
 
 class SampleLog:
     """Writes `per_step` answers of each step; on ranks other than 0, or with 0 a step, it does nothing."""
 
     def __init__(self, run_dir: str | Path, per_step: int, rank: int, start_step: int = 0):
+        self.drafts_of: DraftsOf | None = None  # what was drafted for a sample, where it is known
         self.per_step = per_step if rank == 0 else 0
         self._file: LineFile | None = None
         if self.per_step:
@@ -29,7 +36,9 @@ class SampleLog:
             return
         rows = []
         for group, sample, reward in _choose(groups):
-            rows.append(to_line(_row(step, group, sample, reward)))
+            row = _row(step, group, sample, reward)
+            drafts = self.drafts_of(sample) if self.drafts_of is not None else None
+            rows.append(to_line(row if drafts is None else {**row, "drafts": drafts}))
             if len(rows) == self.per_step:
                 break
         self._file.write(rows)

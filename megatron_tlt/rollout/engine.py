@@ -227,7 +227,11 @@ class Engine:
         """A finished request's text, cut after its stop string; empty without a tokenizer."""
         if isinstance(request.stop_strings, StopStringWatcher) and request.stop_strings.cut_text is not None:
             return request.stop_strings.cut_text
-        return self._tokenizer.decode(request.output) if self._tokenizer is not None else ""
+        return self.text_of_tokens(request.output)
+
+    def text_of_tokens(self, token_ids: Sequence[int]) -> str:
+        """The tokens' text; empty without a tokenizer."""
+        return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
 
     @property
     def is_released(self) -> bool:
@@ -265,7 +269,10 @@ class Engine:
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""
         stats = replace(
-            self._stats, preemptions=self.scheduler.num_preemptions, near_ties=self.runner.sampler.near_ties
+            self._stats,
+            preemptions=self.scheduler.num_preemptions,
+            near_ties=self.runner.sampler.near_ties,
+            started=self._started,
         )
         if self.speculator is not None:
             stats.speculation = self.speculator.take_stats()

@@ -8,6 +8,8 @@ import torch
 
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
+from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows, write_config
 
@@ -87,6 +89,32 @@ def test_states_fill_the_rollout_phase_of_every_rank(folder: Path):
             assert states == pytest.approx(phase, abs=0.05)
         names = {e["name"] for e in events if e["kind"] == "state"}
         assert names == ({"BUSY", "IDLE", "TRAINING"} if rank == 0 else {"BUSY", "IDLE"})
+
+
+def test_the_logs_say_what_a_report_needs(folder: Path):
+    off, train = (list(read_rows(folder / name / ROLLOUTS_FILE)) for name in ("off", "train-"))
+    assert [row["step"] for row in train] == [1, 2, 3, 4]
+    for plain, drafted, metrics in zip(off, train, rows(folder / "train-"), strict=True):
+        assert all(plain[name] == drafted[name] for name in ("answers", "rewards", "lengths", "samples"))
+        assert "strategies" not in plain and set(drafted["strategies"]) <= {"none", "eagle_3_1_0"}
+        assert sum(n for n, _ in drafted["by_batch"].values()) == metrics["engine/spec_row_steps"]
+        assert sum(n for _, n in drafted["by_batch"].values()) == metrics["engine/spec_emitted_tokens"]
+        assert sum(drafted["lengths"]) == metrics["rollout/samples"]
+    for rank in range(2):
+        curves = [e for e in read_events(folder / "train-", rank) if e["name"] == "curve"]
+        assert [e["step"] for e in curves] == [0, 1, 2, 3]
+        spans = {e["step"]: e for e in read_events(folder / "train-", rank) if e["name"] == "rollout"}
+        for curve in curves:
+            running = curve["attrs"]["running"]
+            assert (
+                running[-1][1] == 0 and max(n for _, n in running) > 0 and max(curve["attrs"]["drafting"]) > 0
+            )
+            span = spans[curve["step"]]
+            assert span["ts"] - 0.5 < curve["attrs"]["start"] < span["ts"] + span["dur"] + 0.5
+    samples = list(read_rows(folder / "train-" / "samples.jsonl"))
+    drafts = [row["drafts"] for row in samples if "drafts" in row]
+    assert drafts and all("".join(d["pieces"]) for d in drafts)
+    assert not any("drafts" in row for row in read_rows(folder / "off" / "samples.jsonl"))
 
 
 def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):

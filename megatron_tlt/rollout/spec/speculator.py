@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.model_runner import Verifier
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
     from megatron_tlt.rollout.spec.selector import StrategySelector
+    from megatron_tlt.rollout.spec.trace import DraftTrace
 
 Reserve = Callable[[np.ndarray], np.ndarray]
 Clock = Callable[[], float]
@@ -72,6 +73,7 @@ class Speculator:
         acceptance at each position. `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.selector, self.verifier, self.eagle = drafter, selector, verifier, eagle
+        self.trace: DraftTrace | None = None  # who wants to know what was drafted for some answers
         self._counters = SpeculationCounters()
         self._rows, self._reserve, self._tp = rows, reserve, tp
         self._max_tokens = len(rows.token_ids)
@@ -156,6 +158,8 @@ class Speculator:
                 self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
             self._counters.step(strategy, self._draft_seconds)
             self._counters.add(draft, accepted, running, len(result.tokens), seconds)
+            if self.trace is not None:
+                self.trace.note(draft, accepted, self._rows)
         else:
             self._counters.plain(self._draft_seconds)
             if self._is_resting:
@@ -180,10 +184,14 @@ class Speculator:
     def start(self, request: Request) -> None:
         """A request got its row."""
         self.drafter.start(request)
+        if self.trace is not None:
+            self.trace.start(request)
 
     def stop(self, request: Request) -> None:
         """A request is about to leave its row."""
         self.drafter.stop(request)
+        if self.trace is not None:
+            self.trace.stop(request)
 
     def end_generate(self) -> None:
         """No request is left: what was kept for siblings can go."""
@@ -302,6 +310,7 @@ class SpeculationCounters:
 
     def __init__(self) -> None:
         self._stats = SpeculationStats()
+        self._drafts = False  # whether the last decoding step had drafted tokens
         self._plain = 0
         self._steps: dict[DraftStrategy, int] = {}
         self._notes: list[tuple[Draft, Accepted]] = []
@@ -310,11 +319,19 @@ class SpeculationCounters:
         """A step without drafted tokens."""
         self._plain += 1
         self._stats.draft_seconds += draft_seconds
+        if self._drafts:
+            self._switch(False)
 
     def step(self, strategy: DraftStrategy, draft_seconds: float) -> None:
         """A step with drafted tokens."""
         self._steps[strategy] = self._steps.get(strategy, 0) + 1
         self._stats.draft_seconds += draft_seconds
+        if not self._drafts:
+            self._switch(True)
+
+    def _switch(self, drafts: bool) -> None:
+        self._drafts = drafts
+        self._stats.switches.append((time.perf_counter(), drafts))
 
     def add(self, draft: Draft, accepted: Accepted, running: int, emitted: int, seconds: float) -> None:
         """A step that verified `draft`."""
@@ -340,6 +357,7 @@ class SpeculationCounters:
             name = strategy.name  # strategies that differ in `min_survival` only share a name
             self._stats.steps_by_strategy[name] = self._stats.steps_by_strategy.get(name, 0) + count
         stats, self._stats, self._steps = self._stats, SpeculationStats(), {}
+        self._drafts = False
         return stats
 
     def _count(self) -> None:

@@ -1,0 +1,202 @@
+"""A run directory of any number of ranks, made up: the formats of `observe/`, written without a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.observe.jsonl import to_line
+
+START = 1_800_000_000.0
+SLOW_RANK = 7  # the slowest of every step, where there are so many ranks
+
+
+def write_run(
+    run_dir: Path,
+    ranks: int = 2,
+    steps: int = 4,
+    num_steps: int | None = None,
+    speculation: bool = True,
+    idle_training: bool = True,
+    evals: bool = True,
+    samples: bool = True,
+    curves: bool = True,
+    pace: float = 1.0,
+    answers: str = "a",
+) -> Path:
+    """Writes a run that has done `steps` of `num_steps`. `pace` stretches rollouts; `answers` goes into the digests."""
+    draw = random.Random(ranks * 1000 + steps)
+    (run_dir / "events").mkdir(parents=True)
+    done = num_steps is None or steps >= num_steps
+    config = {
+        "model": {"path": "assets/demo-policy"},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"speculation": {"drafter": "hybrid" if speculation else "none"}, "max_tokens": 448},
+        "idle": {"train_drafter": idle_training},
+        "train": {"num_steps": num_steps or steps, "run_dir": str(run_dir)},
+    }
+    (run_dir / "config.json").write_text(json.dumps(config))
+    metrics: list[dict[str, Any]] = []
+    rollouts: list[dict[str, Any]] = []
+    lines: list[list[str]] = [[_event(rank, None, "instant", "open", START)] for rank in range(ranks)]
+    if evals:
+        metrics.append(_evaluation(0, START, 0.5))
+    now = START + 1.0
+    for step in range(steps):
+        busy = [pace * draw.uniform(1.0, 4.0) for _ in range(ranks)]
+        if ranks > SLOW_RANK:
+            busy[SLOW_RANK] = pace * 5.0
+        longest = max(busy)
+        for rank in range(ranks):
+            _rank_step(
+                lines[rank], rank, step, now, busy[rank], longest, idle_training, curves, speculation, draw
+            )
+        now += longest + 2.1
+        metrics.append(_metrics(step + 1, now, busy, speculation, idle_training))
+        rollouts.append(_rollouts(step + 1, speculation, answers))
+        now += 0.05
+    if evals and done:
+        metrics.append(_evaluation(steps, now, 0.7))
+    _write(run_dir / "metrics.jsonl", map(to_line, metrics))
+    _write(run_dir / "rollouts.jsonl", map(to_line, rollouts))
+    for rank, rows in enumerate(lines):
+        _write(run_dir / "events" / f"rank-{rank:05d}.jsonl", rows)
+    if samples:
+        _write(
+            run_dir / "samples.jsonl",
+            (to_line(row) for s in range(steps) for row in _samples(s + 1, speculation)),
+        )
+    if done:
+        (run_dir / "summary.json").write_text(json.dumps({"num_steps": steps}))
+    return run_dir
+
+
+def _write(path: Path, lines: Any) -> None:
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _event(
+    rank: int, step: int | None, kind: str, name: str, ts: float, dur: float | None = None, **attrs: Any
+) -> str:
+    row: dict[str, Any] = {"ts": round(ts, 6), "rank": rank, "step": step, "kind": kind, "name": name}
+    if dur is not None:
+        row["dur"] = round(dur, 6)
+    return to_line(row | ({"attrs": attrs} if attrs else {}))
+
+
+def _rank_step(
+    out: list[str],
+    rank: int,
+    step: int,
+    now: float,
+    busy: float,
+    longest: float,
+    idle_training: bool,
+    curves: bool,
+    speculation: bool,
+    draw: random.Random,
+) -> None:
+    def add(kind: str, name: str, at: float, dur: float | None = None, **attrs: Any) -> None:
+        out.append(_event(rank, step, kind, name, now + at, dur, **attrs))
+
+    add("instant", "enter", 0.0, phase="rollout")
+    add("span", "rollout", 0.0, busy)
+    add("state", "BUSY", 0.0, busy)
+    wait = longest - busy
+    add("state", "IDLE", busy, 0.3 * wait if idle_training else wait)
+    if idle_training:
+        add("state", "TRAINING", busy + 0.3 * wait, 0.7 * wait)
+    add("span", "idle", busy, wait)
+    for name, at, dur in (
+        ("score", 0.0, 0.1),
+        ("exchange", 0.1, 0.1),
+        ("update", 0.2, 1.7),
+        ("push", 1.9, 0.1),
+    ):
+        add("instant", "enter", longest + at, phase=name)
+        add("span", name, longest + at, dur)
+    if curves:
+        points = [[round(1e3 * busy * i / 31), 64 - 2 * i if i < 31 else 0] for i in range(32)]
+        attrs: dict[str, Any] = {"start": round(now, 3), "running": points}
+        if speculation:
+            attrs["drafting"] = [0.0] * 8 + [round(draw.uniform(0.7, 1.0), 2)] * 16
+        add("instant", "curve", longest + 2.0, **attrs)
+
+
+def _evaluation(step: int, at: float, value: float) -> dict[str, Any]:
+    return {"step": step, "time": at, "eval/pass@1": value, "eval/stderr": 0.02, "eval/pass@2": value + 0.1}
+
+
+def _metrics(
+    step: int, at: float, busy: list[float], speculation: bool, idle_training: bool
+) -> dict[str, Any]:
+    ranks, longest = len(busy), max(busy)
+    waits = [longest - seconds for seconds in busy]
+    row: dict[str, Any] = {"step": step, "time": round(at, 3), "reward/mean": 0.5 + 0.01 * step}
+    row |= {
+        "reward/accuracy": 0.4 + 0.01 * step,
+        "length/mean": 70.0,
+        "length/median": 50.0,
+        "length/p95": 230.0,
+    }
+    row |= {"length/max": 448.0, "time/rollout": sum(busy) / ranks, "time/idle": sum(waits) / ranks}
+    row |= {
+        "time/score": 0.1,
+        "time/exchange": 0.1,
+        "time/update": 1.7,
+        "time/push": 0.1,
+        "time/step": longest + 2.1,
+    }
+    row |= {"engine/tokens_per_s": 1000.0 * ranks, "engine/generated_tokens": 5000.0 * ranks}
+    row |= {f"idle/rank{rank:03d}": wait for rank, wait in enumerate(waits)}
+    row["idle/seconds"] = sum(waits)
+    if idle_training:
+        row |= {
+            "idle/recovered_seconds": 0.7 * sum(waits),
+            "drafter/steps": 40.0,
+            "drafter/loss_mean": 0.3 + 0.4 / step,
+        }
+        row["drafter/accept/1_mean"] = 0.95 - 0.2 / step
+    if speculation:
+        row |= {"spec/accept_length": 3.0 + 0.1 * step, "engine/spec_row_steps": 1000.0 * ranks}
+        row["engine/spec_emitted_tokens"] = 3500.0 * ranks
+    return row
+
+
+def _rollouts(step: int, speculation: bool, answers: str) -> dict[str, Any]:
+    counts = [0, 20, 60, 40, 20, 10, 4, 2] + [1] * 8 + [0] * 15 + [3]
+    row: dict[str, Any] = {"step": step, "samples": sum(counts), "longest": 448, "lengths": counts}
+    row |= {"answers": f"{answers}{step:015x}", "rewards": f"b{step:015x}"}
+    if speculation:
+        row |= {"strategies": {"none": 40, "hybrid_11_1_0": 60 + step, "eagle_5_1_0": 20}}
+        row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}
+        row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}, "draft_seconds": 1.0}
+        row["verify_seconds"] = 3.0
+    return row
+
+
+def _samples(step: int, speculation: bool) -> list[dict[str, Any]]:
+    rows = []
+    for index, correct in ((0, True), (3, False)):
+        row: dict[str, Any] = {
+            "step": step,
+            "prompt_id": step,
+            "sample_index": index,
+            "task": "sums",
+            "prompt": "1 < 2 & 3?",
+        }
+        row |= {
+            "answer": "8",
+            "response": "2+6=8 <b>bold</b>",
+            "tokens": 6,
+            "finish_reason": "stop",
+            "reward": float(correct),
+        }
+        row["correct"] = correct
+        if speculation:
+            pieces = ["2", "+", "6", "=", "8", " <b>bold</b>"]
+            row["drafts"] = {"pieces": pieces, "runs": [[1, 2, "<i>7</i>"], [4, 2, ""]]}
+        rows.append(row)
+    return rows

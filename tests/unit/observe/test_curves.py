@@ -1,0 +1,58 @@
+"""The curve of running requests as an event: small, and true where it is looked at."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from megatron_tlt.observe.curves import curve_attrs, drafting_shares, thinned
+from megatron_tlt.types import EngineStats, SpeculationStats
+
+
+def test_short_curves_stay_and_long_ones_keep_ends_and_tail():
+    curve = [(0.001 * i, 2000 - i) for i in range(1990)] + [(2.0 + i, 10 - i) for i in range(11)]
+    kept = thinned(curve, 40)
+    assert len(kept) <= 40 and kept[0] == curve[0] and kept[-1] == curve[-1]
+    assert [point for point in kept if point[0] >= 2.0] == curve[-11:], "the long tail is kept point by point"
+    assert kept == sorted(kept) and set(kept) <= set(curve)
+    assert thinned(curve[:40], 40) == curve[:40]
+
+
+def naive_shares(switches, first, last, parts, grid=20000):
+    """Looked up at many moments."""
+    hits = [0] * parts
+    for i in range(grid):
+        at = first + (last - first) * (i + 0.5) / grid
+        drafts = [value for moment, value in switches if moment <= at]
+        hits[i * parts // grid] += bool(drafts and drafts[-1])
+    return [n * parts / grid for n in hits]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_are_those_of_a_naive_count(seed):
+    draw = random.Random(seed)
+    moments = sorted(draw.uniform(-1.0, 11.0) for _ in range(13))
+    switches = [(at, index % 2 == 0) for index, at in enumerate(moments)]
+    assert drafting_shares(switches, 0.0, 10.0, 8) == pytest.approx(
+        naive_shares(switches, 0.0, 10.0, 8), abs=0.02
+    )
+
+
+def test_the_event_places_the_curve_in_wall_time():
+    now = time.perf_counter()
+    stats = EngineStats(started=now - 10.0, running_curve=[(4.0, 8), (6.0, 3), (9.0, 0)])
+    stats.speculation = SpeculationStats(switches=[(now - 10.0 + 6.5, True)])
+    attrs = curve_attrs(stats)
+    assert attrs["start"] == pytest.approx(time.time() - 6.0, abs=1.0)
+    assert attrs["running"] == [[0, 8], [2000, 3], [5000, 0]]
+    assert (
+        len(attrs["drafting"]) == 24 and attrs["drafting"][:11] == [0.0] * 11 and attrs["drafting"][-1] == 1.0
+    )
+
+
+def test_no_curve_no_event_and_no_drafts_no_shares():
+    assert curve_attrs(EngineStats()) is None
+    assert "drafting" not in curve_attrs(EngineStats(running_curve=[(0.0, 1), (1.0, 0)]))
+    assert drafting_shares([(0.0, True)], 1.0, 1.0, 4) == [0.0] * 4

@@ -1,0 +1,118 @@
+"""The row that a step's rollouts leave, compared with what is counted by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from megatron_tlt.observe.jsonl import to_line
+from megatron_tlt.observe.rollouts import (
+    BINS,
+    ROLLOUTS_FILE,
+    RolloutLog,
+    bucket_of,
+    combined_figures,
+    digests,
+    own_figures,
+)
+from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup, SpeculationStats
+
+
+def group(prompt_id: int, answers: list[list[int]], rewards: list[float]) -> SampleGroup:
+    prompt = Prompt(prompt_id=prompt_id, dataset_id="", text="", token_ids=[1])
+    samples = [Sample(prompt_id, i, tokens, [], "", "stop", 0) for i, tokens in enumerate(answers)]
+    return SampleGroup(prompt, samples, [RewardResult(value, value > 0) for value in rewards])
+
+
+def some_groups(count: int = 6) -> list[SampleGroup]:
+    draw = random.Random(4)
+    return [
+        group(
+            i,
+            [[draw.randrange(99) for _ in range(draw.randrange(1, 90))] for _ in range(3)],
+            [0.0, 1.0, 0.25],
+        )
+        for i in range(count)
+    ]
+
+
+def test_digests_add_up_over_any_split_and_order():
+    groups = some_groups()
+    whole = combined_figures([own_figures(EngineStats(), groups, 90)])
+    for split in (1, 2, 5):
+        parts = [groups[split:], groups[:split]]
+        row = combined_figures([own_figures(EngineStats(), part[::-1], 90) for part in parts])
+        assert (row["answers"], row["rewards"]) == (whole["answers"], whole["rewards"])
+        assert row["lengths"] == whole["lengths"]
+
+
+def test_digests_see_every_token_reward_and_place():
+    groups = some_groups()
+    answers, rewards = digests(groups)
+    groups[3].samples[1].token_ids[0] += 1
+    changed = digests(groups)
+    assert changed[0] != answers and changed[1] == rewards
+    groups[3].samples[1].token_ids[0] -= 1
+    groups[2].rewards[0].value = 0.5
+    assert digests(groups)[0] == answers and digests(groups)[1] != rewards
+    groups[2].rewards[0].value = 0.0
+    one, two = groups[0].samples[:2]
+    one.token_ids, two.token_ids = two.token_ids, one.token_ids
+    assert digests(groups)[0] != answers
+
+
+def test_lengths_are_counted_in_bins():
+    groups = [group(0, [[1] * 5, [1] * 320, [1] * 10], [0, 0, 0])]
+    row = combined_figures([own_figures(EngineStats(), groups, 320)])
+    assert row["samples"] == 3 and row["longest"] == 320 and sum(row["lengths"]) == 3
+    assert row["lengths"][0] == 1 and row["lengths"][1] == 1 and row["lengths"][BINS - 1] == 1
+    assert "strategies" not in row
+
+
+def test_ranks_without_answers_count_for_nothing():
+    row = combined_figures([own_figures(EngineStats(), part, 90) for part in (some_groups(), [], [])])
+    assert row == combined_figures([own_figures(EngineStats(), some_groups(), 90)])
+
+
+def test_speculation_is_summed_over_ranks():
+    stats = [
+        SpeculationStats(
+            {"none": 3, "a_1_1_0": 2}, drafted_at=[5, 4], accepted_at=[3], by_batch={3: [3, 7], 4: [4, 5]}
+        ),
+        SpeculationStats({"a_1_1_0": 5}, drafted_at=[1, 1, 1], accepted_at=[1, 1], by_batch={1: [9, 20]}),
+    ]
+    row = combined_figures([own_figures(EngineStats(speculation=s), [], 90) for s in stats])
+    assert row["strategies"] == {"a_1_1_0": 7, "none": 3}
+    assert row["drafted_at"] == [6, 5, 1] and row["accepted_at"] == [4, 1]
+    assert row["by_batch"] == {1: [9, 20], 4: [7, 12]}
+
+
+def test_buckets_are_powers_of_two():
+    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 128, 129)] == [1, 2, 4, 4, 8, 8, 16, 128, 256]
+
+
+def test_a_row_is_small_whatever_the_ranks():
+    stats = SpeculationStats(
+        {f"hybrid_{i}_1_0": 9 for i in range(100)},
+        drafted_at=[9] * 90,
+        accepted_at=[9] * 90,
+        by_batch={i: [9, 9] for i in range(1, 500)},
+    )
+    ranks = [own_figures(EngineStats(speculation=stats), some_groups(1), 90) for _ in range(64)]
+    row = combined_figures(ranks)
+    assert len(to_line(row)) < 3000
+    assert sum(row["strategies"].values()) == 64 * 900
+    assert len(json.dumps(ranks[0])) < 4000
+
+
+def test_a_resumed_run_drops_later_rows(tmp_path):
+    figures = own_figures(EngineStats(), some_groups(1), 90)
+    log = RolloutLog(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.log(step, [figures])
+    log.close()
+    RolloutLog(tmp_path, 0, start_step=2).close()
+    rows = [json.loads(line) for line in (tmp_path / ROLLOUTS_FILE).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    RolloutLog(tmp_path / "other", 1).log(1, [figures])
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,67 @@
+"""Reading what a run has left, whole or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.events import EventLog, events_path
+from megatron_tlt.observe.runfiles import chosen_steps, ranks_of, read_run, step_rows
+from tests.helpers.synthetic_run import write_run
+
+
+def test_steps_and_evaluations_are_told_apart(tmp_path):
+    run = read_run(write_run(tmp_path / "r", ranks=3, steps=4))
+    assert [row["step"] for row in run.steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in run.evals] == [0, 4]
+    assert (run.ranks, run.last_step, run.num_steps, run.is_finished) == ([0, 1, 2], 4, 4, True)
+    assert run.column("reward/mean") == ([1, 2, 3, 4], [0.51, 0.52, 0.53, 0.54])
+    assert run.column("no/such") == ([], [])
+    waited = run.idle_by_rank()
+    assert sum(waited.values()) == pytest.approx(sum(run.column("idle/seconds")[1]))
+
+
+def test_a_run_in_progress_with_torn_lines(tmp_path):
+    folder = write_run(tmp_path / "r", steps=2, num_steps=9)
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "events/rank-00001.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 3, "ti')
+    (folder / "summary.json").write_text('{"half')
+    run = read_run(folder)
+    assert run.last_step == 2 and not run.is_finished and run.summary is None
+    assert step_rows(events_path(folder, 1), {1})[1]
+
+
+def test_a_summary_of_before_a_resume_is_not_the_end(tmp_path):
+    folder = write_run(tmp_path / "r", steps=2, num_steps=9)
+    (folder / "summary.json").write_text("{}")
+    assert not read_run(folder).is_finished
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_what_is_no_run_is_refused_by_name(tmp_path, make):
+    folder = tmp_path / "none"
+    if make:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match=r"RUN_DIR = .*none"):
+        read_run(folder)
+
+
+def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
+    for turn, steps in (("first", (0, 1, 2)), ("second", (1, 2, 3))):
+        with EventLog(tmp_path, 0) as log:
+            for step in steps:
+                log.instant(f"{turn} a", step)
+                log.instant(f"{turn} b", step)
+    found = step_rows(events_path(tmp_path, 0), {0, 2, 3})
+    names = {step: [row["name"] for row in rows] for step, rows in found.items()}
+    assert names == {0: ["first a", "first b"], 2: ["second a", "second b"], 3: ["second a", "second b"]}
+    assert ranks_of(tmp_path) == [0]
+
+
+def test_of_many_steps_first_last_and_longest_are_looked_at(tmp_path):
+    run = read_run(write_run(tmp_path / "r", ranks=1, steps=60))
+    longest = max(run.steps, key=lambda row: row["time/rollout"])["step"] - 1
+    steps = chosen_steps(run, 12)
+    assert {0, 59, longest} <= set(steps) and len(steps) <= 12 and steps == sorted(steps)
+    assert chosen_steps(run, 60) == list(range(60))

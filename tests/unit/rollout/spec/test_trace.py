@@ -1,0 +1,56 @@
+"""What is noted of a few answers' drafts, compared with the engine's own counters and answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.rollout.spec.trace import DraftTrace
+from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
+from tests.helpers.engines import answer_all, make_engine, random_jobs, small_config
+from tests.helpers.tiny_models import random_weights
+
+
+def traced(tree: bool, spoil: float, prompt_ids=None, **options):
+    """An engine that has answered with half-right drafts, what plain decoding answers, and the trace."""
+    config = small_config("qwen3")
+    weights, jobs = random_weights(config, seed=5), random_jobs(131, 8, seed=3)
+    expected = answer_all(make_engine(config, weights), jobs)
+    engine = make_engine(config, weights, **options)
+    attach(engine, OracleDrafter(expected, 131, spoil, tree), RandomSelector("oracle", 6, 3))
+    assert engine.speculator is not None
+    everybody = {key[0] for key in expected}
+    engine.speculator.trace = trace = DraftTrace(everybody if prompt_ids is None else prompt_ids)
+    assert answer_all(engine, jobs) == expected
+    return engine, expected, trace
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("spoil", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("blocks", [200, 24], ids=["roomy", "preempting"])
+def test_runs_account_for_every_accepted_token(tree, spoil, blocks):
+    engine, expected, trace = traced(tree, spoil, num_blocks=blocks)
+    stats = engine.take_stats()
+    assert stats.speculation.row_steps > 0
+    gained = 0
+    for key, answer in expected.items():
+        tokens, end = answer[0], 0
+        for position, accepted, refused in trace.runs(*key):
+            assert position >= end, "runs do not overlap: at least the policy's own token lies between"
+            end = position + accepted + 1
+            gained += min(accepted, len(tokens) - position - 1)
+            if refused and not tree and position + accepted < len(tokens):
+                assert refused[0] != tokens[position + accepted]
+    assert gained == stats.speculation.emitted_tokens - stats.speculation.row_steps
+
+
+def test_nothing_is_kept_of_other_prompts():
+    _, expected, trace = traced(False, 0.4, prompt_ids=[next(iter(expected_ids()))])
+    wanted = next(iter(expected_ids()))
+    assert any(trace.runs(*key) for key in expected if key[0] == wanted)
+    assert not any(trace.runs(*key) for key in expected if key[0] != wanted)
+
+
+def expected_ids() -> list[int]:
+    config = small_config("qwen3")
+    jobs = random_jobs(131, 8, seed=3)
+    return sorted({key[0] for key in answer_all(make_engine(config, random_weights(config, seed=5)), jobs)})
