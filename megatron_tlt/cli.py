@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli_drafter import add_drafter
+from megatron_tlt.cli_simulate import add_simulate
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, TltError
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     _add_generate(commands)
     add_drafter(commands, _on_every_rank)
+    add_simulate(commands)
     return parser
 
 

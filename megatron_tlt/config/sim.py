@@ -80,6 +80,8 @@ class AcceptanceSection(Section):
     """The same of a drafter that never saw this policy; default: `rates`."""
     coverage: float = Field(default=1.0, gt=0, le=1)
     """Share of requests and steps in which it proposes anything."""
+    reach: float = Field(default=1.0, gt=0, le=1)
+    """Chance that a proposal goes on behind each of its tokens: the suffix drafter's end where its match does."""
     siblings: float = Field(default=0.35, ge=0, le=1)
     """Where a token is wrong: chance that the second best candidate is right; a third has half of it, and so on."""
     spread: PositiveFloat = 2.0

@@ -80,6 +80,8 @@ class Acceptance:
         lengths = np.minimum(lengths, strategy.draft_len)
         if section.coverage < 1:
             lengths = np.where(rng.random(len(lengths)) < section.coverage, lengths, 0)
+        if section.reach < 1:
+            lengths = np.minimum(lengths, rng.geometric(1 - section.reach, len(lengths)))
         depth = int(lengths.max(initial=0))
         rates = self.rates(depth) if depth else np.zeros(0)
         spread = section.spread

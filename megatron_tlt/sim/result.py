@@ -57,7 +57,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class ShownStep:
-    """One step in detail: the one whose seconds are the median."""
+    """One step in detail: the last, when selector and drafter have settled."""
 
     step: int
     running: list[tuple[float, int]]
