@@ -1,4 +1,4 @@
-"""One rank of a run whose every duration is CPU seconds of its main thread: `megatron-tlt` on a machine that others share.
+"""One rank of a run whose every duration is CPU seconds of its main thread: for a machine that others share.
 
     mpiexec -n 2 python -m mpi4py benchmarks/sim_worker.py train configs/quickstart.yaml ...
 

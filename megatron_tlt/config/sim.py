@@ -178,6 +178,9 @@ class SimConfig(Section):
     """What engine steps take."""
     training: SimTrainingSection = SimTrainingSection()
     """What everything else takes."""
+    plain_above: PositiveInt | None = None
+    """Running requests of a replica above which nothing is drafted, whatever the selector says: the fixed threshold of
+    engines that have one, TLT's among them. Default: the selector decides, as in a run."""
     engine: Literal["auto", "exact", "bulk"] = "auto"
     """exact: every token goes through the production scheduler and selector. bulk: they are asked where something
     changes. auto: exact for small workloads (docs/simulator.md)."""

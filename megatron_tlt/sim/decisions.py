@@ -66,6 +66,9 @@ class Decider:
         """`most`: largest number of running requests of a replica."""
         self._config, self._costs = config, costs
         self._requests = request_knots(min(most, config.rollout.max_running_requests))
+        if config.plain_above is not None:  # nothing is interpolated across it
+            edge = np.array([config.plain_above, config.plain_above + 1])
+            self._requests = np.union1d(self._requests, edge[edge <= self._requests[-1]])
         first = config.workload.prompt_tokens
         last = first + config.rollout.max_tokens
         self._contexts = np.unique(np.geomspace(max(1, first + last // 16), last, _CONTEXTS))
@@ -108,7 +111,8 @@ class Decider:
     def _measure(self, running: int, cached: float, first: bool) -> Tally:
         """Means of some steps, after enough for the selector to know its arms."""
         spec = self._speculation
-        if self._config.rollout.speculation.drafter == "none":
+        most = self._config.plain_above
+        if self._config.rollout.speculation.drafter == "none" or (most is not None and running > most):
             settle, steps = 0, 1
         else:
             regime = running.bit_length()

@@ -61,6 +61,8 @@ class Speculation:
             kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "eagle", "hybrid")
         }
         self._rest = (0, 0)
+        self._plain_above = config.plain_above
+        self._is_resting = False
         self._most_rows = config.rollout.max_batched_tokens
         self.tally = Tally()
 
@@ -90,6 +92,9 @@ class Speculation:
         """The selector's strategy, or plain decoding while it rests."""
         self._is_resting = False
         if self._selector is None:
+            return NO_DRAFT
+        if self._plain_above is not None and running > self._plain_above:
+            self._is_resting = True
             return NO_DRAFT
         left, regime = self._rest
         self._is_resting = left > 0 and regime == running.bit_length()
