@@ -1,9 +1,9 @@
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.errors import ConfigError
+from tests.helpers.sim import sim_config
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers.sim import groups_of, sim_config
 
 from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider, request_knots
 from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.sim import groups_of, sim_config
 
 SELECTORS = {
     "plain": ("rollout.speculation.drafter=none", 0.02),

@@ -1,7 +1,7 @@
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.sim.cluster import Cluster
+from tests.helpers.sim import sim_config
 
 
 def test_replicas_are_the_gpus_over_tp():

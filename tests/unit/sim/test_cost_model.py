@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from helpers.sim import MODEL, sim_config
 
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.sim import SimCostSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import GPUS, MeasuredCosts, Roofline, build_costs, cache_tokens, kv_bytes
+from tests.helpers.sim import MODEL, sim_config
 
 SHAPE = ArchitectureConfig.model_validate(MODEL)
 BARE = SimCostSection(bandwidth_efficiency=1.0, compute_efficiency=1.0, step_ms=0, allreduce_us=0)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from helpers.sim import groups_of, sim_config
 
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.sim import groups_of, sim_config
 
 
 class CountingCosts:

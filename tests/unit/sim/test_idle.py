@@ -1,8 +1,10 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from helpers.sim import sim_config, straight
 
 from megatron_tlt.sim.idle import DrafterModel, IdleTime, spans_of
+from tests.helpers.sim import sim_config, straight
 
 TRAINS = "idle.train_drafter=true"
 
@@ -49,7 +51,7 @@ def test_spans_cover_the_phase_without_gaps():
     for replica in range(4):
         spans = spans_of(found, replica)
         assert spans[0][1] == 0.0 and spans[-1][2] == pytest.approx(6.0 + found.late)
-        assert all(a[2] == b[1] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[2] == b[1] for a, b in pairwise(spans))
 
 
 def test_training_adapts_the_drafter_and_updates_undo_it():

@@ -1,8 +1,8 @@
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.modes import in_mode
+from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
 

@@ -4,11 +4,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import write_report
 from megatron_tlt.sim.tables import columns, render
+from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
 

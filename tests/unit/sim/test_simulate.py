@@ -2,11 +2,11 @@ import resource
 import time
 
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.result import PHASES, SCHEMA
 from megatron_tlt.sim.simulate import Simulation
+from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
 BULK = (

@@ -2,10 +2,10 @@ import json
 
 import numpy as np
 import pytest
-from helpers.sim import sim_config
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.trace import Lengths, quantiles_of
+from tests.helpers.sim import sim_config
 
 BIG = {"steps": 1, "prompts_per_step": 2000, "lengths": {"median": 400, "sigma": 0.7, "prompt_share": 0.5}}
 
