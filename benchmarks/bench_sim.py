@@ -97,6 +97,7 @@ def read_steps(run_dir: Path) -> list[dict[str, float]]:
         times = {name: max(of) for name, of in step.items() if name not in ("idle", "eval", "checkpoint")}
         entry = {name: round(seconds, 4) for name, seconds in times.items()}
         entry |= {"seconds": round(sum(times.values()), 4), "tokens": row["engine/generated_tokens"]}
+        entry |= {name: row[f"length/{name}"] for name in ("mean", "median", "p95", "max")}
         found.append(entry | {"accept_length": round(row.get("spec/accept_length", 0.0), 3)})
     return found
 

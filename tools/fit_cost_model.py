@@ -5,7 +5,7 @@
 The engine answers the config's training prompts. In place of the selector sits a recorder that plays plain decoding and
 drafts of several lengths in turn, and notes of every step the running requests B, the rows T fed to the policy, the
 cached tokens C and the seconds: on CPU this thread's own time, so that a busy machine does not count. From these come
-`plain` and `verify` (c0 + cB B + cT T + cC C), `drafts` by kind (a + b B + c nodes), `prefill` (a + b tokens), and by
+`plain` (c0 + cB B + cC C), `verify` (c0 + cB B + cT T + cC C + cA C T / B), `drafts` by kind (a + b B + c nodes), `prefill` (a + b tokens), and by
 drafter: the chance of each position (`rates`), `coverage`, `reach` and `spread` as `drafters` of a simulation's config
 takes them. `lengths` are 64 quantiles of the answers' tokens.
 """
@@ -212,10 +212,8 @@ def fit_table(
     drafted, B, T, C, _, _, seconds = rows.T
     errors: dict[str, float] = {}
     table: dict[str, Any] = {"drafts": {}}
-    for name, mask, parts in (
-        ("plain", drafted == 0, (B, np.zeros(len(B)), C)),
-        ("verify", T > B, (B, T, C)),
-    ):
+    attended = C * T / B  # positions that rows look at: what attention costs where computing is dear
+    for name, mask, parts in (("plain", drafted == 0, (B, C)), ("verify", T > B, (B, T, C, attended))):
         features = np.stack([np.ones(len(B)), *parts], axis=1)
         table[name], errors[name] = fit(features[mask], seconds[mask])
     for recorder in recorders:
@@ -244,6 +242,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
     parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "eagle", "hybrid"])
     parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
+    parser.add_argument("--raw", type=Path, help="also write every measured step")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
@@ -256,6 +255,8 @@ def main() -> None:
         recorders.append(recorder)
         lengths += found
         print(f"{kind}: {len(recorder.steps)} steps", flush=True)
+    if args.raw is not None:
+        args.raw.write_text(json.dumps({r.kind: r.steps for r in recorders}) + "\n", encoding="utf-8")
     table, errors = fit_table(recorders, measure_prefill(config, prompts))
     quantiles = np.quantile(lengths, (np.arange(64) + 0.5) / 64)
     record = {

@@ -113,8 +113,8 @@ class Roofline:
 class MeasuredCosts:
     """Lines fitted to a real engine's steps by `tools/fit_cost_model.py`; the file says on which machine.
 
-    A step: c0 + cB B + cT T + cC C, with terms of their own where it speculates; a draft of a kind:
-    a + b B + c nodes; a prompt step: p0 + pT tokens.
+    A plain step: c0 + cB B + cC C; one with drafts: c0 + cB B + cT T + cC C + cA C T / B (its rows look at C T / B
+    positions); a draft of a kind: a + b B + c nodes; a prompt step: p0 + pT tokens.
     """
 
     def __init__(self, table: dict[str, Any]):
@@ -132,8 +132,11 @@ class MeasuredCosts:
 
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
         """See `CostModel.step`."""
-        c0, per_request, per_row, per_cached = self._verify if speculating else self._plain
-        return float(c0 + per_request * B + per_row * T + per_cached * C)
+        if not speculating:
+            c0, per_request, per_cached = self._plain
+            return float(c0 + per_request * B + per_cached * C + self._prefill[1] * (T - B))
+        c0, per_request, per_row, per_cached, per_attended = self._verify
+        return float(c0 + per_request * B + per_row * T + per_cached * C + per_attended * C * T / max(1, B))
 
     def draft(self, kind: str, B: int, passes: int, nodes: int) -> float:
         """See `CostModel.draft`. Raises ConfigError for a kind that was not measured."""

@@ -1,6 +1,7 @@
 """How long the answers of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
 
 Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes answers alike.
+Empirical ones are the same lengths in every step, dealt anew.
 Legend: P prompts of a step, n samples of a prompt.
 """
 
@@ -48,11 +49,12 @@ class Lengths:
         return clipped
 
     def _empirical(self, normal: np.ndarray) -> np.ndarray:
-        """The quantiles at the ranks of `normal`: the empirical distribution, alike within a prompt."""
+        """Every step has the distribution's own quantiles, dealt to prompts and samples in the order of `normal`."""
         assert self._quantiles is not None
-        rank = 0.5 * (1 + _erf(normal / math.sqrt(2)))
-        at = rank * (len(self._quantiles) - 1)
-        logs: np.ndarray = np.interp(at, np.arange(len(self._quantiles)), self._quantiles)
+        rank = np.empty(normal.size)
+        rank[normal.ravel().argsort(kind="stable")] = (np.arange(normal.size) + 0.5) / normal.size
+        knots = (np.arange(len(self._quantiles)) + 0.5) / len(self._quantiles)
+        logs: np.ndarray = np.interp(rank, knots, self._quantiles).reshape(normal.shape)
         return logs
 
 
@@ -111,11 +113,3 @@ def _of_run(run_dir: Path) -> np.ndarray:
         knots = [-1.645, 0.0, 1.645, last]
         lengths.append(np.exp(np.interp(scores, knots, [2 * middle - high, middle, high, most])))
     return np.concatenate(lengths) if lengths else np.zeros(0)
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    """The error function to 1.5e-7: Abramowitz and Stegun, 7.1.26."""
-    t = 1 / (1 + 0.3275911 * np.abs(x))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    value: np.ndarray = np.sign(x) * (1 - series * np.exp(-(x**2)))
-    return value

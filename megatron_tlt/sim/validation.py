@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from megatron_tlt.config.load import load_config
@@ -83,8 +84,12 @@ def validate() -> list[Check]:
 
 
 def paper(name: str) -> SimConfig:
-    """A set-up of configs/sim."""
-    return load_config(ROOT / f"configs/sim/{name}.yaml", (), SimConfig)
+    """A set-up of configs/sim, its paths counted from the checkout."""
+    config = load_config(ROOT / f"configs/sim/{name}.yaml", (), SimConfig)
+    if config.costs.table is None:
+        return config
+    costs = config.costs.model_copy(update={"table": str(ROOT / config.costs.table)})
+    return config.model_copy(update={"costs": costs})
 
 
 def table2() -> Iterator[Check]:
@@ -160,19 +165,22 @@ def figure14() -> Iterator[Check]:
 
 
 def quickstart() -> list[Check]:
-    """The CPU quickstart: mean seconds of a step and of its rollout, by mode; and the order of the modes."""
-    record = json.loads(MEASURED.read_text(encoding="utf-8"))
+    """The CPU quickstart: mean seconds of a step and of its rollout, by mode.
+
+    What follows the rollout does the same work in every mode (the answers are the same), so of its seconds each step's
+    median over the modes is taken: the machine was not quiet.
+    """
+    modes = json.loads(MEASURED.read_text(encoding="utf-8"))["modes"]
     config = paper("quickstart")
-    checks, order = [], {}
-    for mode, measured in record["modes"].items():
-        steps = measured["steps"]
-        point = _run(config, mode, 1)
-        for what, reference, simulated in (
-            ("step", _mean(steps, "seconds"), point.seconds),
-            ("rollout", _mean(steps, "rollout"), point.phases["rollout"]),
-        ):
-            checks.append(Check("quickstart", f"{mode}, seconds of a {what}", reference, simulated))
-            order[mode, what] = reference, simulated
+    rests = [[step["seconds"] - step["rollout"] for step in mode["steps"]] for mode in modes.values()]
+    rest = mean(median(of) for of in zip(*rests, strict=True))
+    checks = []
+    for name, mode in modes.items():
+        rollout = mean(step["rollout"] for step in mode["steps"])
+        point = _run(config, name, 1)
+        checks.append(Check("quickstart", f"{name}, seconds of a step", rollout + rest, point.seconds))
+        simulated = point.phases["rollout"]
+        checks.append(Check("quickstart", f"{name}, seconds of a rollout", rollout, simulated))
     return checks
 
 
@@ -207,7 +215,3 @@ def _run(config: SimConfig, mode: str, nodes: int) -> Point:
 def _model(config: SimConfig) -> ArchitectureConfig:
     assert config.model is not None
     return config.model
-
-
-def _mean(steps: list[dict[str, float]], name: str) -> float:
-    return sum(step[name] for step in steps) / len(steps)

@@ -60,15 +60,16 @@ def test_the_cache_takes_what_the_weights_leave():
 def test_a_measured_table_is_read_and_checked(tmp_path):
     path = tmp_path / "t.json"
     table = {
-        "plain": [1.0, 0.1, 0.0, 0.001],
-        "verify": [2.0, 0.1, 0.01, 0.001],
+        "plain": [1.0, 0.1, 0.001],
+        "verify": [2.0, 0.1, 0.01, 0.001, 0.0004],
         "drafts": {"suffix": [0.5, 0.1, 0.01]},
         "prefill": [0.3, 0.002],
     }
     path.write_text(json.dumps({"table": table}))
     costs = build_costs(sim_config(f"costs.table={path}"))
     assert costs.step(2, 2, 10, False) == pytest.approx(1.21)
-    assert costs.step(2, 5, 10, True) == pytest.approx(2.26)
+    assert costs.step(2, 5, 10, True) == pytest.approx(2.27)
+    assert costs.step(2, 102, 10, False) == pytest.approx(1.41)  # 100 rows of prompts beside 2 requests
     assert costs.draft("suffix", 2, 3, 4) == pytest.approx(0.74)
     assert costs.prefill(100) == pytest.approx(0.5)
     with pytest.raises(ConfigError, match="measured were drafters suffix"):
