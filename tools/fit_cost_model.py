@@ -5,9 +5,12 @@
 The engine answers the config's training prompts. In place of the selector sits a recorder that plays plain decoding and
 drafts of several lengths in turn, and notes of every step the running requests B, the rows T fed to the policy, the
 cached tokens C and the seconds: on CPU this thread's own time, so that a busy machine does not count. From these come
-`plain` (c0 + cB B + cC C), `verify` (c0 + cB B + cT T + cC C + cA C T / B), `drafts` by kind (a + b B + c nodes), `prefill` (a + b tokens), and by
-drafter: the chance of each position (`rates`), `coverage`, `reach` and `spread` as `drafters` of a simulation's config
-takes them. `lengths` are 64 quantiles of the answers' tokens.
+
+    plain    c0 + cB B + cC C                        drafts, by kind    a + b B + c nodes
+    verify   c0 + cB B + cT T + cC C + cA C T / B    prefill            a + b tokens
+
+and by drafter the chance of each position (`rates`), `coverage`, `reach` and `spread` as `drafters` of a simulation's
+config takes them. `lengths` are 64 quantiles of the answers' tokens.
 """
 
 from __future__ import annotations
