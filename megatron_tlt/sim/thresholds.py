@@ -18,7 +18,7 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
     if not speculating:
         return []
     point = speculating[-1]
-    found = [_largest(point), *_buckets(point)]
+    found = [_largest(config, point), *_buckets(point)]
     trained = [p for p in points if p.recovered_gpu_hours > 0]
     if trained:
         found.append(_tail(config, trained[-1]))
@@ -26,7 +26,7 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
     return found
 
 
-def _largest(point: Point) -> Threshold:
+def _largest(config: SimConfig, point: Point) -> Threshold:
     """Up to how many running requests of a replica drafts pay."""
     pays = [s.running for s in point.strategies if s.tokens_per_second > _PAYS * s.plain_tokens_per_second]
     name = "running requests of a replica up to which drafts pay"
@@ -36,7 +36,10 @@ def _largest(point: Point) -> Threshold:
     gain = best.tokens_per_second / best.plain_tokens_per_second
     last = max(pays)
     more = " or more" if last == point.strategies[-1].running else ""
-    return Threshold(name, f"{last}{more}", f"{gain:.2f} times as fast at {best.running}")
+    reason = f"{gain:.2f} times as fast at {best.running}"
+    if config.plain_above is not None and last <= config.plain_above:
+        more, reason = "", f"{reason}; plain_above is {config.plain_above}: null asks for more"
+    return Threshold(name, f"{last}{more}", reason)
 
 
 def _buckets(point: Point) -> list[Threshold]:
