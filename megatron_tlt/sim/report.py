@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -52,7 +53,7 @@ def _bars(points: Sequence[Point]) -> str:
     rows = []
     for line, p in enumerate(points):
         y, x = 6 + 26 * line, float(_LEFT)
-        label = f"{p.nodes} nodes, {p.mode}"
+        label = f"{p.nodes} node{'s' if p.nodes > 1 else ''}, {p.mode}"
         rows.append(f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
         for at, name in enumerate(PHASES):
             width = (_WIDTH - _LEFT - 70) * p.phases[name] / most
@@ -72,8 +73,10 @@ def _speedups(result: SimResult) -> str:
     top = max(1.1, *(c.e2e for c in result.comparisons)) * 1.05
     x = {n: _LEFT + (_WIDTH - _LEFT - 60) * (i / max(1, len(nodes) - 1)) for i, n in enumerate(nodes)}
 
+    low = min(1.0, *(c.e2e for c in result.comparisons))
+
     def y(value: float) -> float:
-        return 220 - 200 * value / top
+        return 220 - 200 * (value - low) / (top - low)
 
     rows = [f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#bbb"/>']
     rows += [f'<text x="{x[n]:.1f}" y="240" text-anchor="middle">{n}</text>' for n in nodes]
@@ -97,7 +100,7 @@ def _curves(points: Sequence[Point]) -> str:
     rows += [f'<text x="{_WIDTH - 40}" y="240" text-anchor="end">{end:.4g} s</text>']
     for at, p in enumerate(shown):
         dots = [
-            f"{_LEFT + (_WIDTH - _LEFT - 40) * t / end:.1f},{220 - 200 * n / top:.1f}"
+            f"{_LEFT + (_WIDTH - _LEFT - 40) * t / end:.1f},{220 - 200 * math.log1p(n) / math.log1p(top):.1f}"
             for t, n in p.shown.running
         ]
         colour = _COLOURS[at]
@@ -108,7 +111,11 @@ def _curves(points: Sequence[Point]) -> str:
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="220" stroke="{colour}" stroke-dasharray="4"/>'
             )
     names = [f"{p.mode}, {p.nodes} nodes" for p in shown]
-    return _svg(rows, 250) + _key(names) + "<p>Dashed: from here on most replicas speculate.</p>"
+    return (
+        _svg(rows, 250)
+        + _key(names)
+        + "<p>Requests on a logarithmic scale. Dashed: from here on most replicas speculate.</p>"
+    )
 
 
 def _svg(rows: Sequence[str], height: int) -> str:
