@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, export, check, generate, drafter, status, doctor, report, timeline, watch.
+"""The command line: train, sft, eval, export, check, generate, drafter, simulate, status, doctor, report, timeline, watch.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli_doctor import add_doctor
 from megatron_tlt.cli_drafter import add_drafter
 from megatron_tlt.cli_report import add_report
+from megatron_tlt.cli_simulate import add_simulate
 from megatron_tlt.cli_status import add_status
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.signals import StopSignals
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add_status(commands)
     add_doctor(commands)
     add_report(commands)
+    add_simulate(commands)
     return parser
 
 

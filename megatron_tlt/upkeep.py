@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.observe.gpu import GpuMonitor
@@ -219,23 +220,6 @@ class DrafterUpkeep:
         close = getattr(self._window.coordinator, "close", None)
         if close is not None:
             close()
-
-
-def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:
-    """Tokens until a replica's last answer ends, if answers are as long as `lengths` (ascending) were.
-
-    Where its answers run side by side, the longest of them may hold it up more than their sum does: then it is as if
-    all of them were that long. running int [B], tokens of each running answer so far.
-    """
-    mean = float(lengths.mean())
-    if not len(running):
-        return waiting * mean
-    sums = np.concatenate((np.cumsum(lengths[::-1])[::-1], [0.0]))  # of the i-th and all longer ones
-    at = np.searchsorted(lengths, running, side="right")
-    longer = len(lengths) - at
-    # Longer than any before: half as much again.
-    residual = np.where(longer > 0, sums[at] / np.maximum(longer, 1) - running, np.maximum(running / 2, 1.0))
-    return max(float(residual.sum()) + waiting * mean, float(residual.max()) * len(running))
 
 
 def _named(gpu: Mapping[str, float]) -> dict[str, float]:

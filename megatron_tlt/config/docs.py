@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import element_of, field_allowed, section_of
+from megatron_tlt.config.sim import SimConfig
 
 HEADER = """\
 # Configuration
@@ -33,7 +34,25 @@ def render() -> str:
     parts += ["## Supervised fine-tuning: `megatron-tlt sft`\n"]
     parts += ["`model`, `actor`, `optimizer`, `distributed` and `cluster` are as above.\n"]
     parts += [_section("`sft`", _must_section(SftConfig.model_fields["sft"]))]
+    parts += ["## Simulations: `megatron-tlt simulate`\n", _simulation()]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _simulation() -> str:
+    """The fields that only simulations have; `rollout` and `idle` are those of a run."""
+    known = {name: field for name, field in SimConfig.model_fields.items() if name not in ("rollout", "idle")}
+    lines = [
+        "`rollout` and `idle` are as above.\n",
+        "| setting | allowed | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [_row(name, field) for name, field in known.items() if section_of(field.annotation) is None]
+    lines.append("")
+    for name, field in known.items():
+        model = section_of(field.annotation)
+        if model is not None:
+            lines.append(_section(f"`{name}`", model))
+    return "\n".join(lines)
 
 
 def _must_section(field: FieldInfo) -> type[BaseModel]:

@@ -15,11 +15,12 @@ from megatron_tlt.config.base import Section
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
-RootT = TypeVar("RootT", Config, SftConfig)
+RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
 
 # Fields of `rollout` that say nothing to `generate`, and what does.
 _SAID_ELSEWHERE = {

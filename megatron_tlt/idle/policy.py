@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_tlt.idle.state import RankState
 
 if TYPE_CHECKING:
@@ -138,6 +140,23 @@ def expected_tail(busy: Iterable[BusyReplica]) -> float | None:
             return None
         tails.append(replica.tokens_left / replica.tokens_per_second - replica.age_seconds)
     return max(tails, default=0.0)
+
+
+def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:
+    """Tokens until a replica's last answer ends, if answers are as long as `lengths` (ascending) were.
+
+    Where its answers run side by side, the longest of them may hold it up more than their sum does: then it is as if
+    all of them were that long. running int [B], tokens of each running answer so far.
+    """
+    mean = float(lengths.mean())
+    if not len(running):
+        return waiting * mean
+    sums = np.concatenate((np.cumsum(lengths[::-1])[::-1], [0.0]))  # of the i-th and all longer ones
+    at = np.searchsorted(lengths, running, side="right")
+    longer = len(lengths) - at
+    # Longer than any before: half as much again.
+    residual = np.where(longer > 0, sums[at] / np.maximum(longer, 1) - running, np.maximum(running / 2, 1.0))
+    return max(float(residual.sum()) + waiting * mean, float(residual.max()) * len(running))
 
 
 def has_changed(told: float, now: float, share: float, floor: float) -> bool:

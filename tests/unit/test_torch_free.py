@@ -38,10 +38,14 @@ TORCH_FREE = [
     "megatron_tlt.idle.policy",
     "megatron_tlt.idle.coordinator",
     "megatron_tlt.idle.window",
-    "megatron_tlt.sim",
     "megatron_tlt.watch.watch",
     "megatron_tlt.watch.sidecar",
     "megatron_tlt.cli_status",
+    "megatron_tlt.sim.modes",
+    "megatron_tlt.sim.report",
+    "megatron_tlt.sim.tables",
+    "megatron_tlt.sim.validation",
+    "megatron_tlt.cli_simulate",
 ]
 
 SCRIPT = """

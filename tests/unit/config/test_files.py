@@ -7,6 +7,7 @@ import pytest
 from megatron_tlt.config.docs import render
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
 from megatron_tlt.planning.report import find_problems, render_check
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 # Parts are for `defaults:` of others; alone they say nothing about ranks or prompts.
 PARTS = ("models", "algorithms", "data")
+SIMULATIONS = [path for path in FILES if path.parent.name == "sim"]
 
 
 def is_part(path: Path) -> bool:
@@ -43,7 +45,15 @@ def test_parts_load(path):
         assert shape.num_heads % shape.num_kv_heads == 0
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not is_part(p)], ids=label)
+@pytest.mark.parametrize("path", SIMULATIONS, ids=label)
+def test_simulations_pass_every_check(path):
+    assert list(check_sim(load_config(path, root=SimConfig))) == []
+
+
+RUNS = [p for p in FILES if not is_part(p) and p not in SIMULATIONS]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=label)
 def test_runnable_files_pass_every_check(path):
     values = read_config_file(path)
     config = load_config(path, root=SftConfig if "sft" in values else Config)

@@ -1,0 +1,92 @@
+"""`megatron-tlt simulate`: what a run would take on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.sim import SimConfig
+
+
+def add_simulate(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "simulate RL steps on a cluster: step time, speed-up, idle GPU-hours"
+    parser = commands.add_parser("simulate", help=text, description=text)
+    parser.add_argument("config", type=Path, nargs="?", help="YAML file, as configs/sim/paper-7b.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
+    parser.add_argument(
+        "--compare",
+        default="off,suffix,tlt",
+        metavar="MODES",
+        help="some of off, suffix, frozen, tlt; the first is the baseline (default: %(default)s)",
+    )
+    parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
+    parser.add_argument("--out", type=Path, help="also write the result as JSON")
+    parser.add_argument("--report", type=Path, help="also write an HTML page with charts")
+    parser.add_argument(
+        "--validate", action="store_true", help="hold the simulator against published and measured figures"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from megatron_tlt.sim.modes import simulate
+    from megatron_tlt.sim.report import write_report
+    from megatron_tlt.sim.tables import render
+
+    if args.validate:
+        return _validate(args)
+    if args.config is None:
+        raise ConfigError.of("config", None, "is required: a YAML file, as configs/sim/paper-7b.yaml")
+    config = _load(args.config, args.overrides)
+    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))
+    print(render(result))
+    if args.out is not None:
+        result.write(args.out)
+        print(f"\nwrote {args.out}")
+    if args.report is not None:
+        write_report(result, args.report)
+        print(f"\nwrote {args.report}")
+    return 0
+
+
+def _load(path: Path, overrides: list[str]) -> SimConfig:
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.sim import SimConfig, check_sim
+
+    config = load_config(path, overrides, SimConfig)
+    if problems := list(check_sim(config)):
+        raise ConfigError(problems)
+    return config
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from megatron_tlt.sim.validation import render_points, validate
+
+    if args.config is not None:
+        raise ConfigError.of("config", str(args.config), "--validate has set-ups of its own")
+    print(render_points(validate()))
+    return 0
+
+
+def parse_modes(text: str) -> list[str]:
+    """`a,b,c`. Raises ConfigError for one that stands twice."""
+    modes = [part.strip() for part in text.split(",") if part.strip()]
+    if not modes or len(set(modes)) < len(modes):
+        raise ConfigError.of("--compare", text, "must be modes with commas between them, none twice")
+    return modes
+
+
+def parse_sweep(text: str | None) -> list[int]:
+    """`nodes=1,2,4` as numbers; nothing for None. Raises ConfigError."""
+    if text is None:
+        return []
+    name, _, values = text.partition("=")
+    parts = values.split(",")
+    if name != "nodes" or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError.of("--sweep", text, "must look like nodes=1,2,4")
+    return [int(part) for part in parts]

@@ -1,0 +1,218 @@
+"""What `megatron-tlt simulate` needs to know of a cluster, a model and a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_tlt.config.base import Section
+from megatron_tlt.config.idle import IdleSection
+from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.errors import ConfigProblem
+
+GpuName = Literal["h100", "h200", "a100", "b200", "rtx5090", "rtx4090", "rtx3090", "cpu"]
+
+
+class SimClusterSection(Section):
+    """The machines."""
+
+    nodes: PositiveInt = 1
+    """Nodes."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs (or, for `gpu: cpu`, ranks) of a node."""
+    gpu: GpuName = "h100"
+    """Data-sheet figures of the GPU; cpu only with a measured table of step costs."""
+    memory_share: float = Field(default=0.85, gt=0, le=1)
+    """Share of GPU memory that weights and KV cache of a rollout engine may take."""
+    network_gbps: PositiveFloat = 400.0
+    """Network of one GPU between nodes, in Gbit/s."""
+    message_us: NonNegativeFloat = 30.0
+    """The coordinator's time for one rank's message, in microseconds (measured: 30)."""
+    hop_us: NonNegativeFloat = 50.0
+    """Latency of one hop of a barrier between ranks, in microseconds."""
+
+
+class LengthSection(Section):
+    """How long answers are. The generator of a step is seeded: every mode and node count gets the same answers."""
+
+    kind: Literal["lognormal", "empirical"] = "lognormal"
+    """lognormal: median and sigma. empirical: drawn from `values`, or a run's answers (`path`)."""
+    median: PositiveFloat = 3500.0
+    """Median tokens (lognormal)."""
+    sigma: NonNegativeFloat = 1.0
+    """Standard deviation of the logarithm (lognormal)."""
+    prompt_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the logarithm's variance that is the prompt's: answers to one prompt are alike."""
+    growth: float = Field(default=0.0, ge=-0.5, le=0.5)
+    """Relative growth of all lengths from step to step."""
+    values: tuple[PositiveInt, ...] = ()
+    """Lengths to draw from (empirical)."""
+    path: str | None = None
+    """A run's directory: its `length/quartiles` of every step are drawn from; or a text file with a length a line, or
+    JSON lines with `tokens` or `token_ids`."""
+
+
+class WorkloadSection(Section):
+    """What is rolled out."""
+
+    steps: PositiveInt = 5
+    """RL steps to simulate."""
+    prompts_per_step: PositiveInt = 128
+    """Prompts of one step, over all replicas."""
+    prompt_tokens: PositiveInt = 256
+    """Tokens of a prompt."""
+    lengths: LengthSection = LengthSection()
+    """Answers."""
+    seed: NonNegativeInt = 0
+    """Seed of lengths and of what drafters guess right."""
+
+
+class AcceptanceSection(Section):
+    """How often a drafter is right."""
+
+    rates: tuple[float, ...] = ()
+    """Chance that the token at each drafted position is the policy's, given that those before it were; the last holds
+    for all further ones. Of a drafter that is adapted to the policy."""
+    stale_rates: tuple[float, ...] = ()
+    """The same of a drafter that never saw this policy; default: `rates`."""
+    coverage: float = Field(default=1.0, gt=0, le=1)
+    """Share of requests and steps in which it proposes anything."""
+    reach: float = Field(default=1.0, gt=0, le=1)
+    """Chance that a proposal goes on behind each of its tokens: the suffix drafter's end where its match does."""
+    siblings: float = Field(default=0.35, ge=0, le=1)
+    """Where a token is wrong: chance that the second best candidate is right; a third has half of it, and so on."""
+    spread: PositiveFloat = 2.0
+    """How well it knows when it is right: the chance of one token is drawn from a beta distribution of this
+    concentration around the position's. Small: sure or lost; large: always the same."""
+
+
+class SimDraftersSection(Section):
+    """The drafters."""
+
+    suffix: AcceptanceSection = AcceptanceSection(rates=(0.75, 0.8, 0.85), coverage=0.4)
+    """Sibling and earlier answers."""
+    eagle: AcceptanceSection = AcceptanceSection(rates=(0.8,))
+    """The trained one-layer drafter."""
+    hybrid: AcceptanceSection = AcceptanceSection(rates=(0.82,))
+    """The better of the two."""
+
+
+class SimCostSection(Section):
+    """What a step of the engine takes: a roofline of model and GPU, or a table that was measured."""
+
+    table: str | None = None
+    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline."""
+    bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)
+    """Share of the GPU's memory bandwidth that weights and KV cache are read with."""
+    compute_efficiency: float = Field(default=0.75, gt=0, le=1)
+    """Share of the GPU's peak that large matrix products reach."""
+    step_ms: NonNegativeFloat = 1.2
+    """What every engine step takes besides: scheduling, launch, sampling."""
+    speculation_ms: NonNegativeFloat = 3.0
+    """What a step with drafts takes besides: trees, verification, the drafter's catch-up."""
+    pass_ms: NonNegativeFloat = 0.25
+    """What every pass of the trained drafter takes besides reading its weights."""
+    lookup_us: NonNegativeFloat = 20.0
+    """What the suffix drafter takes for one request."""
+    allreduce_us: NonNegativeFloat = 10.0
+    """Latency of one all-reduce within a tensor-parallel engine; there are two in a layer."""
+
+
+class SimTrainingSection(Section):
+    """The phases beside the rollout, and the drafter's training."""
+
+    tp: PositiveInt = 4
+    """Tensor parallel size of the actor."""
+    pp: PositiveInt = 1
+    """Pipeline parallel size of the actor."""
+    mfu: float = Field(default=0.35, gt=0, le=1)
+    """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token."""
+    recompute: bool = True
+    """Activations are computed again in the backward pass: 8 operations instead of 6."""
+    logprob_passes: NonNegativeInt = 2
+    """Forward passes over all answers before the update (old and reference policy)."""
+    update_us_per_token: NonNegativeFloat | None = None
+    """Measured update seconds, in microseconds for each token of a rank; default: by `mfu`."""
+    update_ms: NonNegativeFloat = 0.0
+    """What an update takes whatever its tokens."""
+    score_ms: NonNegativeFloat = 200.0
+    """Rewards, exchange and logging of one step."""
+    merge_ms: NonNegativeFloat = 20.0
+    """Merging the replicas' drafters, in a step that trained some."""
+    push_seconds: NonNegativeFloat | None = None
+    """Measured push; default: weights over NVLink and, between nodes, the network."""
+    micro_step_ms: PositiveFloat | None = None
+    """Measured micro-step of drafter training; default: from the drafter's size."""
+    micro_step_tokens: PositiveInt = 8192
+    """Tokens of one micro-step of a replica."""
+    drift: float = Field(default=0.08, ge=0, le=1)
+    """Share of the drafter's adaptation that one policy update undoes."""
+    tokens_to_adapt: PositiveFloat = 4e6
+    """Drafter training tokens that close the gap to a fully adapted drafter to 1/e."""
+    start_quality: float = Field(default=0.0, ge=0, le=1)
+    """The drafter's adaptation at the first step: 0 is `stale_rates`, 1 is `rates`."""
+
+
+class SimConfig(Section):
+    """A simulated RL run (`megatron-tlt simulate`)."""
+
+    name: str = "simulation"
+    """Title of tables and report."""
+    model: ArchitectureConfig | None = None
+    """The policy's shape. Needed unless costs, updates and pushes are measured."""
+    cluster: SimClusterSection = SimClusterSection()
+    """The machines."""
+    workload: WorkloadSection = WorkloadSection()
+    """Prompts and answers."""
+    rollout: RolloutSection = RolloutSection()
+    """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens, block_size
+    and speculation are read."""
+    idle: IdleSection = IdleSection()
+    """Idle ranks, as in a run."""
+    drafters: SimDraftersSection = SimDraftersSection()
+    """What drafters guess right."""
+    costs: SimCostSection = SimCostSection()
+    """What engine steps take."""
+    training: SimTrainingSection = SimTrainingSection()
+    """What everything else takes."""
+    plain_above: PositiveInt | None = None
+    """Running requests of a replica above which nothing is drafted, whatever the selector says: the fixed threshold of
+    engines that have one, TLT's among them. Default: the selector decides, as in a run."""
+    engine: Literal["auto", "exact", "bulk"] = "auto"
+    """exact: every token goes through the production scheduler and selector. bulk: they are asked where something
+    changes. auto: exact for small workloads (docs/simulator.md)."""
+
+
+def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
+    """What does not go together."""
+    measured = config.training
+    known = measured.update_us_per_token is not None and measured.push_seconds is not None
+    if config.model is None and not (config.costs.table and known and measured.micro_step_ms is not None):
+        needed = (
+            "needs a shape, or costs.table and training.update_us_per_token, push_seconds and micro_step_ms"
+        )
+        yield ConfigProblem("model", None, needed)
+    if config.cluster.gpu == "cpu" and config.costs.table is None:
+        yield ConfigProblem("cluster.gpu", "cpu", "needs costs.table: there is no roofline of a CPU")
+    gpus = config.cluster.nodes * config.cluster.gpus_per_node
+    for path, size in (("rollout.tp", config.rollout.tp), ("training.tp", measured.tp)):
+        if gpus % size:
+            yield ConfigProblem(path, size, f"must divide the {gpus} GPUs")
+    if gpus % (measured.tp * measured.pp):
+        yield ConfigProblem(
+            "training.pp", measured.pp, f"tp x pp = {measured.tp * measured.pp} must divide the {gpus} GPUs"
+        )
+    lengths = config.workload.lengths
+    if lengths.kind == "empirical" and not lengths.values and lengths.path is None:
+        yield ConfigProblem("workload.lengths.values", [], "empirical lengths need values or a path")
+    for name in ("suffix", "eagle", "hybrid"):
+        section: AcceptanceSection = getattr(config.drafters, name)
+        for field in ("rates", "stale_rates"):
+            rates: tuple[float, ...] = getattr(section, field)
+            if any(not 0 <= rate < 1 for rate in rates) or (field == "rates" and not rates):
+                yield ConfigProblem(
+                    f"drafters.{name}.{field}", list(rates), "must be numbers >= 0 and < 1, one at least"
+                )

@@ -1,0 +1,157 @@
+"""One replica, from one change to the next: thousands of GPUs in seconds. Torch-free.
+
+While the same requests run, a step costs the same but for growing contexts. So between two changes of the running
+requests all tokens are drawn at once, at the rate that the production selector reached (`decisions`). Where every
+request has a place from the start the production scheduler has nothing to decide, and the changes are the answers'
+ends: the time is a sum over sorted lengths. Where requests wait for a place or memory runs short, the production
+scheduler is asked at each change, in units of some tokens.
+
+    answer 1  =========|                        B = 3, then 2, then 1:
+    answer 2  =================|                seconds = sum of (tokens until the next end) * rate(B, context)
+    answer 3  ============================|
+
+Approximated: all running requests draw equally many tokens (in truth drafts are right more often for some), prompts
+are computed before decoding begins, and a rate is the mean of some steps. `tests/unit/sim/test_bulk.py` holds it
+against `exact`. Legend: R requests of a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim.cost_model import CostModel, cache_tokens
+from megatron_tlt.sim.decisions import RateTable
+from megatron_tlt.sim.exact import add_groups, new_scheduler, plain_result, run_result
+from megatron_tlt.sim.rollout import ReplicaRollout, empty
+
+_UNITS = 512  # of tokens that the longest answer is divided into where the scheduler is asked
+
+
+class BulkReplicas:
+    """Rollouts of replicas that are alike."""
+
+    def __init__(self, config: SimConfig, costs: CostModel):
+        self._config, self._costs = config, costs
+        self._room = cache_tokens(config)
+
+    def run(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
+        """Answers `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
+        if not groups:
+            return empty()
+        if self._have_places(groups):
+            return self._side_by_side(groups, table)
+        return self._scheduled(groups, table)
+
+    def _have_places(self, groups: Sequence[np.ndarray]) -> bool:
+        """Whether every request can run from the start to its end."""
+        requests = sum(len(g) for g in groups)
+        if requests > self._config.rollout.max_running_requests:
+            return False
+        if self._room is None:
+            return True
+        block = self._config.rollout.block_size
+        tokens = sum(self._config.workload.prompt_tokens + int(g.sum()) + 2 * block * len(g) for g in groups)
+        return tokens <= self._room
+
+    def _prefill(self, groups: int) -> float:
+        """Seconds until the prompts are computed."""
+        tokens, budget = (
+            groups * self._config.workload.prompt_tokens,
+            self._config.rollout.max_batched_tokens,
+        )
+        full, rest = divmod(tokens, budget)
+        return full * self._costs.prefill(budget) + (self._costs.prefill(rest) if rest else 0.0)
+
+    def _side_by_side(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
+        lengths = np.sort(np.concatenate(groups))
+        count = len(lengths)
+        running = np.arange(count, 0, -1)
+        # The first token of each answer comes with its prompt.
+        ends = lengths.astype(np.float64)
+        begins = np.concatenate(([1.0], ends[:-1]))
+        tokens = np.maximum(ends - begins, 0.0)
+        context = self._config.workload.prompt_tokens + (begins + ends) / 2
+        spans = tokens * table.at(running, context)
+        times = self._prefill(len(groups)) + np.concatenate(([0.0], np.cumsum(spans)))
+        drawn = np.concatenate(([1.0], np.maximum(ends, 1.0)))
+        made = np.concatenate(([float(count)], count + np.cumsum(tokens * running)))
+        drafts = table.speculating[running] > 0.5
+        seconds = float(spans.sum())
+        share = float((spans * table.speculating[running]).sum()) / seconds if seconds else 0.0
+        return ReplicaRollout(
+            np.concatenate(([0.0], times)),
+            np.concatenate(([count], running, [0])),
+            np.concatenate(([0.0], drawn)),
+            np.concatenate(([0.0], made)),
+            np.concatenate(([False], drafts, [False])),
+            lengths,
+            _accept_length(table, running, tokens * running),
+            share,
+        )
+
+    def _scheduled(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
+        """The production scheduler in units of tokens, a step from one change to the next."""
+        quantum = units_of(self._config.rollout.max_tokens)
+        scheduler, prompt = new_scheduler(self._config, quantum), self._config.workload.prompt_tokens
+        add_groups(scheduler, groups, prompt, quantum)
+        now, drawn, generated = 0.0, 0.0, 0.0
+        events: list[tuple[float, int, float, float, bool, float]] = []
+        while not scheduler.is_idle:
+            batch = scheduler.schedule()
+            count, live = batch.num_decode, scheduler.num_running + scheduler.num_waiting
+            rows, advance = scheduler.rows, 0
+            began, seconds = now, 0.0
+            if count:
+                advance = 1
+                if batch.is_decode:
+                    advance = int((rows.limit[:count] - rows.output_len[:count]).min())
+                    fits = scheduler.reserve(np.full(count, advance - 1, np.int32))
+                    advance = int(fits.min()) + 1
+                context = quantum * (float(rows.context_lens[:count].mean()) + advance / 2)
+                seconds = advance * quantum * float(table.at(np.array(count), np.array(context)))
+            if batch.is_decode:
+                result = run_result(np.full(count, advance))
+            else:
+                result = plain_result(batch.num_draws)
+                seconds += self._costs.prefill(quantum * (batch.num_tokens - count))
+            share = float(table.speculating[count]) if count else 0.0
+            events.append((began, live, drawn, generated, share > 0.5, share * seconds))
+            now += seconds
+            drawn += quantum * advance
+            generated += quantum * len(result.tokens)
+            scheduler.commit(batch, result)
+        events.append((now, 0, drawn, generated, False, 0.0))
+        times, running, drawns, made, drafts, drafting = (
+            np.array(column) for column in zip(*events, strict=True)
+        )
+        lengths = np.sort(np.concatenate(groups))
+        made = made * (float(lengths.sum()) / made[-1])  # units are rounded up
+        busy = np.minimum(running[:-1], self._config.rollout.max_running_requests)
+        return ReplicaRollout(
+            times,
+            running,
+            drawns,
+            made,
+            drafts,
+            lengths,
+            _accept_length(table, busy, np.diff(made)),
+            float(drafting.sum()) / max(now, 1e-12),
+            scheduler.num_preemptions,
+        )
+
+
+def units_of(max_tokens: int) -> int:
+    """Tokens of a unit in which the scheduler counts."""
+    return max(1, max_tokens // _UNITS)
+
+
+def _accept_length(table: RateTable, running: np.ndarray, tokens: np.ndarray) -> float:
+    """Mean over the engine steps that drafted; `tokens` were emitted at each of `running`."""
+    running = np.minimum(running, len(table.accept_length) - 1)
+    accepted = table.accept_length[running]
+    drafted = tokens * (accepted > 0) * table.speculating[running]
+    rows = float((drafted[accepted > 0] / accepted[accepted > 0]).sum())
+    return float(drafted.sum()) / rows if rows else 0.0

@@ -1,0 +1,83 @@
+"""The machines around the engines: replicas, update, push, and what the MPI coordinator adds. Torch-free.
+
+Everything here is an estimate by size; each figure can be replaced by a measured one (`config.sim.SimTrainingSection`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.planning.memory import layer_parameters, total_parameters
+from megatron_tlt.sim.cost_model import ELEMENT, GPUS, cache_tokens
+
+
+class Cluster:
+    """Times of one configuration outside the engines, in seconds."""
+
+    def __init__(self, config: SimConfig):
+        self._config = config
+        self.gpus = config.cluster.nodes * config.cluster.gpus_per_node
+        self.replicas = self.gpus // config.rollout.tp
+        self._gpu = GPUS[config.cluster.gpu]
+        self._peak = self.gpus * self._gpu.flops * config.training.mfu
+
+    @property
+    def fits(self) -> bool:
+        """Whether an engine has room for one longest answer beside its weights."""
+        room = cache_tokens(self._config)
+        return room is None or room >= self._config.workload.prompt_tokens + self._config.rollout.max_tokens
+
+    def logprobs(self, tokens: int) -> float:
+        """Forward passes over `tokens` tokens of all replicas before the update."""
+        if self._config.model is None:
+            return 0.0  # part of the measured update
+        passes = self._config.training.logprob_passes
+        return passes * 2.0 * total_parameters(self._config.model) * tokens / self._peak
+
+    def update(self, tokens: int) -> float:
+        """Forward and backward over `tokens` tokens of all replicas, and the optimizer."""
+        training = self._config.training
+        fixed = 1e-3 * training.update_ms
+        if training.update_us_per_token is not None:
+            return fixed + 1e-6 * training.update_us_per_token * tokens / self.gpus
+        assert self._config.model is not None, "checked by check_sim"
+        operations = 8.0 if training.recompute else 6.0
+        return fixed + operations * total_parameters(self._config.model) * tokens / self._peak
+
+    def push(self) -> float:
+        """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""
+        training, cluster = self._config.training, self._config.cluster
+        if training.push_seconds is not None:
+            return training.push_seconds
+        assert self._config.model is not None, "checked by check_sim"
+        shard = ELEMENT * total_parameters(self._config.model) / self._config.rollout.tp
+        links = shard / self._gpu.link
+        network = shard / (cluster.network_gbps * 1e9 / 8) if cluster.nodes > 1 else 0.0
+        return links + network
+
+    def barrier(self) -> float:
+        """From the last replica's end to everybody's knowing it.
+
+        Two polls, a message of every rank to its leader, and a hop for each doubling of ranks (facts: measured up to
+        256 ranks on loopback; a network adds to each hop).
+        """
+        cluster, idle = self._config.cluster, self._config.idle
+        if self.gpus == 1:
+            return 0.0
+        heard = self.gpus
+        if heard > idle.sub_leaders_above:  # through the first rank of each node
+            heard = cluster.nodes + cluster.gpus_per_node
+        hops = math.ceil(math.log2(self.gpus))
+        return 2e-3 * idle.poll_ms + 1e-6 * (cluster.message_us * heard + cluster.hop_us * hops)
+
+    def micro_step(self) -> float:
+        """One micro-step of drafter training on one replica: 6 operations a parameter and token, the head's 2."""
+        training, model = self._config.training, self._config.model
+        if training.micro_step_ms is not None:
+            return 1e-3 * training.micro_step_ms
+        assert model is not None, "checked by check_sim"
+        layer = layer_parameters(model) + 2 * model.hidden_size**2
+        head = model.vocab_size * model.hidden_size
+        operations = (6.0 * layer + 6.0 * head) * training.micro_step_tokens
+        return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3

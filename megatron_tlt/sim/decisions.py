@@ -1,0 +1,137 @@
+"""What the production selector does at each number of running requests, and how fast that is. Torch-free.
+
+A selector's decisions depend on the number of running requests and on what it has measured. On one kind of GPU all
+replicas measure the same, so one selector is asked for all of them: it is run token by token (`speculation`), from many
+requests down to one as in a rollout, first until it has tried its arms and then for the mean of `_MEASURED` steps, its
+trials included. Between the numbers that were asked, and between context lengths, seconds are interpolated.
+
+Legend: B running requests, K knots of B, X knots of context length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.speculation import Speculation, Tally
+
+_SETTLED = 192  # steps of a regime until its arms have been tried, the first time
+_AGAIN = 24  # the same when the drafter has changed
+_MEASURED = 48
+_CONTEXTS = 3
+
+
+def request_knots(most: int) -> np.ndarray:
+    """Numbers of running requests that are asked: 1, 2, 3, 4, then two an octave, and the largest."""
+    knots = [1, 2, 3]
+    size = 4
+    while size < most:
+        knots += [size, size * 3 // 2]
+        size *= 2
+    return np.unique(np.minimum([*knots, most], most))
+
+
+@dataclass(frozen=True, slots=True)
+class RateTable:
+    """Seconds for each token of every running request, and what was decided, at the knots."""
+
+    requests: np.ndarray  # int64 [K], ascending
+    contexts: np.ndarray  # float64 [X], ascending
+    seconds: np.ndarray  # float64 [B + 1, X] for every B up to the largest knot; row 0 is not used
+    speculating: np.ndarray  # float64 [B + 1], share of the seconds with drafts
+    accept_length: np.ndarray  # float64 [B + 1], of steps with drafts; 0: none
+    tallies: dict[int, Tally]  # by knot, at the middle context
+
+    def at(self, running: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Seconds for each token of `running` int [..] requests whose mean context is `context` [..]."""
+        top = len(self.contexts) - 1
+        if top == 0:
+            return self.seconds[running, 0]
+        right = np.clip(np.searchsorted(self.contexts, context), 1, top)
+        low, high = self.contexts[right - 1], self.contexts[right]
+        share = np.clip((context - low) / (high - low), 0.0, 2.0)
+        near = self.seconds[running, right - 1]
+        value: np.ndarray = near + share * (self.seconds[running, right] - near)
+        return value
+
+
+class Decider:
+    """Makes rate tables for one configuration, one for each quality of the drafter that is asked for."""
+
+    def __init__(self, config: SimConfig, costs: CostModel, most: int):
+        """`most`: largest number of running requests of a replica."""
+        self._config, self._costs = config, costs
+        self._requests = request_knots(min(most, config.rollout.max_running_requests))
+        if config.plain_above is not None:  # nothing is interpolated across it
+            edge = np.array([config.plain_above, config.plain_above + 1])
+            self._requests = np.union1d(self._requests, edge[edge <= self._requests[-1]])
+        first = config.workload.prompt_tokens
+        last = first + config.rollout.max_tokens
+        self._contexts = np.unique(np.geomspace(max(1, first + last // 16), last, _CONTEXTS))
+        self._speculation = Speculation(config, costs, (config.workload.seed, 2))
+        self._tables: dict[int, RateTable] = {}
+        self._seen: set[int] = set()
+
+    def table(self, quality: float, levels: int = 12) -> RateTable:
+        """Rates at `quality`, rounded to one of `levels` steps of it."""
+        spec = self._config.rollout.speculation
+        level = round(quality * levels) if spec.uses_eagle else 0
+        table = self._tables.get(level)
+        if table is None:
+            self._speculation.set_quality(level / levels)
+            table = self._tables[level] = self._make()
+        return table
+
+    def _make(self) -> RateTable:
+        shape = len(self._requests), len(self._contexts)
+        seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
+        tallies: dict[int, Tally] = {}
+        for k in range(shape[0])[::-1]:
+            running = int(self._requests[k])
+            for x, context in enumerate(self._contexts):
+                tally = self._measure(running, running * float(context), x == 0)
+                seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / _steps(tally)
+                if x == shape[1] // 2:
+                    tallies[running] = tally
+                    speculating[k], accepted[k] = tally.speculating, tally.accept_length
+        every = np.arange(int(self._requests[-1]) + 1)
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            return np.interp(every, self._requests, values)
+
+        columns = np.stack([spread(column) for column in seconds.T], axis=1)
+        return RateTable(
+            self._requests, self._contexts, columns, spread(speculating), spread(accepted), tallies
+        )
+
+    def _measure(self, running: int, cached: float, first: bool) -> Tally:
+        """Means of some steps, after enough for the selector to know its arms."""
+        spec = self._speculation
+        most = self._config.plain_above
+        if self._config.rollout.speculation.drafter == "none" or (most is not None and running > most):
+            settle, steps = 0, 1
+        else:
+            regime = running.bit_length()
+            settle = 0 if not first else _AGAIN if regime in self._seen else _SETTLED
+            steps = _MEASURED
+            self._seen.add(regime)
+        for _ in range(settle):
+            spec.step(running, cached)
+        spec.tally = Tally()
+        for _ in range(steps):
+            spec.step(running, cached)
+        return spec.tally
+
+
+def _steps(tally: Tally) -> int:
+    return sum(tally.steps.values())
+
+
+def shares(steps: Counter[str]) -> dict[str, float]:
+    """Counts as shares, the largest first."""
+    total = sum(steps.values())
+    return {name: count / total for name, count in steps.most_common()}

@@ -1,0 +1,112 @@
+"""Ways of running that a simulation compares, and sweeps over the number of nodes. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_tlt.config.sim import SimConfig, check_sim
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.result import Comparison, Point, SimResult
+from megatron_tlt.sim.simulate import Simulation
+from megatron_tlt.sim.thresholds import recommend
+
+MODES = {
+    "off": "no drafts, no training of a drafter",
+    "suffix": "drafts from sibling and earlier answers only",
+    "frozen": "the file's drafter, never trained during the run",
+    "tlt": "the file's drafter, trained in idle time",
+}
+
+
+def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ()) -> SimResult:
+    """All modes on all numbers of nodes (none: the file's). The first mode is the baseline of the comparisons.
+
+    Raises ConfigError with every problem found.
+    """
+    counts = list(nodes) or [config.cluster.nodes]
+    configs = {
+        (count, mode): in_mode(config, mode, count) for count in counts for mode in modes
+    }  # all are checked before the first is run
+    points = {key: Simulation(of).run(key[1]) for key, of in configs.items()}
+    comparisons = [
+        compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]
+    ]
+    ordered = list(points.values())
+    return SimResult(
+        config.name,
+        config.model_dump(mode="json"),
+        assumptions(config),
+        ordered,
+        comparisons,
+        recommend(config, ordered),
+    )
+
+
+def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
+    """`config` as `mode` on `nodes` nodes. Raises ConfigError for a mode that is none, or cannot be."""
+    if mode not in MODES:
+        raise ConfigError.of("--compare", mode, f"must be some of {', '.join(MODES)}")
+    spec = config.rollout.speculation
+    trains = False
+    if mode == "off":
+        spec = spec.model_copy(update={"drafter": "none"})
+    elif mode == "suffix":
+        spec = spec.model_copy(update={"drafter": "suffix"})
+    elif not spec.uses_eagle:
+        allowed = f"must be 'eagle' or 'hybrid' for --compare {mode}"
+        raise ConfigError.of("rollout.speculation.drafter", spec.drafter, allowed)
+    else:
+        trains = mode == "tlt"
+    changed: dict[str, Any] = {
+        "cluster": config.cluster.model_copy(update={"nodes": nodes}),
+        "rollout": config.rollout.model_copy(update={"speculation": spec}),
+        "idle": config.idle.model_copy(update={"train_drafter": trains}),
+    }
+    new = config.model_copy(update=changed)
+    if problems := list(check_sim(new)):
+        raise ConfigError(problems)
+    return new
+
+
+def compare(base: Point, point: Point) -> Comparison:
+    """How much faster `point` is than `base`."""
+    saved = (base.seconds - point.seconds) * base.gpus * 100 / 3600
+    rollout = base.phases["rollout"] / max(point.phases["rollout"], 1e-12)
+    return Comparison(base.nodes, point.mode, base.mode, base.seconds / point.seconds, rollout, saved)
+
+
+def assumptions(config: SimConfig) -> list[str]:
+    """What is not known but taken to be, in words."""
+    lengths, training = config.workload.lengths, config.training
+    said = []
+    if lengths.kind == "lognormal":
+        said.append(
+            f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}, "
+            f"cut at {config.rollout.max_tokens}"
+        )
+    else:
+        said.append(f"answers are as long as in {lengths.path or 'the given values'}")
+    if config.costs.table is not None:
+        said.append(f"engine steps cost what was measured in {config.costs.table}")
+    else:
+        c = config.costs
+        said.append(
+            f"engine steps by a roofline: {c.bandwidth_efficiency:.0%} of the bandwidth, "
+            f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
+        )
+    if training.update_us_per_token is None:
+        operations = 8 if training.recompute else 6
+        said.append(
+            f"update of {operations} operations a parameter and token and {training.logprob_passes} passes "
+            f"before it, at {training.mfu:.0%} of the peak"
+        )
+    else:
+        said.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")
+    if config.idle.train_drafter or config.rollout.speculation.uses_eagle:
+        said.append(
+            f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "
+            f"{training.tokens_to_adapt:g} tokens of training bring it to 63 %"
+        )
+    said.append("drafters know how likely each of their tokens is right (calibrated)")
+    return said

@@ -1,0 +1,43 @@
+"""What a rollout of one replica came to, whichever way it was simulated. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class ReplicaRollout:
+    """Arrays by event, in order of time; the first is at 0.
+
+    Between two events every running request draws the same number of tokens (bulk), or it is one engine step (exact).
+    """
+
+    times: np.ndarray  # float64 [E], seconds since the rollout began
+    running: np.ndarray  # int64 [E], requests that decode or are to, from then on; the last is 0
+    drawn: np.ndarray  # float64 [E], tokens of a request that has run from the start, up to then
+    generated: np.ndarray  # float64 [E], tokens of all requests up to then
+    speculates: np.ndarray  # bool [E], whether most steps from then on draft
+    lengths: np.ndarray  # int64 [R], ascending
+    accept_length: float = 0.0
+    speculating: float = 0.0  # share of decoding time with drafts
+    preemptions: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Until the last answer's end; 0 without requests."""
+        return float(self.times[-1]) if len(self.times) else 0.0
+
+    def lengths_at(self, time: float) -> np.ndarray:
+        """Tokens that each running answer has at `time`, ascending: those drawn so far of the answers not yet at
+        their end (bulk: exact; exact: by the mean request)."""
+        drawn = float(np.interp(time, self.times, self.drawn))
+        count = int(self.running[max(0, int(np.searchsorted(self.times, time, side="right")) - 1)])
+        return np.full(count, drawn)
+
+
+def empty() -> ReplicaRollout:
+    """Of a replica that got no prompt."""
+    none = np.zeros(1)
+    return ReplicaRollout(none, np.zeros(1, np.int64), none, none, np.zeros(1, bool), np.zeros(0, np.int64))

@@ -1,0 +1,187 @@
+"""RL steps on a cluster: rollouts, waits, update, push, one after another. Torch-free.
+
+for each step: lengths -> a rollout of every replica -> waits and drafter training -> score, update, merge, push
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim.bulk import BulkReplicas
+from megatron_tlt.sim.cluster import Cluster
+from megatron_tlt.sim.cost_model import CostModel, build_costs
+from megatron_tlt.sim.decisions import Decider, RateTable, shares
+from megatron_tlt.sim.exact import ExactReplica
+from megatron_tlt.sim.idle import DrafterModel, IdleTime, Waits, spans_of
+from megatron_tlt.sim.result import PHASES, Lane, Point, ShownStep, StepRecord, Strategy
+from megatron_tlt.sim.rollout import ReplicaRollout
+from megatron_tlt.sim.trace import Lengths
+
+_SMALL = 60_000  # tokens of all steps up to which "auto" simulates each of them
+_LANES = 64
+_CURVE = 512  # points of the running-requests curve
+
+
+class Simulation:
+    """One configuration, one mode. `run` may be called once."""
+
+    def __init__(self, config: SimConfig, costs: CostModel | None = None):
+        self._config = config
+        self._costs = costs or build_costs(config)
+        self._cluster = Cluster(config)
+        self._lengths = Lengths(config)
+        self._drafter = DrafterModel(config)
+        self._idle = IdleTime(config, self._cluster.micro_step() if config.idle.train_drafter else 0.0)
+        self._trains = config.idle.train_drafter and config.rollout.speculation.uses_eagle
+        prompts, replicas = config.workload.prompts_per_step, self._cluster.replicas
+        self._most = -(-prompts // replicas) * config.rollout.samples_per_prompt
+        self._decider = Decider(config, self._costs, self._most)
+        self._bulk = BulkReplicas(config, self._costs)
+        self._exact: list[ExactReplica] = []
+        if self._is_exact():
+            seeds = [(config.workload.seed, 3, replica) for replica in range(min(replicas, prompts))]
+            self._exact = [ExactReplica(config, self._costs, seed) for seed in seeds]
+        self._usual: np.ndarray | None = None
+        self._table: RateTable | None = None
+
+    def _is_exact(self) -> bool:
+        workload, rollout = self._config.workload, self._config.rollout
+        if self._config.engine != "auto":
+            return self._config.engine == "exact"
+        expected = float(self._lengths.of(0).sum()) * workload.steps
+        return expected <= _SMALL * max(1, rollout.samples_per_prompt // 2)
+
+    def run(self, mode: str) -> Point:
+        """All steps; `mode` is the point's name."""
+        steps = self._config.workload.steps
+        records = []
+        for step in range(steps):
+            record, rollouts, waits = self._step(step)
+            records.append(record)
+        return self._point(mode, records, show(steps, rollouts, waits))
+
+    def _rollouts(self, step: int) -> list[ReplicaRollout]:
+        lengths, replicas = self._lengths.of(step), self._cluster.replicas
+        # As the loop deals prompts out: every replicas-th one.
+        dealt = [list(lengths[replica::replicas]) for replica in range(replicas)]
+        if self._exact:
+            for engine in self._exact:
+                engine.speculation.set_quality(self._drafter.quality)
+            done = [
+                engine.run(groups)
+                for engine, groups in zip(self._exact, dealt[: len(self._exact)], strict=True)
+            ]
+            return done + [self._bulk.run([], self._rates()) for _ in dealt[len(self._exact) :]]
+        table = self._rates()
+        return [self._bulk.run(groups, table) for groups in dealt]
+
+    def _rates(self) -> RateTable:
+        self._table = self._decider.table(self._drafter.quality)
+        return self._table
+
+    def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout], Waits]:
+        cluster, training = self._cluster, self._config.training
+        quality = self._drafter.quality
+        rollouts = self._rollouts(step)
+        waits = self._idle.waits(rollouts, self._usual)
+        lengths = np.concatenate([r.lengths for r in rollouts])
+        self._usual = np.sort(lengths).astype(np.float64)[:: max(1, len(lengths) // 256)]
+        tokens = int(lengths.sum())
+        trained = tokens + len(lengths) * self._config.workload.prompt_tokens
+        phases = {
+            "rollout": waits.done,
+            "stop": waits.late + cluster.barrier(),
+            "score": 1e-3 * training.score_ms,
+            "logprobs": cluster.logprobs(trained),
+            "update": cluster.update(trained),
+            "merge": 1e-3 * training.merge_ms if waits.micro_steps else 0.0,
+            "push": cluster.push(),
+            "other": 0.0,
+        }
+        if self._trains:
+            self._drafter.train(waits.micro_steps * training.micro_step_tokens)
+        self._drafter.policy_moved()
+        tp, over = self._config.rollout.tp, waits.done + waits.late
+        record = StepRecord(
+            step + 1,
+            sum(phases.values()),
+            phases,
+            tokens,
+            int(lengths.max()),
+            _weighted([r.accept_length for r in rollouts], [float(r.lengths.sum()) for r in rollouts]),
+            sum(r.speculating * r.seconds for r in rollouts) / max(sum(r.seconds for r in rollouts), 1e-12),
+            float((over - waits.ends).sum()) * tp,
+            float(waits.trains.sum()) * tp,
+            waits.micro_steps,
+            quality,
+            sum(r.preemptions for r in rollouts),
+        )
+        return record, rollouts, waits
+
+    def _point(self, mode: str, records: list[StepRecord], shown: ShownStep) -> Point:
+        cluster, steps = self._cluster, len(records)
+        total = sum(r.seconds for r in records)
+        return Point(
+            mode,
+            self._config.cluster.nodes,
+            cluster.gpus,
+            cluster.replicas,
+            total / steps,
+            {name: sum(r.phases[name] for r in records) / steps for name in PHASES},
+            sum(r.tokens for r in records) / total,
+            sum(r.idle_gpu_seconds for r in records) / 3600,
+            sum(r.recovered_gpu_seconds for r in records) / 3600,
+            total * cluster.gpus / 3600,
+            _weighted([r.accept_length for r in records], [float(r.tokens) for r in records]),
+            records,
+            shown,
+            self.strategies(),
+            cluster.fits,
+            "" if cluster.fits else "an engine has no room for its weights and one longest answer",
+        )
+
+    def strategies(self) -> list[Strategy]:
+        """What the selector does at each number of running requests, and what plain decoding would bring there."""
+        table = self._decider.table(self._drafter.quality)
+        context = float(table.contexts[len(table.contexts) // 2])
+        rows = []
+        for running, tally in sorted(table.tallies.items()):
+            plain = running / self._costs.step(running, running, running * context, False)
+            rows.append(
+                Strategy(
+                    running, shares(tally.steps), tally.tokens / tally.seconds, plain, tally.accept_length
+                )
+            )
+        return rows
+
+
+def show(step: int, rollouts: Sequence[ReplicaRollout], waits: Waits) -> ShownStep:
+    """The running-requests curve, when speculation begins, and the lanes."""
+    moments = np.unique(np.concatenate([r.times for r in rollouts]))
+    if len(moments) > _CURVE:
+        moments = moments[np.linspace(0, len(moments) - 1, _CURVE).astype(int)]
+    running, speculates, busy = (np.zeros(len(moments), np.int64) for _ in range(3))
+    for rollout in rollouts:
+        at = np.searchsorted(rollout.times, moments, side="right") - 1
+        running += rollout.running[at]
+        speculates += rollout.speculates[at]
+        busy += rollout.running[at] > 0
+    begins = np.flatnonzero((speculates * 2 >= busy) & (busy > 0))
+    chosen = np.unique(np.linspace(0, len(rollouts) - 1, min(_LANES, len(rollouts))).astype(int))
+    chosen = np.unique(np.append(chosen[: _LANES - 1], int(waits.ends.argmax())))
+    return ShownStep(
+        step,
+        list(zip(moments.tolist(), running.tolist(), strict=True)),
+        float(moments[begins[0]]) if len(begins) else None,
+        [Lane(int(replica), spans_of(waits, int(replica))) for replica in chosen],
+    )
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Mean of the values above 0 by their weights; 0 if there are none."""
+    pairs = [(v, w) for v, w in zip(values, weights, strict=True) if v > 0]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total else 0.0

@@ -1,0 +1,84 @@
+"""Settings that a simulation recommends, each with its reason. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim.cluster import Cluster
+from megatron_tlt.sim.result import Point, Threshold
+
+_PAYS = 1.03  # times as fast as plain decoding, to be worth a mention
+
+
+def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
+    """From the last point that speculates (the largest number of nodes); none if no point does."""
+    speculating = [p for p in points if p.mode != "off"]
+    if not speculating:
+        return []
+    point = speculating[-1]
+    found = [_largest(config, point), *_buckets(point)]
+    trained = [p for p in points if p.recovered_gpu_hours > 0]
+    if trained:
+        found.append(_tail(config, trained[-1]))
+    found += _nodes(points)
+    return found
+
+
+def _largest(config: SimConfig, point: Point) -> Threshold:
+    """Up to how many running requests of a replica drafts pay."""
+    pays = [s.running for s in point.strategies if s.tokens_per_second > _PAYS * s.plain_tokens_per_second]
+    name = "running requests of a replica up to which drafts pay"
+    if not pays:
+        return Threshold(name, "none", "plain decoding is as fast at every number of requests")
+    best = max(point.strategies, key=lambda s: s.tokens_per_second / s.plain_tokens_per_second)
+    gain = best.tokens_per_second / best.plain_tokens_per_second
+    last = max(pays)
+    more = " or more" if last == point.strategies[-1].running else ""
+    reason = f"{gain:.2f} times as fast at {best.running}"
+    if config.plain_above is not None and last <= config.plain_above:
+        more, reason = "", f"{reason}; plain_above is {config.plain_above}: null asks for more"
+    return Threshold(name, f"{last}{more}", reason)
+
+
+def _buckets(point: Point) -> list[Threshold]:
+    """The strategy played most at each regime, where it changes from one to the next."""
+    regimes: list[tuple[int, str]] = []
+    for row in point.strategies:
+        name = max(row.shares, key=lambda k: row.shares[k])
+        if not regimes or regimes[-1][1] != name:
+            regimes.append((row.running, name))
+    if not regimes:
+        return []
+    text = ", ".join(f"from {running}: {name}" for running, name in regimes)
+    thresholds = ", ".join(str(running) for running, _ in regimes)
+    reason = f"what the selector plays most ({text})"
+    return [Threshold("rollout.speculation.bandit.thresholds", f"[{thresholds}]", reason)]
+
+
+def _tail(config: SimConfig, point: Point) -> Threshold:
+    """The shortest wait worth training in."""
+    step = Cluster(config).micro_step()
+    idle = point.idle_gpu_hours * 3600 / len(point.steps) / point.gpus
+    value = max(2 * step, 0.02)
+    return Threshold(
+        "idle.min_tail_seconds",
+        f"{value:.2g}",
+        f"two micro-steps of {step:.2g} s; the mean wait of a GPU in a step is {idle:.3g} s",
+    )
+
+
+def _nodes(points: Sequence[Point]) -> list[Threshold]:
+    """From which number of nodes on the gain grows no more."""
+    steps = {p.nodes: p.seconds for p in points if p.mode == "tlt"}
+    if len(steps) < 2:
+        return []
+    nodes = sorted(steps)
+    useful = nodes[0]
+    for low, high in pairwise(nodes):
+        if steps[low] / steps[high] < 1 + 0.5 * (high / low - 1):
+            break
+        useful = high
+    reason = "beyond it a doubling of the nodes brings less than half of what it costs"
+    return [Threshold("nodes", str(useful), reason)]

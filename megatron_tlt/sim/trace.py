@@ -1,0 +1,115 @@
+"""How long the answers of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
+
+Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes answers alike.
+Empirical ones are the same lengths in every step, dealt anew.
+Legend: P prompts of a step, n samples of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.config.sim import LengthSection, SimConfig
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.jsonl import read_rows
+
+_WHERE = "workload.lengths"
+
+
+class Lengths:
+    """Draws a step's answer lengths."""
+
+    def __init__(self, config: SimConfig):
+        """Raises ConfigError, naming workload.lengths.path, if there is nothing to draw from."""
+        workload, rollout = config.workload, config.rollout
+        self._section, self._seed = workload.lengths, workload.seed
+        self._shape = workload.prompts_per_step, rollout.samples_per_prompt
+        self._most = rollout.max_tokens
+        self._quantiles = None if self._section.kind == "lognormal" else np.log(quantiles_of(self._section))
+
+    def of(self, step: int) -> np.ndarray:
+        """Tokens of every answer of `step` (from 0), int64 [P, n], 1 to max_tokens."""
+        prompts, samples = self._shape
+        rng = np.random.default_rng((self._seed, 1, step))
+        share = self._section.prompt_share
+        normal = math.sqrt(share) * rng.standard_normal((prompts, 1))
+        normal = normal + math.sqrt(1 - share) * rng.standard_normal((prompts, samples))
+        if self._quantiles is None:
+            logs = math.log(self._section.median) + self._section.sigma * normal
+        else:
+            logs = self._empirical(normal)
+        lengths = np.exp(logs) * (1 + self._section.growth) ** step
+        clipped: np.ndarray = np.clip(np.rint(lengths), 1, self._most).astype(np.int64)
+        return clipped
+
+    def _empirical(self, normal: np.ndarray) -> np.ndarray:
+        """Every step has the distribution's own quantiles, dealt to prompts and samples in the order of `normal`."""
+        assert self._quantiles is not None
+        rank = np.empty(normal.size)
+        rank[normal.ravel().argsort(kind="stable")] = (np.arange(normal.size) + 0.5) / normal.size
+        knots = (np.arange(len(self._quantiles)) + 0.5) / len(self._quantiles)
+        logs: np.ndarray = np.interp(rank, knots, self._quantiles).reshape(normal.shape)
+        return logs
+
+
+def quantiles_of(section: LengthSection) -> np.ndarray:
+    """Lengths of an empirical distribution, float64, ascending, evenly spaced in rank."""
+    if section.path is None:
+        return np.sort(np.array(section.values, np.float64))
+    path = Path(section.path)
+    lengths = _of_run(path) if path.is_dir() else _of_file(path)
+    if not len(lengths):
+        raise ConfigError.of(f"{_WHERE}.path", section.path, "has no lengths")
+    return np.sort(np.maximum(lengths, 1.0))
+
+
+def _of_file(path: Path) -> np.ndarray:
+    """A number a line, or JSON lines with `tokens`, `token_ids` or `lengths`."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError.of(f"{_WHERE}.path", str(path), f"cannot be read: {error}") from error
+    lengths: list[float] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                lengths += _of_line(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                allowed = "each line must be a number, or JSON with tokens, token_ids or lengths"
+                raise ConfigError.of(f"{_WHERE}.path", f"{path}:{number}", allowed) from error
+    return np.array(lengths)
+
+
+def _of_line(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        for name in ("lengths", "token_ids", "tokens"):
+            if name in value:
+                found = value[name]
+                if name == "lengths":
+                    return [float(x) for x in found]
+                return [float(len(found) if isinstance(found, list) else found)]
+        raise KeyError("tokens")
+    return [float(value)]
+
+
+def _of_run(run_dir: Path) -> np.ndarray:
+    """Lengths of a run from the figures of each step (`length/median`, `p95`, `max`): 200 quantiles a step.
+
+    Between them the logarithm is taken to be linear in the normal score; below the median it is mirrored.
+    """
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "length/median" in row]
+    scores = np.array([NormalDist().inv_cdf((i + 0.5) / 200) for i in range(200)])
+    lengths = []
+    for row in rows:
+        count = max(2.0, row.get("rollout/samples", 256.0))
+        middle, high, most = (math.log(max(1.0, row[f"length/{k}"])) for k in ("median", "p95", "max"))
+        last = max(NormalDist().inv_cdf(1 - 1 / (2 * count)), 1.7)
+        knots = [-1.645, 0.0, 1.645, last]
+        lengths.append(np.exp(np.interp(scores, knots, [2 * middle - high, middle, high, most])))
+    return np.concatenate(lengths) if lengths else np.zeros(0)

@@ -1,0 +1,56 @@
+"""Simulations small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim.rollout import ReplicaRollout
+
+MODEL = {
+    "family": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_layers": 28,
+    "num_heads": 28,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 18944,
+}
+
+
+def sim_config(*overrides: str, **sections: Any) -> SimConfig:
+    """A 7B model on one node of 8 H100, 32 prompts of 4 samples, answers of about 300 tokens."""
+    base: dict[str, Any] = {
+        "model": MODEL,
+        "workload": {"steps": 2, "prompts_per_step": 32, "lengths": {"median": 250, "sigma": 0.8}},
+        "rollout": {"samples_per_prompt": 4, "max_tokens": 2048, "max_batched_tokens": 8192},
+        "training": {"tp": 2},
+    }
+    return build_config(base | sections, overrides, SimConfig)
+
+
+def groups_of(
+    seed: int, prompts: int, samples: int, median: float = 150.0, most: int = 2048
+) -> list[np.ndarray]:
+    """Answer lengths of some prompts."""
+    rng = np.random.default_rng(seed)
+    drawn = np.exp(np.log(median) + 0.8 * rng.standard_normal((prompts, samples)))
+    return list(np.clip(drawn.astype(int), 2, most))
+
+
+def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[ReplicaRollout]:
+    """Replicas whose requests all run, at `rate` tokens a second each, until `ends`."""
+    made = []
+    for end in ends:
+        times = np.array([0.0, end])
+        drawn = np.array([0.0, rate * end])
+        running = np.array([requests, 0])
+        lengths = np.full(requests, int(rate * end))
+        made.append(
+            ReplicaRollout(times, running, drawn, drawn * requests, np.zeros(2, bool), lengths, 0.0, 0.0)
+        )
+    return made

@@ -1,0 +1,35 @@
+import pytest
+
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.sim import SimConfig, check_sim
+from megatron_tlt.errors import ConfigError
+from tests.helpers.sim import sim_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["model=null"], "model"),
+        (["cluster.gpu=cpu"], "cluster.gpu"),
+        (["rollout.tp=3"], "rollout.tp"),
+        (["training.tp=16"], "training.tp"),
+        (["training.tp=8", "training.pp=2"], "training.pp"),
+        (["workload.lengths.kind=empirical"], "workload.lengths.values"),
+        (["drafters.eagle.rates=[]"], "drafters.eagle.rates"),
+        (["drafters.suffix.rates=[1.0]"], "drafters.suffix.rates"),
+        (["drafters.eagle.stale_rates=[-0.1]"], "drafters.eagle.stale_rates"),
+    ],
+)
+def test_what_does_not_go_together_is_named(overrides, path):
+    assert path in [problem.path for problem in check_sim(sim_config(*overrides))]
+
+
+def test_the_helper_passes_its_checks():
+    assert list(check_sim(sim_config())) == []
+
+
+def test_unknown_keys_get_the_nearest_name(tmp_path):
+    path = tmp_path / "s.yaml"
+    path.write_text("workload: {prompt_per_step: 3}\n")
+    with pytest.raises(ConfigError, match=r"did you mean workload\.prompts_per_step"):
+        load_config(path, (), SimConfig)

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from megatron_tlt.config.sim import AcceptanceSection
+from megatron_tlt.sim.acceptance import Acceptance
+from megatron_tlt.types import DraftStrategy
+
+ROWS = 4000
+
+
+def draft_of(section, strategy, seed=0, quality=1.0):
+    lengths = np.full(ROWS, strategy.draft_len)
+    return Acceptance(section, quality).draft(strategy, lengths, np.random.default_rng(seed))
+
+
+def naive_emitted(draft, keep):
+    """Row by row: from the root along matched children that were kept."""
+    emitted, start = [], 0
+    for count in draft.counts:
+        nodes = range(start, start + count)
+        parents = draft.parents
+        parent = [int(draft.depths[n]) - 2 if parents is None else int(parents[n]) for n in nodes]
+        at, tokens = -1, 1
+        while True:
+            children = [i for i, n in enumerate(nodes) if parent[i] == at and keep[n] and draft.matches[n]]
+            if not children:
+                break
+            assert len(children) == 1, "two siblings cannot both be the policy's token"
+            at, tokens = children[0], tokens + 1
+        emitted.append(tokens)
+        start += count
+    return emitted
+
+
+def test_rates_are_reached_and_survival_is_calibrated():
+    section = AcceptanceSection(rates=(0.8, 0.6))
+    draft = draft_of(section, DraftStrategy("eagle", 4))
+    emitted = draft.emitted(np.ones(draft.num_nodes, bool))
+    expected = 1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.36 + 0.8 * 0.216
+    assert emitted.mean() == pytest.approx(expected, rel=0.03)
+    assert Acceptance(section).accept_length(4) == pytest.approx(expected)
+    for low in (0.1, 0.5, 0.8):
+        some = (draft.depths == 1) & (draft.survival > low) & (draft.survival < low + 0.15)
+        assert draft.matches[some].mean() == pytest.approx(draft.survival[some].mean(), abs=0.06)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_emitted_tokens_are_those_of_a_naive_walk(topk):
+    draft = draft_of(AcceptanceSection(rates=(0.7,), siblings=0.5), DraftStrategy("eagle", 5, topk))
+    order = np.argsort(-draft.survival, kind="stable")
+    keep = np.zeros(draft.num_nodes, bool)
+    keep[order[: int(0.7 * len(order))]] = True  # closed under ancestors, as admission is
+    assert draft.emitted(keep).tolist() == naive_emitted(draft, keep)
+
+
+def test_parents_promise_no_less_than_their_children():
+    draft = draft_of(AcceptanceSection(rates=(0.7,)), DraftStrategy("eagle", 5, 3))
+    starts = np.repeat(np.cumsum(draft.counts) - draft.counts, draft.counts)
+    child = draft.parents >= 0
+    assert (draft.survival[child] <= draft.survival[starts[child] + draft.parents[child]] + 1e-7).all()
+
+
+def test_siblings_emit_what_the_section_says():
+    section = AcceptanceSection(rates=(0.6,), siblings=0.5)
+    alone = draft_of(section, DraftStrategy("eagle", 1))
+    pair = draft_of(section, DraftStrategy("eagle", 1, 2))
+    assert alone.emitted(np.ones(alone.num_nodes, bool)).mean() == pytest.approx(1.6, abs=0.03)
+    assert pair.emitted(np.ones(pair.num_nodes, bool)).mean() == pytest.approx(1.6 + 0.4 * 0.5, abs=0.03)
+
+
+def test_quality_lies_between_stale_and_adapted():
+    section = AcceptanceSection(rates=(0.9,), stale_rates=(0.5,))
+    assert [Acceptance(section, q).rates(2).tolist() for q in (0.0, 1.0)] == [[0.5, 0.5], [0.9, 0.9]]
+    assert Acceptance(section, 0.5).rates(1)[0] == pytest.approx(0.7)
+
+
+def test_coverage_and_reach_shorten_drafts():
+    section = AcceptanceSection(rates=(0.9,), coverage=0.3, reach=0.8)
+    draft = draft_of(section, DraftStrategy("suffix", 11))
+    assert (draft.counts > 0).mean() == pytest.approx(0.3, abs=0.03)
+    mean = sum(0.8**k for k in range(11))  # a geometric length, cut at 11
+    assert draft.counts[draft.counts > 0].mean() == pytest.approx(mean, rel=0.05)
+
+
+def test_a_least_survival_ends_drafts_early():
+    section = AcceptanceSection(rates=(0.7,))
+    draft = draft_of(section, DraftStrategy("eagle", 8, min_survival=0.3))
+    assert draft.survival.min() >= 0.3
+    assert 0 < draft.counts.mean() < 8
+    none = Acceptance(section).draft(DraftStrategy("eagle", 8), np.zeros(3, int), np.random.default_rng(0))
+    assert none.num_nodes == 0 and none.passes == 0

@@ -1,0 +1,90 @@
+"""The bulk engine against the exact one: the same requests, token by token through the production code."""
+
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_tlt.sim.bulk import BulkReplicas
+from megatron_tlt.sim.cost_model import build_costs
+from megatron_tlt.sim.decisions import Decider, request_knots
+from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.sim import groups_of, sim_config
+
+SELECTORS = {
+    "plain": ("rollout.speculation.drafter=none", 0.02),
+    "fixed": ("rollout.speculation.selector=fixed", 0.08),
+    "beg_mab": ("rollout.speculation.selector=beg_mab", 0.12),
+    "cost_aware": ("rollout.speculation.selector=cost_aware", 0.12),
+}
+
+
+def both(config, groups, rounds=1):
+    """Mean seconds and accept length of the exact engine's rounds but the first, its last one, and the bulk one."""
+    costs = build_costs(config)
+    exact = ExactReplica(config, costs, (0,))
+    exact.speculation.set_quality(1.0)
+    found = [exact.run(groups) for _ in range(rounds)]
+    later = found[1:] or found  # in the first the selector tries its arms
+    last = replace(
+        found[-1],
+        times=np.array([0.0, statistics.mean(r.seconds for r in later)]),
+        accept_length=statistics.mean(r.accept_length for r in later),
+    )
+    table = Decider(config, costs, sum(len(g) for g in groups)).table(1.0)
+    return last, BulkReplicas(config, costs).run(groups, table)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_seconds_are_those_of_the_exact_engine(name):
+    override, allowed = SELECTORS[name]
+    spec = "rollout.speculation.drafter=eagle"
+    groups = groups_of(0, 3, 8)
+    exact, bulk = both(sim_config(spec, override), groups, rounds=1 if name == "plain" else 5)
+    assert bulk.seconds == pytest.approx(exact.seconds, rel=allowed)
+    assert bulk.generated[-1] == exact.generated[-1] == sum(g.sum() for g in groups)
+    if name != "plain":
+        assert bulk.accept_length == pytest.approx(exact.accept_length, rel=0.15)
+
+
+def test_queues_are_the_production_schedulers():
+    config = sim_config("rollout.max_running_requests=6", "rollout.speculation.drafter=none")
+    exact, bulk = both(config, groups_of(1, 4, 6))
+    assert bulk.seconds == pytest.approx(exact.seconds, rel=0.05)
+    assert bulk.running[0] == 24 and bulk.running[-1] == 0
+
+
+def test_memory_pressure_preempts_in_both():
+    config = sim_config(
+        "rollout.kv_cache_mib=160", "rollout.speculation.drafter=none", "workload.prompt_tokens=64"
+    )
+    exact, bulk = both(config, groups_of(2, 4, 4, 400.0))
+    assert exact.preemptions > 0
+    assert bulk.preemptions > 0
+    assert bulk.seconds == pytest.approx(exact.seconds, rel=0.2)
+
+
+def test_nothing_is_drafted_above_the_threshold():
+    config = sim_config("rollout.speculation.drafter=eagle", "plain_above=5")
+    _, bulk = both(config, groups_of(0, 2, 8))
+    drafts = dict(zip(bulk.running.tolist(), bulk.speculates.tolist(), strict=True))
+    assert all(not drafts[n] for n in range(6, 17))
+    assert any(drafts[n] for n in range(1, 6))
+
+
+def test_fewer_requests_never_take_longer():
+    config = sim_config("rollout.speculation.drafter=none")
+    costs = build_costs(config)
+    table = Decider(config, costs, 24).table(1.0)
+    groups = groups_of(3, 3, 8)
+    bulk = BulkReplicas(config, costs)
+    assert bulk.run(groups[:1], table).seconds < bulk.run(groups, table).seconds
+    assert bulk.run([], table).seconds == 0.0
+
+
+def test_knots_reach_from_one_to_the_most():
+    assert request_knots(1).tolist() == [1]
+    assert request_knots(5).tolist() == [1, 2, 3, 4, 5]
+    knots = request_knots(200)
+    assert knots[0] == 1 and knots[-1] == 200 and (np.diff(knots) > 0).all()

@@ -1,0 +1,79 @@
+import json
+
+import pytest
+
+from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.sim import SimCostSection
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.cost_model import GPUS, MeasuredCosts, Roofline, build_costs, cache_tokens, kv_bytes
+from tests.helpers.sim import MODEL, sim_config
+
+SHAPE = ArchitectureConfig.model_validate(MODEL)
+BARE = SimCostSection(bandwidth_efficiency=1.0, compute_efficiency=1.0, step_ms=0, allreduce_us=0)
+
+
+def test_one_request_is_bound_by_reading_the_weights():
+    # 28 layers of attention (3584 x 4608 and back) and MLP, and the head; worked out by hand
+    layer = 3584 * 128 * 2 * (28 + 4) + 3 * 3584 * 18944 + 2 * 3584
+    weights = 28 * layer + 152064 * 3584
+    seconds = Roofline(SHAPE, GPUS["h100"], 1, BARE).step(1, 1, 0.0, False)
+    assert seconds == pytest.approx(2 * weights / 3.35e12, rel=0.001)
+
+
+def test_many_rows_are_bound_by_computing():
+    costs = Roofline(SHAPE, GPUS["h100"], 1, BARE)
+    assert costs.prefill(16384) / costs.prefill(8192) == pytest.approx(2, rel=0.02)
+    assert costs.step(1, 16, 0.0, False) / costs.step(1, 1, 0.0, False) < 1.05
+
+
+def test_contexts_cost_their_bytes():
+    assert kv_bytes(SHAPE) == 2 * 28 * 4 * 128 * 2
+    costs = Roofline(SHAPE, GPUS["h100"], 1, BARE)
+    more = costs.step(8, 8, 1e6, False) - costs.step(8, 8, 0.0, False)
+    assert more == pytest.approx(1e6 * kv_bytes(SHAPE) / 3.35e12, rel=0.03)
+
+
+def test_tensor_parallel_divides_reading_and_adds_reduces():
+    one, four = (Roofline(SHAPE, GPUS["h100"], tp, BARE) for tp in (1, 4))
+    assert four.step(1, 1, 0, False) == pytest.approx(one.step(1, 1, 0, False) / 4, rel=0.01)
+    late = Roofline(SHAPE, GPUS["h100"], 4, BARE.model_copy(update={"allreduce_us": 10.0}))
+    assert late.step(1, 1, 0, False) - four.step(1, 1, 0, False) == pytest.approx(2 * 28 * 10e-6)
+
+
+def test_drafting_costs_its_passes_and_lookups():
+    costs = Roofline(SHAPE, GPUS["h100"], 1, SimCostSection(lookup_us=20))
+    one, eight = (costs.draft("eagle", 4, passes, 0) for passes in (1, 8))
+    assert eight == pytest.approx(8 * one)
+    assert costs.draft("suffix", 10, 8, 80) == pytest.approx(200e-6)
+    assert costs.draft("hybrid", 4, 8, 0) == pytest.approx(eight + 80e-6)
+    assert costs.step(1, 4, 0, True) - costs.step(1, 4, 0, False) == pytest.approx(3e-3)
+
+
+def test_the_cache_takes_what_the_weights_leave():
+    small, large = (cache_tokens(sim_config(f"rollout.tp={tp}")) for tp in (1, 2))
+    assert 500_000 < small < large
+    weights = 2 * 7.6e9
+    assert small == pytest.approx((80e9 * 0.85 - weights) / kv_bytes(SHAPE), rel=0.01)
+    assert cache_tokens(sim_config("rollout.kv_cache_mib=1024")) == 2**30 // kv_bytes(SHAPE)
+
+
+def test_a_measured_table_is_read_and_checked(tmp_path):
+    path = tmp_path / "t.json"
+    table = {
+        "plain": [1.0, 0.1, 0.001],
+        "verify": [2.0, 0.1, 0.01, 0.001, 0.0004],
+        "drafts": {"suffix": [0.5, 0.1, 0.01]},
+        "prefill": [0.3, 0.002],
+    }
+    path.write_text(json.dumps({"table": table}))
+    costs = build_costs(sim_config(f"costs.table={path}"))
+    assert costs.step(2, 2, 10, False) == pytest.approx(1.21)
+    assert costs.step(2, 5, 10, True) == pytest.approx(2.27)
+    assert costs.step(2, 102, 10, False) == pytest.approx(1.41)  # 100 rows of prompts beside 2 requests
+    assert costs.draft("suffix", 2, 3, 4) == pytest.approx(0.74)
+    assert costs.prefill(100) == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match="measured were drafters suffix"):
+        costs.draft("eagle", 1, 1, 1)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"costs\.table"):
+        MeasuredCosts.load(str(path))

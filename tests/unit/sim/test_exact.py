@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from megatron_tlt.sim.cost_model import build_costs
+from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.sim import groups_of, sim_config
+
+
+class CountingCosts:
+    """A second for every step, nothing for drafts."""
+
+    def step(self, B, T, C, speculating):
+        return 1.0
+
+    def draft(self, kind, B, passes, nodes):
+        return 0.0
+
+    def prefill(self, tokens):
+        return 0.0
+
+
+def test_plain_decoding_takes_a_step_for_every_token_of_the_longest():
+    config = sim_config("rollout.speculation.drafter=none")
+    rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([5, 9]), np.array([3])])
+    assert rollout.seconds == 8.0  # the first token comes with the prompt
+    assert rollout.generated[-1] == 17
+    curve = dict(zip(rollout.times.tolist(), rollout.running.tolist(), strict=True))
+    assert [curve[t] for t in (0.0, 1.0, 2.0, 3.0, 4.0, 7.0, 8.0)] == [3, 3, 2, 2, 1, 1, 0]
+
+
+def test_a_drafter_that_is_always_right_divides_the_steps():
+    config = sim_config(
+        "rollout.speculation.drafter=eagle",
+        "rollout.speculation.selector=fixed",
+        "rollout.speculation.draft_len=3",
+        "drafters.eagle.rates=[0.999999999]",
+    )
+    rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([41])])
+    assert rollout.seconds == 10.0  # 40 tokens, 4 at a time
+    assert rollout.accept_length == 4.0
+
+
+def test_answers_keep_their_lengths_with_any_drafter():
+    groups = groups_of(5, 2, 4, 60.0)
+    for drafter in ("none", "suffix", "eagle", "hybrid"):
+        config = sim_config(f"rollout.speculation.drafter={drafter}")
+        engine = ExactReplica(config, build_costs(config), (1,))
+        for _ in range(2):
+            assert engine.run(groups).lengths.tolist() == sorted(np.concatenate(groups).tolist())
+        assert engine.run([]).seconds == 0.0
+
+
+def test_equal_seeds_give_equal_rollouts():
+    config = sim_config("rollout.speculation.drafter=eagle")
+    runs = [
+        ExactReplica(config, build_costs(config), (seed,)).run(groups_of(5, 1, 4)).seconds
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_drafter_saves_time_where_reading_weights_is_what_costs():
+    groups = groups_of(6, 1, 2, 400.0)
+    seconds = {}
+    for drafter in ("none", "eagle"):
+        config = sim_config(f"rollout.speculation.drafter={drafter}")
+        seconds[drafter] = ExactReplica(config, build_costs(config), (1,)).run(groups).seconds
+    assert seconds["none"] / seconds["eagle"] > 1.3
+    assert seconds["none"] == pytest.approx(max(g.max() for g in groups) * 0.0062, rel=0.1)

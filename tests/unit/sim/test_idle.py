@@ -1,0 +1,65 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_tlt.sim.idle import DrafterModel, IdleTime, spans_of
+from tests.helpers.sim import sim_config, straight
+
+TRAINS = "idle.train_drafter=true"
+
+
+def waits(ends, *overrides, step=0.1, usual=None, config=None):
+    config = config or sim_config(TRAINS, *overrides)
+    return IdleTime(config, step).waits(straight(ends), usual)
+
+
+def test_nobody_trains_without_being_asked():
+    found = waits([1.0, 5.0], config=sim_config("idle.train_drafter=false"))
+    assert found.micro_steps == 0 and found.late == 0.0
+    assert spans_of(found, 0) == [("BUSY", 0.0, 1.0), ("IDLE", 1.0, 5.0)]
+    assert spans_of(found, 1) == [("BUSY", 0.0, 5.0)]
+
+
+def test_idle_replicas_train_until_the_slowest_is_done():
+    found = waits([1.0, 3.0, 5.0], usual=np.array([500.0]))
+    assert found.trains[2] == 0.0
+    assert found.trains[0] == pytest.approx(4.0, abs=0.3)
+    assert found.trains[1] == pytest.approx(2.0, abs=0.3)
+    assert 0.0 <= found.late < 0.1  # one micro-step at most
+    assert found.micro_steps == pytest.approx(60, abs=5)
+    states = [state for state, _, _ in spans_of(found, 0)]
+    assert states[:3] == ["BUSY", "TRAINING", "IDLE"] or states == ["BUSY", "TRAINING"]
+
+
+def test_the_policy_stops_where_the_end_is_foreseen():
+    """Answers as long as last time: the leader knows the tail, and no micro-step is begun that outlasts it."""
+    sure = waits([1.0, 5.0], step=1.5, usual=np.array([100.0, 500.0]))
+    assert sure.late == 0.0
+    assert sure.micro_steps <= 2
+
+
+def test_windows_have_their_limits():
+    assert waits([1.0, 9.0], "idle.max_steps_per_window=3", usual=np.array([900.0])).micro_steps == 3
+    assert waits([1.0, 9.0], "idle.min_samples=5", usual=np.array([900.0])).micro_steps == 0
+    assert waits([5.0, 5.0]).micro_steps == 0
+    assert waits([4.99, 5.0], "idle.min_tail_seconds=1.0", usual=np.array([500.0])).micro_steps == 0
+
+
+def test_spans_cover_the_phase_without_gaps():
+    found = waits([0.5, 2.0, 4.0, 6.0], usual=np.array([600.0]))
+    for replica in range(4):
+        spans = spans_of(found, replica)
+        assert spans[0][1] == 0.0 and spans[-1][2] == pytest.approx(6.0 + found.late)
+        assert all(a[2] == b[1] for a, b in pairwise(spans))
+
+
+def test_training_adapts_the_drafter_and_updates_undo_it():
+    drafter = DrafterModel(sim_config("training.tokens_to_adapt=1000", "training.drift=0.2"))
+    drafter.train(1000)
+    assert drafter.quality == pytest.approx(1 - np.exp(-1))
+    drafter.train(500)
+    assert drafter.quality == pytest.approx(1 - np.exp(-1.5))
+    before = drafter.quality
+    drafter.policy_moved()
+    assert drafter.quality == pytest.approx(0.8 * before)

@@ -1,0 +1,31 @@
+import pytest
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.modes import in_mode
+from tests.helpers.sim import sim_config
+
+EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
+
+
+def test_modes_set_drafter_and_training():
+    config = sim_config(*EAGLE)
+    found = {}
+    for mode in ("off", "suffix", "frozen", "tlt"):
+        new = in_mode(config, mode, 2)
+        assert new.cluster.nodes == 2
+        found[mode] = new.rollout.speculation.drafter, new.idle.train_drafter
+    assert found == {
+        "off": ("none", False),
+        "suffix": ("suffix", False),
+        "frozen": ("eagle", False),
+        "tlt": ("eagle", True),
+    }
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="must be some of off, suffix, frozen, tlt"):
+        in_mode(sim_config(), "on", 1)
+    with pytest.raises(ConfigError, match=r"rollout\.speculation\.drafter"):
+        in_mode(sim_config(), "tlt", 1)
+    with pytest.raises(ConfigError, match="must divide the 8 GPUs"):
+        in_mode(sim_config("training.tp=3"), "off", 1)

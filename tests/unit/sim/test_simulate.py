@@ -1,0 +1,90 @@
+import resource
+import time
+
+import pytest
+
+from megatron_tlt.sim.modes import simulate
+from megatron_tlt.sim.result import PHASES, SCHEMA
+from megatron_tlt.sim.simulate import Simulation
+from tests.helpers.sim import sim_config
+
+EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
+BULK = (
+    "engine=bulk",
+    "workload.prompts_per_step=64",
+    "workload.lengths.median=2000",
+    "workload.lengths.sigma=1.0",
+    "rollout.max_tokens=16384",
+)
+
+
+def test_phases_add_up_and_tokens_are_counted():
+    point = Simulation(sim_config(*BULK)).run("off")
+    for record in point.steps:
+        assert set(record.phases) == set(PHASES)
+        assert record.seconds == pytest.approx(sum(record.phases.values()))
+    assert point.seconds == pytest.approx(sum(r.seconds for r in point.steps) / 2)
+    assert point.gpu_hours == pytest.approx(8 * sum(r.seconds for r in point.steps) / 3600)
+    assert point.shown.running[0][1] == 64 * 4
+    assert point.shown.running[-1][1] == 0
+    assert len(point.shown.lanes) == point.replicas == 8
+
+
+def test_exact_and_bulk_agree_on_a_whole_step():
+    seconds = {}
+    for engine in ("exact", "bulk"):
+        config = sim_config(
+            f"engine={engine}", "workload.prompts_per_step=16", "cluster.gpus_per_node=4", *EAGLE
+        )
+        point = Simulation(config).run("frozen")
+        seconds[engine] = point.steps[-1].phases["rollout"]
+    assert seconds["bulk"] == pytest.approx(seconds["exact"], rel=0.15)
+
+
+def test_modes_answer_alike_and_differ_in_time():
+    result = simulate(sim_config(*BULK, *EAGLE), ["off", "suffix", "frozen", "tlt"])
+    off, suffix, frozen, tlt = result.points
+    assert len({p.steps[0].tokens for p in result.points}) == 1
+    assert tlt.seconds < off.seconds and suffix.seconds < off.seconds
+    assert tlt.recovered_gpu_hours > 0 == off.recovered_gpu_hours == frozen.recovered_gpu_hours
+    assert tlt.recovered_gpu_hours <= tlt.idle_gpu_hours
+    assert tlt.steps[-1].quality > frozen.steps[-1].quality
+    by_mode = {c.mode: c for c in result.comparisons}
+    assert set(by_mode) == {"suffix", "frozen", "tlt"}
+    assert by_mode["tlt"].e2e == pytest.approx(off.seconds / tlt.seconds)
+    assert off.accept_length == 0.0 and tlt.accept_length > 2
+
+
+def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
+    config = sim_config(*BULK, *EAGLE, "workload.prompts_per_step=256")
+    result = simulate(config, ["off", "tlt"], [1, 4, 16])
+    gains = [c.e2e for c in result.comparisons]
+    seconds = [p.seconds for p in result.points if p.mode == "tlt"]
+    assert gains == sorted(gains)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_document_has_its_parts():
+    config = sim_config(*BULK, *EAGLE)
+    document = simulate(config, ["off", "tlt"]).to_json()
+    assert document["schema"] == SCHEMA
+    assert document["config"]["cluster"]["gpu"] == "h100"
+    point = document["points"][1]
+    assert point["steps"][0]["phases"]["rollout"] > 0
+    assert {"running", "lanes", "speculation_from", "step"} == set(point["shown"])
+    assert any("lognormal" in text for text in document["assumptions"])
+    names = [t["setting"] for t in document["thresholds"]]
+    assert "rollout.speculation.bandit.thresholds" in names and "idle.min_tail_seconds" in names
+
+
+@pytest.mark.slow
+def test_1024_gpus_for_100_steps_in_a_minute_and_a_gib():
+    """512 engines of 2 GPUs; CPU seconds, because tests share their machine."""
+    paper = ("workload.lengths.median=1200", "workload.lengths.sigma=1.2", "rollout.max_tokens=32768")
+    size = ("cluster.nodes=128", "workload.steps=100", "workload.prompts_per_step=1024", "rollout.tp=2")
+    config = sim_config(*EAGLE, *paper, *size, "idle.train_drafter=true", "engine=bulk")
+    started = time.process_time()
+    point = Simulation(config).run("tlt")
+    assert time.process_time() - started < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**20
+    assert point.gpus == 1024 and len(point.steps) == 100

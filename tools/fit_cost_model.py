@@ -1,0 +1,287 @@
+"""Measures what the engine's steps take and what its drafters guess right, for `megatron-tlt simulate`.
+
+    python tools/fit_cost_model.py configs/quickstart.yaml --out benchmarks/results/step-costs-quickstart-cpu.json
+
+The engine answers the config's training prompts. In place of the selector sits a recorder that plays plain decoding and
+drafts of several lengths in turn, and notes of every step the running requests B, the rows T fed to the policy, the
+cached tokens C and the seconds: on CPU this thread's own time, so that a busy machine does not count. From these come
+
+    plain    c0 + cB B + cC C                        drafts, by kind    a + b B + c nodes
+    verify   c0 + cB B + cT T + cC C + cA C T / B    prefill            a + b tokens
+
+and by drafter the chance of each position (`rates`), `coverage`, `reach` and `spread` as `drafters` of a simulation's
+config takes them. `lengths` are 64 quantiles of the answers' tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.rollout.rows import RunningRows
+    from megatron_tlt.types import DraftStrategy, Prompt
+
+LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding
+SPAN = 6  # steps of each, of which the first two do not count
+POSITIONS = 12
+
+
+@dataclass
+class Recorder:
+    """Stands where a selector does: plays every length in turn and remembers what came of it."""
+
+    kind: str
+    rows: RunningRows
+    steps: list[tuple[bool, int, int, float, int, float, float]] = field(default_factory=list)
+    tried: np.ndarray = field(default_factory=lambda: np.zeros(POSITIONS))
+    right: np.ndarray = field(default_factory=lambda: np.zeros(POSITIONS))
+    asked: int = 0
+    counts: list[np.ndarray] = field(default_factory=list)
+    survivals: list[np.ndarray] = field(default_factory=list)
+    _turn: int = 0
+    _cached: float = 0.0
+    _counts: np.ndarray | None = None
+
+    def select(self, running: int) -> DraftStrategy:
+        """The strategy whose turn it is."""
+        from megatron_tlt.types import NO_DRAFT, DraftStrategy
+
+        self._counts, self._cached = None, float(self.rows.context_lens[:running].sum())
+        length = LENGTHS[(self._turn // SPAN) % len(LENGTHS)] if self.kind != "none" else 0
+        self._turn += 1
+        return DraftStrategy(self.kind, length) if length else NO_DRAFT
+
+    def rest(self, running: int) -> int:
+        """No rests: every step is looked at."""
+        return 0
+
+    def admit(
+        self,
+        strategy: DraftStrategy,
+        running: int,
+        survival: np.ndarray,
+        depths: np.ndarray,
+        counts: np.ndarray,
+        parents: np.ndarray | None,
+    ) -> np.ndarray:
+        """All that was drafted."""
+        self._counts = counts.copy()
+        if strategy.draft_len == max(LENGTHS):
+            self.asked += len(counts)
+            self.counts.append(self._counts)
+            self.survivals.append(survival[depths == 1].copy())
+        return np.ones(len(survival), bool)
+
+    def observe(
+        self,
+        strategy: DraftStrategy,
+        running: int,
+        rows_fed: int,
+        emitted: np.ndarray,
+        draft_seconds: float,
+        step_seconds: float,
+    ) -> None:
+        """Notes the step."""
+        if self._counts is not None:
+            for position in range(POSITIONS - 1):
+                reached = (self._counts > position) & (emitted > position)
+                self.tried[position] += np.count_nonzero(reached)
+                self.right[position] += np.count_nonzero(reached & (emitted > position + 1))
+        if (self._turn - 1) % SPAN >= 2:
+            nodes = rows_fed - running
+            drafted = strategy.kind != "none"
+            self.steps.append((drafted, running, rows_fed, self._cached, nodes, draft_seconds, step_seconds))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {"selector": "recorder"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take."""
+
+    def drafter(self) -> dict[str, Any]:
+        """What the drafter guesses right, as a simulation's config has it."""
+        rates = [r / t for r, t in zip(self.right, self.tried, strict=True) if t >= 200]
+        counts = np.concatenate(self.counts)
+        drafted = counts[counts > 0]
+        whole = max(LENGTHS)
+        ends = np.count_nonzero(drafted < whole)
+        first = np.concatenate(self.survivals)
+        mean, spread = float(first.mean()), float(first.var())
+        return {
+            "rates": [round(min(float(r), 0.995), 4) for r in rates],
+            "coverage": round(len(drafted) / max(1, self.asked), 4),
+            "reach": round(
+                1 - ends / max(1, int(drafted.sum()) - int(np.count_nonzero(drafted == whole))), 4
+            ),
+            "spread": round(max(0.2, mean * (1 - mean) / max(spread, 1e-6) - 1), 2),
+        }
+
+
+def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | None]:
+    """An engine with the model's weights, its drafter of `kind`, and the recorder in the selector's place."""
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+
+    spec = config.rollout.speculation.model_copy(update={"drafter": "suffix" if kind == "none" else kind})
+    rollout = config.rollout.model_copy(update={"speculation": spec})
+    backend = build_backend(rollout, config.model, tokenizer=None, load_weights=True)
+    assert isinstance(backend, EmbeddedBackend)
+    speculator = backend.engine.speculator
+    assert speculator is not None
+    recorder = Recorder(kind, backend.engine.scheduler.rows)
+    speculator.selector = recorder
+    return backend, recorder
+
+
+def measure(config: Config, kind: str, prompts: list[Prompt], seconds: float) -> tuple[Recorder, list[int]]:
+    """Answers prompts for `seconds`, in batches of every size; returns what was recorded and the answers' lengths."""
+    from megatron_tlt.build import sampling_params
+
+    backend, recorder = open_engine(config, kind)
+    assert recorder is not None
+    params, lengths = sampling_params(config), []
+    sizes = [len(prompts) // 2**i or 1 for i in range(5)]
+    started, turn = time.process_time(), 0
+    while time.process_time() - started < seconds or turn < len(sizes):
+        size = sizes[turn % len(sizes)]
+        first = (turn * size) % max(1, len(prompts) - size + 1)
+        samples = 8 if turn % 3 else 1
+        answers = backend.generate(prompts[first : first + size], params, samples)
+        lengths += [len(sample.token_ids) for sample in answers] if size == len(prompts) else []
+        turn += 1
+    backend.close()
+    return recorder, lengths
+
+
+def measure_prefill(config: Config, prompts: list[Prompt]) -> list[tuple[int, float]]:
+    """(prompt tokens, CPU seconds) of steps that have prompts only."""
+    from dataclasses import replace
+
+    from megatron_tlt.build import sampling_params
+
+    backend, _ = open_engine(config, "suffix")
+    params = replace(sampling_params(config), max_tokens=1)
+    rows = []
+    for turn in range(40):
+        size = 1 + turn * len(prompts) // 40
+        started = time.thread_time()
+        backend.generate(prompts[:size], params, 1)
+        tokens = sum(len(p.token_ids) for p in prompts[:size])
+        if tokens <= config.rollout.max_batched_tokens:
+            rows.append((tokens, time.thread_time() - started))
+    backend.close()
+    return rows
+
+
+def fit(features: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
+    """Non-negative coefficients of the least squares of relative errors, outliers left out; and the median error."""
+    keep, weights = np.ones(len(seconds), bool), np.zeros(features.shape[1])
+    for _ in range(4):
+        scaled = features[keep] / seconds[keep, None]
+        active = list(range(features.shape[1]))
+        while True:  # drop what comes out negative, the most negative first
+            solved = np.linalg.lstsq(scaled[:, active], np.ones(len(scaled)), rcond=None)[0]
+            if solved.min() >= 0 or len(active) == 1:
+                break
+            active.pop(int(solved.argmin()))
+        weights = np.zeros(features.shape[1])
+        weights[active] = np.maximum(solved, 0)
+        error = np.abs(features @ weights / seconds - 1)
+        keep = error < max(0.2, 3 * float(np.median(error)))
+    return weights.tolist(), float(np.median(error))
+
+
+def fit_table(
+    recorders: list[Recorder], prefill: list[tuple[int, float]]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The table that `sim.cost_model.MeasuredCosts` reads, and the median relative error of each fit."""
+    rows = np.array([step for recorder in recorders for step in recorder.steps], np.float64)
+    drafted, B, T, C, _, _, seconds = rows.T
+    errors: dict[str, float] = {}
+    table: dict[str, Any] = {"drafts": {}}
+    attended = C * T / B  # positions that rows look at: what attention costs where computing is dear
+    for name, mask, parts in (("plain", drafted == 0, (B, C)), ("verify", T > B, (B, T, C, attended))):
+        features = np.stack([np.ones(len(B)), *parts], axis=1)
+        table[name], errors[name] = fit(features[mask], seconds[mask])
+    for recorder in recorders:
+        steps = np.array([s for s in recorder.steps if s[0]], np.float64)
+        if len(steps):
+            features = np.stack([np.ones(len(steps)), steps[:, 1], steps[:, 4]], axis=1)
+            table["drafts"][recorder.kind], errors[recorder.kind] = fit(
+                features, np.maximum(steps[:, 5], 1e-7)
+            )
+    tokens = np.array(prefill, np.float64)
+    features = np.stack([np.ones(len(tokens)), tokens[:, 0]], axis=1)
+    table["prefill"], errors["prefill"] = fit(features, tokens[:, 1])
+    return table, errors
+
+
+def main() -> None:
+    """Measures, fits, writes."""
+    from megatron_tlt.config.load import load_config
+    from megatron_tlt.data.prompts import build_prompts
+    from megatron_tlt.data.tokenizer import HFTokenizer
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="YAML file of an RL run")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
+    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "eagle", "hybrid"])
+    parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
+    parser.add_argument("--raw", type=Path, help="also write every measured step")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    config = load_config(args.config, args.overrides)
+    tokenizer = HFTokenizer(config.model.tokenizer or config.model.path)
+    stream = build_prompts(config.data, "train", tokenizer, config.train.seed)
+    prompts = stream.next_batch(config.train.prompts_per_step)[: max(1, config.train.prompts_per_step // 2)]
+    recorders, lengths = [], []
+    for kind in args.drafters:
+        recorder, found = measure(config, kind, prompts, args.seconds)
+        recorders.append(recorder)
+        lengths += found
+        print(f"{kind}: {len(recorder.steps)} steps", flush=True)
+    if args.raw is not None:
+        args.raw.write_text(json.dumps({r.kind: r.steps for r in recorders}) + "\n", encoding="utf-8")
+    table, errors = fit_table(recorders, measure_prefill(config, prompts))
+    quantiles = np.quantile(lengths, (np.arange(64) + 0.5) / 64)
+    record = {
+        "command": sys.argv,
+        "commit": _commit(),
+        "machine": f"{platform.processor() or platform.machine()}, CPU seconds of one thread",
+        "table": table,
+        "errors": errors,
+        "drafters": {r.kind: r.drafter() for r in recorders if r.kind != "none"},
+        "lengths": np.rint(quantiles).astype(int).tolist(),
+        "prompt_tokens": round(sum(len(p.token_ids) for p in prompts) / len(prompts)),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({key: record[key] for key in ("table", "errors", "drafters")}, indent=1))
+    print(f"wrote {args.out}")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
