@@ -37,6 +37,9 @@ class OnlineSection(Section):
     """Decoupled weight decay of matrices."""
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm to clip to; 0: off."""
+    mean_decay: float = Field(default=0.97, ge=0, lt=1)
+    """What the engines draft with is a running mean of the weights in training: its decay per micro-step; 0: the
+    weights themselves."""
     draft_steps: int = Field(default=3, ge=1, le=16)
     """Positions that are drafted in a row in training."""
     micro_step_tokens: int = Field(default=192, ge=16)
