@@ -29,8 +29,9 @@ class OnlineSection(Section):
     """Upkeep of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
     are those of `drafter`."""
 
-    lr: PositiveFloat = 1e-3
-    """Learning rate after warm-up; it stays, because the policy goes on moving."""
+    lr: PositiveFloat = 3e-4
+    """Learning rate after warm-up; it stays, because the policy goes on moving. A drafter that is good already gets
+    worse with much more; one that has much to learn, or starts from random weights, wants ten times as much."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
     weight_decay: NonNegativeFloat = 0.0

@@ -22,7 +22,7 @@ class FlatState:
     """Weights, running mean and both moments of a model, in the order of its parameters: [4 P], float32."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW):
-        """Gives every parameter moments (zero) that AdamW otherwise makes in its first step. The mean is the weights."""
+        """Gives every parameter moments (zero) that AdamW otherwise makes in its first step; the mean: its weights."""
         self._names = [name for name, _ in model.named_parameters()]
         self.parameters = list(model.parameters())
         self.means = [p.detach().clone() for p in self.parameters]
@@ -73,8 +73,8 @@ class FlatState:
             tensor.copy_(values.view_as(tensor))
 
     def named(self) -> dict[str, Any]:
-        """The same tensors, not copied: {"model": {name: mean}, "raw": {name: weights}, "exp_avg": .., "exp_avg_sq": ..,
-        "steps": n}. A checkpoint's "model" is what is drafted with.
+        """The same tensors, not copied: {"model": {name: mean}, "raw": {name: weights}, "exp_avg": ..,
+        "exp_avg_sq": .., "steps": n}. A checkpoint's "model" is what is drafted with.
         """
         state = self._optimizer.state
         moments = {
