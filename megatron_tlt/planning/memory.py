@@ -133,8 +133,8 @@ def drafter_training_bytes(config: Config, shape: ModelShape) -> int:
     """What training the drafter in idle time takes on one rank, all in fp32 and never sharded.
 
     Weights, their mean, gradients and two moments; the state where the window began, the buffer of a merge and the copy
-    that a checkpoint is written from, four times the weights each; kept hidden states; embedding and LM head of every policy
-    version that they may be of.
+    that a checkpoint is written from, four times the weights each; kept hidden states; embedding and LM head of every
+    policy version that they may be of.
     """
     if not config.idle.train_drafter:
         return 0
