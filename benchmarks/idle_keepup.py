@@ -29,7 +29,7 @@ Launch = Callable[[int, list[str]], str]
 WORKLOAD = ROOT / "benchmarks/keepup.yaml"
 WARMUP = ROOT / "benchmarks/keepup-drafter.yaml"
 DEMO = ROOT / "assets/demo-drafter"
-# What learned fastest from random weights of what was tried; see `drafter.online.lr`.
+# What learned fastest from random weights of the few combinations tried (40 s of one core each, once).
 FROM_RANDOM = ["drafter.online.lr=3e-3", "drafter.online.draft_steps=2", "drafter.loss.hidden_weight=4"]
 RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
 LAST = 5  # steps that the end of a curve is a mean of
