@@ -5,8 +5,8 @@
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
 - interference: rank 0 answers the same prompts again and again, while rank 1 waits, or trains (A B A B).
-- keepup: accepted length by step, always drafting 5 tokens, with a frozen drafter, with one that is trained, and with
-  one that starts from random weights. Writes a picture beside the JSON.
+- keepup: accepted length by step, always drafting 5 tokens, of drafters frozen and trained (`idle_keepup.py`), on a
+  workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import idle_keepup
 from bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
@@ -32,12 +33,6 @@ SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
 ON = [f"{SPEC}.drafter=hybrid", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
-EAGLE = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", f"{SPEC}.draft_len=5"]
-KEEPUP = {
-    "frozen": [*EAGLE, f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=false"],
-    "trained": [*EAGLE, f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"],
-    "from random": [*EAGLE, f"{SPEC}.drafter_path=null", "idle.train_drafter=true"],
-}
 QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
 
 Rows = list[dict[str, Any]]
@@ -55,8 +50,17 @@ def launch(ranks: int, command: list[str]) -> str:
     return done.stdout
 
 
-def train(args: argparse.Namespace, name: str, steps: int, options: list[str], every: int = 0) -> Rows:
-    """A run of `steps` steps into `args.work`/NAME; its rows of metrics, the first one (cold caches) left out."""
+def train(
+    args: argparse.Namespace,
+    name: str,
+    steps: int,
+    options: list[str],
+    *,
+    every: int = 0,
+    config: Path | None = None,
+    skip: int = 1,
+) -> Rows:
+    """A run of `steps` steps into `args.work`/NAME; its rows of metrics, the first (cold caches) left out."""
     folder = args.work / name
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
@@ -68,9 +72,9 @@ def train(args: argparse.Namespace, name: str, steps: int, options: list[str], e
         *args.options,
         *options,
     ]
-    launch(args.ranks, ["-m", "megatron_tlt", "train", str(args.config), *overrides])
+    launch(args.ranks, ["-m", "megatron_tlt", "train", str(config or args.config), *overrides])
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if "time/step" in row][1:]
+    return [row for row in lines if "time/step" in row][skip:]
 
 
 def windows(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
@@ -97,22 +101,12 @@ def interference(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 
 def keepup(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """Accepted length by RL step of three drafters."""
-    curves = {}
-    for name, options in KEEPUP.items():
-        rows = train(args, f"keepup-{name.replace(' ', '-')}", args.keepup_steps, options)
-        curves[name] = [row["spec/accept_length"] for row in rows]
-    kept = [{"part": "keepup", "drafter": name, "accept_length": curve} for name, curve in curves.items()]
-    last = {name: statistics.mean(curve[-5:]) for name, curve in curves.items()}
-    summary = {
-        "accept_gain_vs_frozen": last["trained"] / last["frozen"],
-        "random_start_share": last["from random"] / last["trained"],
-    }
-    tenth = curves["from random"][min(9, len(curves["from random"]) - 1)]
-    summary["random_start_after_10"] = tenth / curves["frozen"][0]
-    if args.out is not None:
-        args.out.with_name(f"{args.out.stem}-keepup.svg").write_text(picture(curves))
-    return kept, summary
+    """Accepted length by RL step of four drafters (`idle_keepup.py`)."""
+
+    def run(args: argparse.Namespace, name: str, steps: int, options: list[str]) -> Rows:
+        return train(args, name, steps, options, config=idle_keepup.WORKLOAD, skip=0)
+
+    return idle_keepup.keepup(args, run, launch)
 
 
 def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
@@ -135,32 +129,6 @@ def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     if not identical:
         raise SystemExit("e2e: the final weights with everything on differ from those with everything off")
     return kept, {"e2e": statistics.median(ratios), "rollout": statistics.median(shares), "identical": 1.0}
-
-
-def picture(curves: dict[str, list[float]]) -> str:
-    """The curves as an SVG of 640 x 320."""
-    top = max(max(curve) for curve in curves.values()) * 1.05
-    colors, parts = ("#888888", "#1f77b4", "#d62728"), []
-    for (name, curve), color in zip(curves.items(), colors, strict=True):
-        points = [
-            (50 + 560 * i / max(1, len(curve) - 1), 280 - 250 * value / top) for i, value in enumerate(curve)
-        ]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
-        parts.append(
-            f'<text x="610" y="{points[-1][1] - 4:.1f}" text-anchor="end" fill="{color}">{name}</text>'
-        )
-    for tick in range(int(top) + 1):
-        y = 280 - 250 * tick / top
-        parts.append(f'<line x1="50" x2="610" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
-    steps = len(next(iter(curves.values()))) + 1
-    parts.append(f'<text x="330" y="306" text-anchor="middle">RL steps 2 to {steps}: accepted length</text>')
-    body = "\n".join(parts)
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" font-family="sans-serif" font-size="12">\n'
-        f'<rect width="640" height="320" fill="white"/>\n{body}\n</svg>\n'
-    )
 
 
 PARTS = {"windows": windows, "interference": interference, "keepup": keepup, "e2e": e2e}

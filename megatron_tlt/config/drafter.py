@@ -29,14 +29,18 @@ class OnlineSection(Section):
     """Upkeep of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
     are those of `drafter`."""
 
-    lr: PositiveFloat = 1e-3
-    """Learning rate after warm-up; it stays, because the policy goes on moving."""
+    lr: PositiveFloat = 3e-4
+    """Learning rate after warm-up; it stays, because the policy goes on moving. The demo
+    drafter got worse with 1e-3 and kept its level with 3e-4; from random weights 3e-3 learned fastest."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices."""
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm to clip to; 0: off."""
+    mean_decay: float = Field(default=0.97, ge=0, lt=1)
+    """What the engines draft with is a running mean of the weights in training: its decay per micro-step; 0: the
+    weights themselves."""
     draft_steps: int = Field(default=3, ge=1, le=16)
     """Positions that are drafted in a row in training."""
     micro_step_tokens: int = Field(default=192, ge=16)

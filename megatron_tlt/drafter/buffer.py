@@ -3,7 +3,8 @@
 A rank that runs dry early has had short answers, so this step's alone would teach it the beginnings of thoughts
 only. Beside them stand the longer half of the previous steps' answers (their shorter half is dropped as soon as a
 step begins), and they are drawn as often as it takes for long answers to have the share of tokens that they had in
-the previous step, at most every second time.
+the previous step, at most every second time. Once each of this step's answers has been drawn, all that is held is drawn
+alike: a few answers again and again would be learned by heart, and the rest forgotten.
 
 When the budget is short: the oldest version goes first, its shortest answers first; this step's own go by lot, each
 with the same chance whenever it came, so that what stays is a fair sample of the lengths.
@@ -62,6 +63,7 @@ class FeatureBuffer:
         self._entries: dict[Key, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
         self._owed = 0.0  # samples of previous steps that are due
+        self._is_drawn = False  # each of this step's answers, at least once
         self._offered: list[int] = []  # lengths of this step's answers, kept or not
         self._median, self._long_share = (
             0.0,
@@ -84,7 +86,7 @@ class FeatureBuffer:
         over = [e for e in self._entries.values() if e.step == self._step]
         short = [e for e in over if e.sequence.length < self._median] if self._offered else []
         self.counters.dropped_short += self._drop(short)
-        self._step, self._offered, self._owed = self._step + 1, [], 0.0
+        self._step, self._offered, self._owed, self._is_drawn = self._step + 1, [], 0.0, False
         self._order = {True: [], False: []}
         self.evict(policy_version)
 
@@ -126,6 +128,7 @@ class FeatureBuffer:
         self._entries[key] = entry
         self._bytes += entry.size
         self._order[True] = []  # this step's epoch begins anew with the new answer in it
+        self._is_drawn = False
         self._fit()
 
     def _fit(self) -> None:
@@ -184,8 +187,8 @@ class FeatureBuffer:
         if len(now) == len(self._entries):
             return 0.0
         tokens = sum(now)
-        if not tokens:
-            return 1.0
+        if self._is_drawn or not tokens:
+            return 1.0 - tokens / sum(e.sequence.length for e in self._entries.values())
         long = sum(n for n in now if n >= self._median) / tokens
         missing = (self._long_share - long) / max(1e-9, 1.0 - long)
         return min(_MOST_FROM_BEFORE, max(0.0, missing))
@@ -196,6 +199,7 @@ class FeatureBuffer:
             while groups:
                 group = groups.pop()
                 if usable is None or usable(group[0][0][0]):
+                    self._is_drawn |= ours and not groups
                     return group
             self._order[ours] = self._new_epoch(ours)
         return None

@@ -1,4 +1,8 @@
-"""A drafter's weights and AdamW moments as one flat buffer: to average replicas, to go back, to save.
+"""A drafter's weights, their running mean and AdamW's moments as one flat buffer: to average replicas, to go back, to
+save.
+
+The running mean is what is drafted with: at a constant learning rate the weights themselves jump about the place they
+are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
 
 Legend: P parameters of the drafter.
 """
@@ -15,12 +19,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatState:
-    """Weights and both moments of a model, in the order of its parameters: [3 P], float32."""
+    """Weights, running mean and both moments of a model, in the order of its parameters: [4 P], float32."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW):
-        """Gives every parameter moments (zero) that AdamW otherwise makes in its first step."""
+        """Gives every parameter moments (zero) that AdamW otherwise makes in its first step; the mean: its weights."""
         self._names = [name for name, _ in model.named_parameters()]
         self.parameters = list(model.parameters())
+        self.means = [p.detach().clone() for p in self.parameters]
         self._optimizer = optimizer
         for parameter in self.parameters:
             state = optimizer.state[parameter]
@@ -31,7 +36,7 @@ class FlatState:
 
     @property
     def size(self) -> int:
-        """3 P."""
+        """4 P."""
         return sum(t.numel() for t in self._tensors())
 
     @property
@@ -44,36 +49,51 @@ class FlatState:
         for parameter in self.parameters:
             self._optimizer.state[parameter]["step"].fill_(float(steps))
 
+    @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """The mean moves towards the weights: mean <- decay * mean + (1 - decay) * weights; 0: it becomes them."""
+        if decay:
+            torch._foreach_lerp_(self.means, [p.detach() for p in self.parameters], 1 - decay)
+        else:
+            torch._foreach_copy_(self.means, [p.detach() for p in self.parameters])
+
+    def mean(self) -> dict[str, Tensor]:
+        """The running mean by name, not copied."""
+        return dict(zip(self._names, self.means, strict=True))
+
     def read(self) -> Tensor:
-        """A copy [3 P]."""
+        """A copy [4 P]."""
         return torch.cat([t.detach().flatten().float() for t in self._tensors()])
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Overwrites weights and moments with `flat` [3 P]."""
+        """Overwrites weights, mean and moments with `flat` [4 P]."""
         tensors = self._tensors()
         for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
     def named(self) -> dict[str, Any]:
-        """The same tensors, not copied: {"model": {name: tensor}, "exp_avg": .., "exp_avg_sq": .., "steps": n}."""
+        """The same tensors, not copied: {"model": {name: mean}, "raw": {name: weights}, "exp_avg": ..,
+        "exp_avg_sq": .., "steps": n}. A checkpoint's "model" is what is drafted with.
+        """
         state = self._optimizer.state
         moments = {
             kind: {n: state[p][kind] for n, p in zip(self._names, self.parameters, strict=True)}
             for kind in _MOMENTS
         }
         weights = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
-        return {"model": weights, **moments, "steps": self.steps}
+        return {"model": self.mean(), "raw": weights, **moments, "steps": self.steps}
 
     @torch.no_grad()
     def load(self, named: Mapping[str, Any]) -> None:
         """Takes what `named` gives. Raises KeyError for a missing tensor, RuntimeError for a misshapen one."""
-        for name, parameter in zip(self._names, self.parameters, strict=True):
-            parameter.copy_(named["model"][name])
+        for name, parameter, mean in zip(self._names, self.parameters, self.means, strict=True):
+            mean.copy_(named["model"][name])
+            parameter.copy_(named["raw"][name])
             for kind in _MOMENTS:
                 self._optimizer.state[parameter][kind].copy_(named[kind][name])
         self.steps = int(named["steps"])
 
     def _tensors(self) -> list[Tensor]:
         moments = [self._optimizer.state[p][kind] for kind in _MOMENTS for p in self.parameters]
-        return [*self.parameters, *moments]
+        return [*self.parameters, *self.means, *moments]

@@ -49,7 +49,7 @@ def exchange_windows(
 
 
 def merge_states(state: FlatState, weight: float, all_reduce: AllReduce) -> Tensor:
-    """Weighted sum [3 P] over ranks of weights and moments; this rank's weight is `weight`. Collective.
+    """Weighted sum [4 P] over ranks of `FlatState.read`; this rank's weight is `weight`. Collective.
 
     A rank of weight 0 adds zeros, whatever its state is. If only one rank has a weight, it is 1, and the result
     is that rank's state bit for bit.

@@ -31,6 +31,7 @@ from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.eagle import EagleModel, check_eagle_tensors
 
 _MIB = 1 << 20
+_MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81
 
 
 class Unit(Protocol):
@@ -64,6 +65,7 @@ class OnlineTrainer:
         online = section.online
         self.model, self._device, self._unit = model, torch.device(device), unit or SingleRank()
         self.micro_step_tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
+        self._decay = online.mean_decay
         piece = min(section.window, online.micro_step_tokens)
         self.buffer = FeatureBuffer(int(online.buffer_mib * _MIB), piece, online.max_age, section.seed)
         self.tables = PolicyTables(self._device, torch.float32 if section.dtype == "fp32" else None)
@@ -142,6 +144,8 @@ class OnlineTrainer:
             if not _is_out_of_memory(error):
                 raise
             raise DrafterError(f"out of memory in the drafter's optimizer step: {error}") from error
+        # A mean that has seen few steps is short, so that it forgets where it began.
+        self._state.follow(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
         return {**metrics, **applied, "policy_version": float(version)}
 
     def _gradient(self, sample: list[DraftSequence]) -> dict[str, float]:
@@ -184,7 +188,7 @@ class OnlineTrainer:
     # -- between windows ------------------------------------------------------------------------------------
 
     def merge(self, all_reduce: Callable[[Tensor], None], rank: int = 0, size: int = 1) -> MergeReport:
-        """Makes one drafter of all ranks' again: weights and moments are means, weighted by the tokens trained on.
+        """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
 
         Collective over the `size` ranks; `all_reduce` sums over them in place, with the same bits on every rank (two
         calls; one if nobody trained, and then nothing changes). Afterwards all ranks hold the same bits. If a mean is
@@ -218,8 +222,11 @@ class OnlineTrainer:
         self._before, self.window_tokens = None, 0
 
     def weights(self) -> dict[str, Tensor]:
-        """The merged drafter under the names of `eagle_parameter_shapes`, not copied; never embedding or LM head."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """The merged drafter under the names of `eagle_parameter_shapes`, not copied; never embedding or LM head.
+
+        It is the running mean of the weights in training (`drafter.online.mean_decay`).
+        """
+        return self._state.mean()
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -242,7 +249,7 @@ class OnlineTrainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave. Raises CheckpointError if it is of another policy's drafter."""
-        for kind in ("model", "exp_avg", "exp_avg_sq"):
+        for kind in ("model", "raw", "exp_avg", "exp_avg_sq"):
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
             check_eagle_tensors(state[kind], self.model.config)

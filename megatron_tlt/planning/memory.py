@@ -146,9 +146,9 @@ def speculation_bytes(config: Config, shape: ModelShape) -> int:
 def drafter_training_bytes(config: Config, shape: ModelShape) -> int:
     """What training the drafter in idle time takes on one rank, all in fp32 and never sharded.
 
-    Weights, gradients and two moments; the state where the window began, the buffer of a merge and the copy that a
-    checkpoint is written from, three times the weights each; kept hidden states; embedding and LM head of every policy
-    version that they may be of.
+    Weights, their mean, gradients and two moments; the state where the window began, the buffer of a merge and the copy
+    that a checkpoint is written from, four times the weights each; kept hidden states; embedding and LM head of every
+    policy version that they may be of.
     """
     if not config.idle.train_drafter:
         return 0
@@ -156,7 +156,7 @@ def drafter_training_bytes(config: Config, shape: ModelShape) -> int:
     weights = layer_parameters(shape) + 2 * hidden * hidden
     versions = online.max_age + 3  # the last push's, too, and the copy that it is made from
     tables = versions * shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
-    return 4 * (13 * weights + tables) + int(online.buffer_mib * MIB)
+    return 4 * (17 * weights + tables) + int(online.buffer_mib * MIB)
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, device: Device) -> int:

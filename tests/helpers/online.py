@@ -31,8 +31,8 @@ def online_trainer(
 
 
 def everything(trainer: OnlineTrainer) -> Tensor:
-    """Weights and moments, flat, from the public state (before or after a merge)."""
+    """Weights, their mean and moments, flat, from the public state (before or after a merge)."""
     state = trainer._state.named()
     return torch.cat(
-        [state[k][n].flatten() for k in ("model", "exp_avg", "exp_avg_sq") for n in state["model"]]
+        [state[k][n].flatten() for k in ("model", "raw", "exp_avg", "exp_avg_sq") for n in state["model"]]
     )

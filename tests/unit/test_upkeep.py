@@ -221,14 +221,13 @@ def test_a_resumed_run_pushes_the_drafter_it_stopped_with(monkeypatch):
 def test_a_checkpoint_from_before_the_first_merge_counts_too():
     """Its drafter may be another than the one that this run is configured to start from."""
     first = upkeep_of(0, Backend())
-    with torch.no_grad():
-        first.trainer.model.fc.weight.mul_(2.0)
+    first.trainer.weights()["fc.weight"].mul_(2.0)
     again = Backend()
     resumed = upkeep_of(0, again)
     resumed.load_state_dict(first.state_dict(), first.drafter_state())
     resumed.push(Policy())
     ((weights, version),) = again.drafters
-    assert version == 0 and torch.equal(weights["fc.weight"], first.trainer.model.fc.weight)
+    assert version == 0 and torch.equal(weights["fc.weight"], first.trainer.weights()["fc.weight"])
     resumed.push(Policy())
     assert len(again.drafters) == 1
 

@@ -48,7 +48,7 @@ def test_a_trainers_state_survives_and_holds_only_what_is_trained(tmp_path) -> N
     assert torch.equal(everything(one), everything(two))
     assert (two.version, two.trained_steps, two.trained_tokens) == (1, 3, one.trained_tokens)
     with safe_open(str(tmp_path / "d"), "pt") as file:
-        assert len(file.keys()) == 3 * len(one.weights())
+        assert len(file.keys()) == 4 * len(one.weights())
 
 
 def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path, monkeypatch) -> None:

@@ -102,16 +102,35 @@ def test_steps_of_one_version_are_still_steps() -> None:
 
 def test_early_finishers_are_balanced_by_the_steps_before() -> None:
     rng = np.random.default_rng(0)
-    usual = np.clip(rng.lognormal(4, 0.7, 200), 10, 400).astype(int)
+    usual = np.clip(rng.lognormal(4, 0.7, 1000), 10, 400).astype(int)
     b = buffer(window=512)
     fill(b, usual, 0)
-    fill(b, np.sort(usual)[:100], 1)  # only the shorter half has finished
-    pieces = drawn(b, 300, 512)
+    fill(b, np.sort(usual)[:500], 1)  # only the shorter half has finished
+    pieces = drawn(b, 80, 512)  # some answers of this step have not been drawn yet
     shares = {v: sum(s.length for s in pieces if s.policy_version == v) for v in (0, 1)}
     assert shares[0] / sum(shares.values()) == pytest.approx(0.5, abs=0.06)
     assert min(s.length for s in pieces if s.policy_version == 0) >= np.median(usual)
     fill(b, usual, 2)  # all have finished: nothing is missing
     assert {s.policy_version for s in drawn(b, 50, 512)} == {2}
+
+
+def test_answers_that_were_all_drawn_do_not_crowd_out_those_before() -> None:
+    b = buffer(max_age=3)
+    for version in range(3):
+        fill(b, [20 + i for i in range(40)], version)
+    fill(b, [31, 37, 40, 47], 3)
+    first = drawn(b, 4, 64)  # one to a draw
+    assert sorted(s.length for s in first) == [31, 37, 40, 47] and {s.policy_version for s in first} == {3}
+    later = drawn(b, 600, 64)
+    tokens = {
+        v: sum(s.length for key, s in ((k, e.sequence) for k, e in b._entries.items()) if key[0] == v)
+        for v in range(4)
+    }
+    shares = {v: sum(s.length for s in later if s.policy_version == v) for v in range(4)}
+    for v in range(4):
+        assert shares[v] / sum(shares.values()) == pytest.approx(tokens[v] / sum(tokens.values()), abs=0.05)
+    b.add(random_chunk(CONFIG, 33, 99, 3))  # new: it comes before anything comes again
+    assert 3 in {b.sample(64)[0].policy_version for _ in range(2)}
 
 
 def test_without_answers_of_this_step_the_previous_ones_teach() -> None:

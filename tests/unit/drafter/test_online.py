@@ -162,6 +162,21 @@ def test_a_mean_that_is_not_finite_is_undone() -> None:
     assert not t.enabled and t.step() is None
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
+    t = online_trainer(mean_decay=decay)
+    mean = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+    for n in range(1, 15):
+        t.step()
+        d = min(decay, n / (n + 9))
+        mean = {name: d * mean[name] + (1 - d) * p.detach() for name, p in t.model.named_parameters()}
+    t.merge(alone)
+    for name, p in t.model.named_parameters():
+        torch.testing.assert_close(t.weights()[name], mean[name])
+        assert torch.equal(t.weights()[name], p) == (decay == 0.0)
+        assert torch.equal(t.state_dict()["model"][name], t.weights()[name])
+
+
 def test_weights_are_the_drafter_and_nothing_else() -> None:
     shapes = {name: tuple(w.shape) for name, w in online_trainer().weights().items()}
     assert shapes == eagle_parameter_shapes(CONFIG)

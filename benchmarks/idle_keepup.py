@@ -1,0 +1,126 @@
+"""`bench_idle.py`'s part keepup: accepted length by RL step of four drafters, on the workload of `keepup.yaml`.
+
+Answers never depend on the drafter, so that in one step all four draft the same answers:
+
+    frozen        warmed up on short sums only (`keepup-drafter.yaml`), and left so
+    trained       the same file, trained in idle time
+    from random   random weights, trained in idle time at a higher rate (`FROM_RANDOM`)
+    warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
+
+The last two run for as many steps as are needed to say whether 10 are enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_record import ROOT
+
+Rows = list[dict[str, Any]]
+Train = Callable[
+    [argparse.Namespace, str, int, list[str]], Rows
+]  # NAME, steps, overrides -> rows of all steps
+Launch = Callable[[int, list[str]], str]
+
+WORKLOAD = ROOT / "benchmarks/keepup.yaml"
+WARMUP = ROOT / "benchmarks/keepup-drafter.yaml"
+DEMO = ROOT / "assets/demo-drafter"
+# What learned fastest from random weights of the few combinations tried (40 s of one core each, once).
+FROM_RANDOM = ["drafter.online.lr=3e-3", "drafter.online.draft_steps=2", "drafter.loss.hidden_weight=4"]
+RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
+LAST = 5  # steps that the end of a curve is a mean of
+GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps
+COLORS = {"frozen": "#888888", "trained": "#1f77b4", "from random": "#d62728", "warmed up": "#2ca02c"}
+KEPT = (
+    "reward/accuracy",
+    "length/mean",
+    "idle/seconds",
+    "idle/recovered_seconds",
+    "drafter/steps",
+    "time/step",
+)
+
+
+def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows, dict[str, Any]]:
+    """Rows of all curves, and the figures with whether they are what is to be reached. Writes the picture."""
+    drafter = args.work / "keepup-drafter"
+    if not (drafter / "config.json").exists():
+        warm = ["-m", "megatron_tlt", "drafter", "train", str(WARMUP), "--out", str(drafter)]
+        launch(1, warm)
+    short = min(args.keepup_steps, RANDOM_STEPS)
+    curves: dict[str, Rows] = {}
+    for name, path, trained, steps in (
+        ("frozen", drafter, False, args.keepup_steps),
+        ("trained", drafter, True, args.keepup_steps),
+        ("from random", None, True, short),
+        ("warmed up", DEMO, False, short),
+    ):
+        options = [*_options(path, trained), *(FROM_RANDOM if path is None else [])]
+        curves[name] = train(args, f"keepup-{name.replace(' ', '-')}", steps, options)
+    lengths = {name: [row["spec/accept_length"] for row in rows] for name, rows in curves.items()}
+    if args.out is not None:
+        args.out.with_name(f"{args.out.stem}-keepup.svg").write_text(picture(lengths))
+    return [_row(name, rows, lengths[name]) for name, rows in curves.items()], summary(curves, lengths)
+
+
+def _options(drafter: Path | None, trained: bool) -> list[str]:
+    spec = "rollout.speculation"
+    fixed = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=5"]
+    path = "null" if drafter is None else str(drafter)
+    return [*fixed, f"{spec}.drafter_path={path}", f"idle.train_drafter={str(trained).lower()}"]
+
+
+def _row(name: str, rows: Rows, lengths: list[float]) -> dict[str, Any]:
+    kept = {key: [row.get(key) for row in rows] for key in KEPT}
+    return {"part": "keepup", "drafter": name, "accept_length": lengths, **kept}
+
+
+def summary(curves: dict[str, Rows], lengths: dict[str, list[float]]) -> dict[str, Any]:
+    """The end of `trained` over that of `frozen`, `from random` over `warmed up` in its last step, what was idle."""
+    last = {name: statistics.mean(curve[-LAST:]) for name, curve in lengths.items()}
+    gain = last["trained"] / last["frozen"]
+    share = lengths["from random"][-1] / lengths["warmed up"][-1]
+    accuracy = [row["reward/accuracy"] for row in curves["trained"]]
+    return {
+        "accept_frozen": last["frozen"],
+        "accept_trained": last["trained"],
+        "accept_gain_vs_frozen": gain,
+        "accept_gain_met": float(gain >= GAIN),
+        "random_start_share": share,
+        "random_start_met": float(share >= SHARE),
+        "accuracy_first": statistics.mean(accuracy[:LAST]),
+        "accuracy_last": statistics.mean(accuracy[-LAST:]),
+        **{f"idle_per_step_{name}": _idle(curves[name]) for name in ("trained", "from random")},
+    }
+
+
+def _idle(rows: Rows) -> float:
+    return statistics.mean(row["idle/seconds"] for row in rows)
+
+
+def picture(curves: dict[str, list[float]]) -> str:
+    """The curves as an SVG of 640 x 320."""
+    top = max(max(curve) for curve in curves.values()) * 1.05
+    steps = max(len(curve) for curve in curves.values())
+    parts = []
+    for place, (name, curve) in enumerate(curves.items()):
+        points = [(50 + 560 * i / max(1, steps - 1), 280 - 250 * y / top) for i, y in enumerate(curve)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        color = COLORS[name]
+        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
+        at = 130 + 120 * place
+        parts.append(f'<text x="{at}" y="20" text-anchor="middle" fill="{color}">{name}</text>')
+    for tick in range(int(top) + 1):
+        y = 280 - 250 * tick / top
+        parts.append(f'<line x1="50" x2="610" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
+    parts.append(f'<text x="330" y="306" text-anchor="middle">RL steps 1 to {steps}: accepted length</text>')
+    body = "\n".join(parts)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" font-family="sans-serif" font-size="12">\n'
+        f'<rect width="640" height="320" fill="white"/>\n{body}\n</svg>\n'
+    )
