@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, export, check, generate, drafter, simulate, status, doctor, report, timeline, watch.
+"""The command line: train, sft, eval, generate, export, check, drafter, simulate, and what looks at runs.
 
 The only place with a broad `except`: whatever goes wrong on one rank is reported with rank, phase and step, and
 the whole MPI job ends with a non-zero code.
