@@ -6,7 +6,7 @@
 `--measure STEPS` runs the quickstart's first steps without drafts, with the suffix drafter and with its own, on 2
 ranks, in CPU seconds of each rank's main thread (`sim_worker`): other users of the machine count less. Waiting does
 not show in CPU time, so the drafter is not trained in idle time there. A step's seconds are the slowest rank's rollout
-and update and what else it did. It writes benchmarks/results/quickstart-measured.json, which `--out` and the tests read.
+and update and what else it did. It writes results/quickstart-measured.json, which `--out` and the tests read.
 """
 
 from __future__ import annotations
