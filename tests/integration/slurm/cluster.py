@@ -107,7 +107,7 @@ class Cluster:
         address = f"NodeHostname={host} NodeAddr=127.0.0.1"
         nodes = "\n".join(f"NodeName=n{n} {address} Port={port + n}" for n in range(1, count + 1))
         facts = {"host": host, "port": port, "home": home, "user": user, "nodes": nodes}
-        text = _CONF.format(**facts, kill_wait=kill_wait, first_job=1000 + os.getpid() * 100)
+        text = _CONF.format(**facts, kill_wait=kill_wait, first_job=1000 + os.getpid() % 60000 * 1000)
         conf.write_text(text)
         (home / "etc/gres.conf").write_text(f"AutoDetect=off\nName=gpu File={home}/dev/gpu[0-7]\n")
         self._add_pyxis()

@@ -1,6 +1,7 @@
 """Our batch scripts on a real Slurm: whatever happens to a job, it ends as promised and loses nothing."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,11 @@ def test_a_warned_job_saves_and_asks_to_be_requeued(scenes, name):
     scene, _ = ended(scenes, name)
     assert "SIGUSR1: time is nearly up" in scene.output()
     assert "exit code 75" in scene.output()
-    assert "SIGUSR1: the step is done; saved after step" in scene.log(
-        0
-    ) or "no step was finished" in scene.log(0)
+    # Which of the two depends on how fast the machine is.
+    left = re.search(
+        r"SIGUSR1: the (step is done|unfinished step is dropped); saved after step \d", scene.log(0)
+    )
+    assert left, scene.log(0)
     assert "rewards failed" not in scene.log(0), "the signal was for the ranks, not for their workers"
 
 
