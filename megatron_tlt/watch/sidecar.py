@@ -308,8 +308,7 @@ class Sidecar:
                 self._gather_stacks(verdict, is_author)
             if not is_author:
                 self._wait_for_the_end(_LAUNCHER_GRACE_S)
-            is_guilty = verdict.kind == "hung" and self.o.rank in verdict.ranks
-            self._write(then, outcome="hung" if is_guilty else "ended")
+            self._write(then, outcome=verdict.kind if self.o.rank in verdict.ranks else "ended")
         finally:  # whatever goes wrong here, the job must not hang on
             if self._alive():
                 os.kill(self.o.pid, signal.SIGKILL)

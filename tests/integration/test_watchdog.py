@@ -76,10 +76,11 @@ def test_a_run_that_ends_well_leaves_a_finished_status(whole):
             assert file.stat().st_mode & 0o777 == 0o600, file
 
 
-def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninterrupted_one(whole):
+@pytest.mark.parametrize("kills", [KILLS[:7], KILLS[7:]], ids=["early", "late"])
+def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninterrupted_one(whole, kills):
     """Each start goes on from where the one before was killed."""
-    run_dir, config = whole / "killed", whole / "tiny.yaml"
-    for rank, phase, step in KILLS:
+    run_dir, config = whole / f"killed-in-{kills[0][1]}", whole / "tiny.yaml"
+    for rank, phase, step in kills:
         fault = {"rank": rank, "phase": phase, "step": step, "kind": "SIGKILL"}
         done = train_with_fault(config, run_dir, fault)
         assert done.returncode != 0, fault
