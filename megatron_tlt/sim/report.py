@@ -1,124 +1,221 @@
-"""A simulation as one self-contained HTML page: charts drawn as SVG, no script and no network. Torch-free."""
+"""A simulation as one self-contained HTML page, of the same building blocks as a run's report. Torch-free."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
+from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace
 from megatron_tlt.sim.result import PHASES, Point, SimResult
-from megatron_tlt.sim.tables import render
 
-_COLOURS = ("#3b6fb6", "#d1495b", "#edae49", "#66a182", "#7d5ba6", "#8d99ae", "#2e4057", "#c6c6c6")
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#222}
-svg{width:100%;height:auto}
-pre{overflow-x:auto;background:#f5f5f5;padding:1rem;font-size:12px;line-height:1.3}
-.key span{display:inline-block;margin-right:1rem}
-.key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}"""
-_WIDTH, _LEFT = 720, 130
+_COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
+_STATES = {"BUSY": "@busy", "IDLE": "@idle", "TRAINING": "@training"}
 
 
 def write_report(result: SimResult, path: Path) -> None:
-    """Writes the page, making its directory."""
-    body = [
-        f"<h1>{escape(result.name)}</h1>",
-        "<h2>Seconds of a step by phase</h2>",
-        _bars(result.points),
-        "<h2>Times as fast, by nodes</h2>" + _speedups(result) if result.comparisons else "",
-        "<h2>Running requests over the last step's rollout</h2>",
-        _curves(result.points),
-        f"<h2>All figures</h2><pre>{escape(render(result))}</pre>",
-    ]
-    page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(result.name)}</title><style>{_STYLE}</style>{''.join(body)}</html>\n"
-    )
+    """Writes the page, making its directory. Raises ReportError where plotly is not installed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(build_page(result).html(), encoding="utf-8")
 
 
-def _key(names: Sequence[str]) -> str:
-    parts = [
-        f'<span><i style="background:{_COLOURS[i % len(_COLOURS)]}"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
+def build_page(result: SimResult) -> Page:
+    """What the simulation says, the answer first."""
+    page = Page(result.name, "simulated, not measured: what was assumed is at the end")
+    page.verdict = _verdict(result)
+    page.tiles = _tiles(result)
+    page.sections = [
+        Section("Step time", _times(result)),
+        Section("Speed-up", _speedups(result)),
+        Section("Idle time", _idle(result)),
+        Section(
+            "One rollout", _rollout(result.points), "The last simulated step, on the largest number of nodes."
+        ),
+        Section("Decisions", _decisions(result)),
+        Section("Assumptions", [Table(["assumed"], [[text] for text in result.assumptions], wide=True)]),
     ]
-    return f'<p class="key">{"".join(parts)}</p>'
+    return page
 
 
-def _bars(points: Sequence[Point]) -> str:
-    """A stacked bar a point."""
-    most = max(p.seconds for p in points)
-    rows = []
-    for line, p in enumerate(points):
-        y, x = 6 + 26 * line, float(_LEFT)
-        label = f"{p.nodes} node{'s' if p.nodes > 1 else ''}, {p.mode}"
-        rows.append(f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
-        for at, name in enumerate(PHASES):
-            width = (_WIDTH - _LEFT - 70) * p.phases[name] / most
-            title = f"<title>{escape(name)}: {p.phases[name]:.3g} s</title>"
-            rows.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" fill="{_COLOURS[at]}">{title}</rect>'
-            )
-            x += width
-        rows.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{p.seconds:.3g} s</text>')
-    return _svg(rows, 12 + 26 * len(points)) + _key(PHASES)
+def _verdict(result: SimResult) -> str:
+    """The best mode on the largest number of nodes, in a sentence."""
+    if not result.comparisons:
+        return ""
+    nodes = max(c.nodes for c in result.comparisons)
+    best = max((c for c in result.comparisons if c.nodes == nodes), key=lambda c: c.e2e)
+    if best.e2e < 1.005:
+        return f"On {_nodes(nodes)} nothing is faster than {best.baseline}."
+    saved = best.gpu_hours_saved_per_100_steps
+    return (
+        f"On {_nodes(nodes)} {best.mode} is {best.e2e:.2f} times as fast as {best.baseline} end to end: "
+        f"it saves {saved:,.4g} GPU-hours in 100 steps."
+    )
 
 
-def _speedups(result: SimResult) -> str:
-    """A line a mode: e2e speed-up over the nodes, which stand in equal distances."""
-    nodes = sorted({c.nodes for c in result.comparisons})
+def _tiles(result: SimResult) -> list[Tile]:
+    most = _largest(result.points)
+    tiles = [Tile(f"{p.mode}: a step", f"{p.seconds:.4g} s", _nodes(p.nodes)) for p in most]
+    for p in most:
+        if p.recovered_gpu_hours:
+            share = p.recovered_gpu_hours / p.idle_gpu_hours
+            tiles.append(Tile(f"{p.mode}: idle time trained in", f"{share:.0%}", _nodes(p.nodes)))
+    return tiles
+
+
+def _times(result: SimResult) -> list[Part]:
+    names = [f"{_nodes(p.nodes)}, {p.mode}" for p in result.points]
+    bars: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": phase,
+            "y": names,
+            "x": [p.phases[phase] for p in result.points],
+            "marker": {"color": _COLOURS[phase]},
+        }
+        for phase in PHASES
+        if any(p.phases[phase] for p in result.points)
+    ]
+    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
+    height = 140 + 26 * len(names)
+    chart = Chart("Mean step by phase", bars, "seconds", layout=layout, height=height, wide=True)
+    rows: list[list[Cell]] = [
+        [p.nodes, p.gpus, p.mode, p.seconds, p.tokens_per_second, p.accept_length, "" if p.fits else "no"]
+        for p in result.points
+    ]
+    head = ["nodes", "GPUs", "mode", "step, s", "tokens/s", "tokens a draft step", "fits"]
+    return [chart, Table(head, rows, wide=True)]
+
+
+def _speedups(result: SimResult) -> list[Part]:
+    if not result.comparisons:
+        return []
     modes = list(dict.fromkeys(c.mode for c in result.comparisons))
-    top = max(1.1, *(c.e2e for c in result.comparisons)) * 1.05
-    x = {n: _LEFT + (_WIDTH - _LEFT - 60) * (i / max(1, len(nodes) - 1)) for i, n in enumerate(nodes)}
-
-    low = min(1.0, *(c.e2e for c in result.comparisons))
-
-    def y(value: float) -> float:
-        return 220 - 200 * (value - low) / (top - low)
-
-    rows = [f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#bbb"/>']
-    rows += [f'<text x="{x[n]:.1f}" y="240" text-anchor="middle">{n}</text>' for n in nodes]
-    for at, mode in enumerate(modes):
-        values = {c.nodes: c.e2e for c in result.comparisons if c.mode == mode}
-        trace = " ".join(f"{x[n]:.1f},{y(v):.1f}" for n, v in values.items())
-        rows.append(f'<polyline points="{trace}" fill="none" stroke="{_COLOURS[at]}" stroke-width="2"/>')
-        for n, v in values.items():
-            rows.append(f'<circle cx="{x[n]:.1f}" cy="{y(v):.1f}" r="3" fill="{_COLOURS[at]}"/>')
-            rows.append(f'<text x="{x[n] + 5:.1f}" y="{y(v) - 6:.1f}" font-size="12">{v:.2f}</text>')
-    return _svg(rows, 250) + _key(modes)
+    parts: list[Part] = []
+    for title, of in (("End to end", "e2e"), ("Rollout alone", "rollout")):
+        traces: list[Trace] = []
+        for at, mode in enumerate(modes):
+            mine = [c for c in result.comparisons if c.mode == mode]
+            traces.append(_line(mode, [str(c.nodes) for c in mine], [getattr(c, of) for c in mine], at))
+        layout = {"xaxis": {"type": "category"}}
+        baseline = result.comparisons[0].baseline
+        parts.append(Chart(title, traces, "nodes", f"times as fast as {baseline}", layout=layout))
+    rows: list[list[Cell]] = [
+        [c.nodes, c.mode, c.e2e, c.rollout, c.gpu_hours_saved_per_100_steps] for c in result.comparisons
+    ]
+    head = ["nodes", "mode", "end to end", "rollout", "GPU-hours saved in 100 steps"]
+    return [*parts, Table(head, rows, wide=True)]
 
 
-def _curves(points: Sequence[Point]) -> str:
-    """The running requests of every mode on the largest number of nodes."""
-    largest = max(p.nodes for p in points)
-    shown = [p for p in points if p.nodes == largest]
-    end = max(p.shown.running[-1][0] for p in shown) or 1.0
-    top = max(n for p in shown for _, n in p.shown.running) or 1
-    rows = [f'<text x="{_LEFT - 8}" y="24" text-anchor="end">{top}</text>']
-    rows += [f'<text x="{_WIDTH - 40}" y="240" text-anchor="end">{end:.4g} s</text>']
-    for at, p in enumerate(shown):
-        dots = [
-            f"{_LEFT + (_WIDTH - _LEFT - 40) * t / end:.1f},{220 - 200 * math.log1p(n) / math.log1p(top):.1f}"
-            for t, n in p.shown.running
-        ]
-        colour = _COLOURS[at]
-        rows.append(f'<polyline points="{" ".join(dots)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+def _idle(result: SimResult) -> list[Part]:
+    names = [f"{_nodes(p.nodes)}, {p.mode}" for p in result.points]
+    hundred = [100 / len(p.steps) for p in result.points]
+    trained = [p.recovered_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
+    idle = [p.idle_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
+    rest = [a - b for a, b in zip(idle, trained, strict=True)]
+    bars: list[Trace] = [
+        {"type": "bar", "orientation": "h", "name": name, "y": names, "x": x, "marker": {"color": colour}}
+        for name, x, colour in (("trained in", trained, "@training"), ("waited", rest, "@idle"))
+    ]
+    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
+    height = 140 + 26 * len(names)
+    return [Chart("Idle GPU-hours of 100 steps", bars, "GPU-hours", layout=layout, height=height, wide=True)]
+
+
+def _rollout(points: Sequence[Point]) -> list[Part]:
+    traces: list[Trace] = []
+    lanes: dict[str, list[Trace]] = {}
+    for at, p in enumerate(_largest(points)):
+        x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
+        traces.append({**_line(p.mode, x, y, at), "mode": "lines"})
         if p.shown.speculation_from is not None:
-            x = _LEFT + (_WIDTH - _LEFT - 40) * p.shown.speculation_from / end
+            since = p.shown.speculation_from
+            running = [n for t, n in p.shown.running if t <= since]
+            mark = {"size": 11, "symbol": "diamond", "color": f"@{at % 8 + 1}"}
+            name = f"{p.mode}: most replicas speculate"
+            dot = {"type": "scatter", "mode": "markers", "name": name, "x": [since], "marker": mark}
+            traces.append({**dot, "y": [running[-1] if running else y[0]]})
+        lanes[p.mode] = _lanes(p)
+    curve = Chart(
+        "Running requests", traces, "seconds since the rollout began", "requests", log_switch=True, wide=True
+    )
+    first = next(iter(lanes))
+    layout = {"barmode": "stack", "yaxis": {"title": {"text": "replica"}}}
+    replicas = Chart(
+        "Replicas: busy, idle, training",
+        lanes[first],
+        "seconds since the rollout began",
+        "replica",
+        "At most 64 replicas, evenly chosen, the slowest among them.",
+        choices=lanes,
+        chosen=list(lanes)[-1],
+        choice_label="mode",
+        layout=layout,
+        height=420,
+        wide=True,
+    )
+    return [curve, replicas]
+
+
+def _lanes(point: Point) -> list[Trace]:
+    """Bars from start to end, one trace a state."""
+    traces: list[Trace] = []
+    for state, colour in _STATES.items():
+        spans = [
+            (lane.replica, a, b) for lane in point.shown.lanes for name, a, b in lane.spans if name == state
+        ]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": state,
+                "y": [replica for replica, _, _ in spans],
+                "base": [start for _, start, _ in spans],
+                "x": [end - start for _, start, end in spans],
+                "marker": {"color": colour, "line": {"width": 0}},
+                "offset": -0.45,
+                "width": 0.9,
+            }
+        )
+    return traces
+
+
+def _decisions(result: SimResult) -> list[Part]:
+    parts: list[Part] = []
+    speculating = [p for p in result.points if any(s.accept_length for s in p.strategies)]
+    if speculating:
+        rows: list[list[Cell]] = []
+        for s in speculating[-1].strategies:
+            played = max(s.shares, key=lambda name: s.shares[name])
+            gain = s.tokens_per_second / s.plain_tokens_per_second
+            share = f"{played} ({s.shares[played]:.0%})"
             rows.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="220" stroke="{colour}" stroke-dasharray="4"/>'
+                [s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, s.accept_length, share]
             )
-    names = [f"{p.mode}, {p.nodes} nodes" for p in shown]
-    return (
-        _svg(rows, 250)
-        + _key(names)
-        + "<p>Requests on a logarithmic scale. Dashed: from here on most replicas speculate.</p>"
-    )
+        head = ["running", "tokens/s", "plain", "times as fast", "tokens a draft step", "played most"]
+        parts.append(Table(head, rows, f"One replica, mode {speculating[-1].mode}", wide=True))
+    if result.thresholds:
+        advice: list[list[Cell]] = [[t.setting, t.value, t.reason] for t in result.thresholds]
+        parts.append(Table(["setting", "value", "why"], advice, "Recommended", wide=True))
+    return parts
 
 
-def _svg(rows: Sequence[str], height: int) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height}" font-size="13" font-family="system-ui">{"".join(rows)}</svg>'
-    )
+def _largest(points: Sequence[Point]) -> list[Point]:
+    """Every mode on the largest number of nodes."""
+    nodes = max(p.nodes for p in points)
+    return [p for p in points if p.nodes == nodes]
+
+
+def _line(name: str, x: Sequence[object], y: Sequence[float], at: int) -> Trace:
+    style = {"color": f"@{at % 8 + 1}", "width": 2}
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": list(x),
+        "y": list(y),
+        "line": style,
+    }
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"

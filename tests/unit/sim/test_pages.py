@@ -1,12 +1,12 @@
 """Tables and page say what the result holds."""
 
+import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from megatron_tlt.sim.modes import simulate
-from megatron_tlt.sim.report import write_report
+from megatron_tlt.sim.report import build_page, write_report
 from megatron_tlt.sim.tables import columns, render
 from tests.helpers.sim import sim_config
 
@@ -33,32 +33,27 @@ def test_columns_are_under_each_other():
     assert lines == ["a        b", "----------", "longer   1", "x       22"]
 
 
-class Checker(HTMLParser):
-    VOID = ("meta", "rect", "line", "circle", "polyline")
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.count = [], {}
-
-    def handle_starttag(self, tag, attrs):
-        self.count[tag] = self.count.get(tag, 0) + 1
-        if tag not in ("meta",):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.count[tag] = self.count.get(tag, 0) + 1
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_and_alone(result, tmp_path):
+def test_the_page_is_alone_and_its_charts_hold_the_result(result, tmp_path):
     path = tmp_path / "deep" / "r.html"
     write_report(result, path)
     text = path.read_text()
-    checker = Checker()
-    checker.feed(text)
-    assert checker.open == []
-    assert checker.count["svg"] == 3 and checker.count["rect"] == 8 * len(result.points)
-    assert "A &amp; B" in text and "<script" not in text
-    assert not re.search(r'(src|href)="', text)
+    assert "A &amp; B" in text and not re.search(r'<(script|link|img)[^>]*(src|href)="http', text)
+    charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S).group(1))
+    phases = charts[0]["traces"]
+    for at, point in enumerate(result.points):
+        assert sum(trace["x"][at] for trace in phases) == pytest.approx(point.seconds, rel=1e-4)
+    e2e = {(trace["name"], x): y for trace in charts[1]["traces"] for x, y in zip(trace["x"], trace["y"])}
+    assert e2e == {(c.mode, str(c.nodes)): pytest.approx(c.e2e, rel=1e-4) for c in result.comparisons}
+    idle = charts[3]["traces"]
+    for at, point in enumerate(result.points):
+        hours = sum(trace["x"][at] for trace in idle)
+        assert hours == pytest.approx(point.idle_gpu_hours * 100 / len(point.steps), rel=1e-4, abs=1e-9)
+    lanes = charts[5]["choices"]
+    assert set(lanes) == {"off", "tlt"}
+    assert {trace["name"] for trace in lanes["tlt"]} == {"BUSY", "IDLE", "TRAINING"}
+
+
+def test_the_verdict_names_the_best_mode_on_the_most_nodes(result):
+    best = max((c for c in result.comparisons if c.nodes == 2), key=lambda c: c.e2e)
+    verdict = build_page(result).verdict
+    assert verdict.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in verdict or best.e2e < 1.005)
