@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_tlt.actor.checkpoint_files import step_of
 from megatron_tlt.rollout.bank_file import prompt_sum, read_file
 from megatron_tlt.rollout.bank_writer import BankWriter
 from megatron_tlt.sync.fingerprint import WeightFingerprint
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-\d{6,}")
 _MIB = 1 << 20
-Latest = Callable[[], Path | None]
 Answers = dict[tuple[int, int], "Sample"]  # by (prompt id, sample index)
 
 
@@ -95,7 +93,7 @@ class NoBank:
         """No figures."""
         return {}
 
-    def covered_by(self, latest: Latest) -> None:
+    def covered_by(self, step: int | None) -> None:
         """Nothing to remove."""
 
     def finish(self) -> None:
@@ -193,11 +191,11 @@ class RolloutBank:
             "rollout/bank_disabled": float(self._writer.failure is not None),
         }
 
-    def covered_by(self, latest: Latest) -> None:
-        """Removes, in the background, the steps up to that of the newest complete checkpoint, which `latest` names."""
-        if not self._world.is_main or self._writer is None or (checkpoint := latest()) is None:
+    def covered_by(self, step: int | None) -> None:
+        """Removes, in the background, the steps up to `step`, that of this run's newest complete checkpoint."""
+        if not self._world.is_main or self._writer is None or step is None:
             return
-        for directory in self._steps(step_of(checkpoint), later=False):
+        for directory in self._steps(step, later=False):
             self._writer.remove(directory)
 
     def finish(self) -> None:

@@ -38,7 +38,9 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self._drafter = AsyncDrafterCheckpoint()
         self._resumed: Path | None = None
-        self._newest: int | None = None  # step of the last one loaded or published
+        self.newest: int | None = None
+        """Step of the newest one of this run, where it goes on from: the last one published, or loaded as `latest`."""
+        self._owed = False  # a save was due at a step that was not good
 
     def load_latest(self) -> dict[str, Any] | None:
         """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
@@ -50,7 +52,8 @@ class CheckpointManager:
             note_start(0 if self._resumed is None else step_of(self._resumed))
         if self._resumed is None:
             return None
-        if self._resumed.parent == self._directory:  # of another run, it is no progress of this one
+        # One of another run, or from before this run's latest, is no progress of this one.
+        if self._world.broadcast_object(read_latest(self._directory) == self._resumed):
             self._note(self._resumed)
         return self._policy.load(self._resumed)
 
@@ -64,21 +67,24 @@ class CheckpointManager:
         step: int,
         state: Callable[[], dict[str, Any]],
         drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        good: bool = True,
     ) -> None:
-        """Publishes a finished save, and starts one if `step` (steps done) is due.
+        """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is owed.
 
         `drafter` gives the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint.
+        What is due at a step that is not `good` is owed.
         """
-        if self._lock is not None:
-            self._lock.check()
+        self._check_lock()
         if self._pending is not None:
             self._drafter.wait()
             if self._pending.poll():
                 self._note(self._pending.directory)
                 self._pending = None
         every = self._section.every
-        if not every or (step % every and step != self._num_steps):
+        self._owed |= bool(every) and (step % every == 0 or step == self._num_steps)
+        if not self._owed or not good:
             return
+        self._owed = False
         self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
         self._start(step, state(), drafter)
         if not self._section.asynchronous:
@@ -89,18 +95,31 @@ class CheckpointManager:
         step: int,
         state: Mapping[str, Any],
         drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        prune: bool = True,
     ) -> None:
-        """A checkpoint of `step` is on disk when this returns, whatever `checkpoint.every` says; see `maybe_save`."""
+        """A checkpoint of `step` is on disk when this returns, whatever `checkpoint.every` says; see `maybe_save`.
+
+        Without `prune` it removes no older one.
+        """
+        self._check_lock()
         self.wait()
-        if self._newest != step:
-            self._start(step, dict(state), drafter)
+        if self.newest != step:
+            self._start(step, dict(state), drafter, prune)
             self.wait()
 
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
     def _start(
-        self, step: int, state: dict[str, Any], drafter: Callable[[], Mapping[str, Any] | None]
+        self,
+        step: int,
+        state: dict[str, Any],
+        drafter: Callable[[], Mapping[str, Any] | None],
+        prune: bool = True,
     ) -> None:
         target = step_directory(self._directory, step)
-        self._pending = self._policy.start_save(target, state, self._section.keep)
+        self._pending = self._policy.start_save(target, state, self._section.keep if prune else None)
         if self._world.is_main and (drafting := drafter()) is not None:
             self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
 
@@ -118,9 +137,9 @@ class CheckpointManager:
             self._lock.release()
 
     def _note(self, directory: Path) -> None:
-        self._newest = step_of(directory)
+        self.newest = step_of(directory)
         if self._world.is_main:
-            note_checkpoint(self._newest)
+            note_checkpoint(self.newest)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""

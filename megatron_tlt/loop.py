@@ -100,9 +100,10 @@ class RLTrainer:
             while self.progress.step < self.config.train.num_steps:
                 self._train_one()
         except LeavingError as leaving:
-            self._save_and_leave(leaving)
-            return True
-        self.checkpoints.wait()
+            if self.progress.step < self.config.train.num_steps or self._evaluation_due():
+                self._save_and_leave(leaving)
+                return True
+        self._save_last()
         self.bank.finish()
         self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
         return False
@@ -135,20 +136,21 @@ class RLTrainer:
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
         with self._phase("checkpoint"):
-            if not self.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
-                self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state)
-            else:
-                self.checkpoints.wait()
-            self.bank.covered_by(self.checkpoints.latest)
+            # Weights that may be broken must not push good ones out, and those of no update cannot be loaded again.
+            good = not self.nonfinite.in_a_row and self.policy.has_stepped
+            self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state, good)
+            self.bank.covered_by(self.checkpoints.newest)
         self.nonfinite.check()
         self.stop.agree_at_end()
 
     def _save_and_leave(self, leaving: LeavingError) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
         step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
-        if not step:  # an optimizer that has not stepped has nothing that could be loaded again
-            self.observer.note(f"{told}no step was finished, the next start begins anew")
+        if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
+            self.observer.note(f"{told}there was no update yet, the next start begins anew")
             return
+        if self._before is not None:
+            self.upkeep.drop_window()
         if self.nonfinite.in_a_row:
             self.checkpoints.wait()
             self.observer.note(
@@ -158,6 +160,17 @@ class RLTrainer:
         with self._phase("checkpoint"):
             self.checkpoints.save_now(step, self._before or self._state(), self.upkeep.drafter_state)
         self.observer.note(f"{told}saved after step {step}, the next start goes on there")
+
+    def _save_last(self) -> None:
+        """The run has done its last step: nothing that was owed is lost. Collective."""
+        with self._phase("checkpoint"):
+            if self.config.checkpoint.every and self.policy.has_stepped:
+                # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
+                state, drafter = self._state(), self.upkeep.drafter_state
+                self.checkpoints.save_now(
+                    self.progress.step, state, drafter, prune=not self.nonfinite.in_a_row
+                )
+            self.checkpoints.wait()
 
     def _rollout(self) -> tuple[list[SampleGroup], StepTable]:
         """Answers and verdicts for one step; more rounds where dynamic sampling drops groups."""
@@ -269,11 +282,11 @@ class RLTrainer:
         """Frees engine, reward workers, communicators and log files. Collective."""
         self.stop.close()
         self.bank.close()
-        self.checkpoints.close()
         self.upkeep.close()
         self.backend.close()
         self.rewards.close()
         self.observer.close()
+        self.checkpoints.close()  # last: from here on another job may use the run directory
 
 
 def table_metrics(table: StepTable) -> dict[str, float]:

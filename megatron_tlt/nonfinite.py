@@ -52,7 +52,9 @@ class NonFiniteWatch:
 
         Only the batches of the last `limit` such steps stay. A disk that cannot take one costs a warning.
         """
-        if math.isfinite(out.metrics.get("grad_norm", 0.0)):
+        if "grad_norm" not in out.metrics:
+            pass  # no update was tried: it says nothing about those before it
+        elif math.isfinite(out.metrics["grad_norm"]):
             self._count = 0
         else:
             self._count += 1
@@ -87,7 +89,9 @@ class NonFiniteWatch:
         }
         text = json.dumps(json.loads(to_line(about)), indent=1)
         (directory / "about.json").write_text(text + "\n", encoding="utf-8")
-        for old in sorted(self._directory.glob("step-*"))[: -max(1, self._limit)]:
+        kept = sorted(self._directory.glob("step-*"))
+        later = [old for old in kept if old.name > directory.name]  # of a run that went on from before them
+        for old in later + kept[: len(kept) - len(later)][: -max(1, self._limit)]:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -63,6 +63,7 @@ class StopKeeper:
         self._agree_in_engine = agree_in_engine
         self._heard: float | None = None  # deadline that another rank told
         self._heard_count = 0
+        self._heard_keys: set[str] = set()
         self._looked_at = -_HEAR_EVERY_S
         self._rest_s: dict[str, float] = {}  # from each place of `agree` to the end of the step, as measured
         self._marks: dict[str, float] = {}
@@ -173,8 +174,14 @@ class StopKeeper:
         if deadline is None or self._world.size == 1:
             return
         left = deadline - self._clock()
+        keys = [str(min(self._signals.count, 2))]
+        if (
+            self._signals.term_at is not None
+        ):  # within the first one's echo it counts as that one, but is sooner
+            keys.append("term")
         with suppress(RuntimeError):  # the store is gone: so is the run
-            self._world.store.set(f"{_KEY}/{min(self._signals.count, 2)}", f"{left:.3f}")
+            for key in keys:
+                self._world.store.set(f"{_KEY}/{key}", f"{left:.3f}")
 
     def _hear(self, now: bool = False) -> None:
         """What other ranks told; a look at the store now and then."""
@@ -182,10 +189,11 @@ class StopKeeper:
         if self._world.size == 1 or (not now and time_now - self._looked_at < _HEAR_EVERY_S):
             return
         self._looked_at = time_now
-        for count in (1, 2):
-            key = f"{_KEY}/{count}"
-            if self._heard_count < count and self._world.store.check([key]):
+        for name, count in (("1", 1), ("2", 2), ("term", 0)):
+            key = f"{_KEY}/{name}"
+            if name not in self._heard_keys and self._world.store.check([key]):
                 left = float(self._world.store.get(key))
-                self._heard_count = count
+                self._heard_keys.add(name)
+                self._heard_count = max(count, self._heard_count)
                 heard = time_now + left
                 self._heard = heard if self._heard is None else min(self._heard, heard)

@@ -195,6 +195,11 @@ class DrafterUpkeep:
             old = self._figures.get(name, 0.0)
             self._figures[name] = max(old, value) if name.endswith("_max") else old + value
 
+    def drop_window(self) -> None:
+        """The step is dropped, and what was trained in its idle time with it. Called on every rank."""
+        if self.trainer is not None:
+            self.trainer.drop_window()
+
     def drafter_state(self) -> Mapping[str, Any] | None:
         """Weights, moments and counters of the drafter in training; without one, what the run was resumed with."""
         return self._kept if self.trainer is None else self.trainer.state_dict()

@@ -91,6 +91,8 @@ class MegatronPolicy:
         self.policy_version = 0
         # Attempted ones, skipped ones included: the position on the learning-rate schedule.
         self.optimizer_steps = 0
+        self.has_stepped = optimizer.name == "sgd"
+        """Whether an update was ever applied: before, Adam has no moments, and a checkpoint could not be loaded again."""
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)
@@ -170,6 +172,7 @@ class MegatronPolicy:
         )
         sums = reduce_over_world(parts, self.groups)
         result = guarded_step(self.optimizer, self.optimizer_section, lr)
+        self.has_stepped |= result.applied
         if not result.applied and self.world.is_main:
             _log.warning("update skipped: its gradient norm is %s", result.grad_norm)
         return result, sums
@@ -286,6 +289,7 @@ class MegatronPolicy:
         with self._parking.fetched():
             load_state(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
+        self.has_stepped = True
         return manifest.extra
 
     def _training_record(self) -> dict[str, str]:

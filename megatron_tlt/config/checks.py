@@ -49,6 +49,7 @@ def check_config(
         *check_rewards(config),
         *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
         *check_stop(config),
+        *check_watchdog(config),
     ]
 
 
@@ -247,6 +248,15 @@ def check_stop(config: Config) -> Problems:
     for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):
         if grace <= stop.save_s:
             yield ConfigProblem(name, grace, f"must be above stop.save_s ({stop.save_s:g})")
+
+
+def check_watchdog(config: Config) -> Problems:
+    """A rank must be able to show life several times before its silence counts."""
+    hang, beat = config.watchdog.hang_s, config.watchdog.heartbeat_s
+    if hang and hang < 3 * beat:
+        yield ConfigProblem(
+            "watchdog.hang_s", hang, f"must be 0 or >= 3 * watchdog.heartbeat_s ({3 * beat:g})"
+        )
 
 
 def check_context(config: Config, max_positions: int | None) -> Problems:

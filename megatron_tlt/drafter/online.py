@@ -215,6 +215,10 @@ class OnlineTrainer:
         failed = tuple(r for r, w in enumerate(windows) if w.disabled)
         return MergeReport(self.version, trained, tuple(w.tokens for w in windows), failed, rolled_back)
 
+    def drop_window(self) -> None:
+        """Forgets the window: the drafter is what it was when it began, on every rank that calls this."""
+        self._go_back()
+
     def _go_back(self) -> None:
         if self._before is not None:
             flat, self._state.steps, self._trainer.trained_steps = self._before

@@ -8,19 +8,23 @@ into small files of the directory that MEGATRON_TLT_ATTEMPT names; without it no
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 VARIABLE = "MEGATRON_TLT_ATTEMPT"
 
 
 def note(name: str, value: int) -> None:
-    """Writes `value` into the file `name`, whole or not at all. Raises OSError."""
+    """Writes `value` into the file `name`, whole or not at all; a disk that cannot take it costs a line on stderr."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return
     scratch = Path(directory) / f".{name}.{os.getpid()}"
-    scratch.write_text(f"{value}\n", encoding="utf-8")
-    scratch.replace(Path(directory) / name)
+    try:
+        scratch.write_text(f"{value}\n", encoding="utf-8")
+        scratch.replace(Path(directory) / name)
+    except OSError as error:  # told on the way out, too: it must not change how the job ends
+        print(f"megatron-tlt: {name} = {value} cannot be noted: {error}", file=sys.stderr, flush=True)
 
 
 def note_exit(code: int) -> None:

@@ -62,7 +62,8 @@ class BankWriter:
         """Waits until everything asked for is done (tests, and the run's end)."""
         done = threading.Event()
         self._queue.put(done.set)
-        done.wait()
+        while not done.wait(1.0) and self._thread.is_alive():
+            pass
 
     def close(self) -> None:
         """Does what was asked for and ends. Idempotent."""
@@ -88,8 +89,8 @@ class BankWriter:
     def _try(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except OSError as error:
-            self.failure = str(error)
+        except Exception as error:  # noqa: BLE001  a help must not hang the run at its end
+            self.failure = f"{type(error).__name__}: {error}"
             _log.warning("the rollout bank is off, a restart will answer again: %s", error)
             if self._fd >= 0:
                 os.close(self._fd)
@@ -104,7 +105,8 @@ class BankWriter:
             return
         if self._fd < 0:
             self._open(self._path)
-        self._write(record)
+        if self._path is not None:  # else there was no room for the header
+            self._write(record)
 
     def _open(self, path: Path) -> None:
         for directory in (path.parent.parent, path.parent):  # `parents` would not be private
