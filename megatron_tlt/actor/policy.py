@@ -92,7 +92,7 @@ class MegatronPolicy:
         # Attempted ones, skipped ones included: the position on the learning-rate schedule.
         self.optimizer_steps = 0
         self.has_stepped = optimizer.name == "sgd"
-        """Whether an update was ever applied: before, Adam has no moments, and a checkpoint could not be loaded again."""
+        """Whether an update was ever applied: before, a checkpoint of Adam could not be loaded again."""
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)

@@ -52,6 +52,8 @@ def make_jobs(folder):
     add("seldom-saved", ["rollout", 2], 2, True, "checkpoint.every=3", *NO_TIME)
     add("twice", ["rollout", 2], 2, True, rank=1, signals=("SIGUSR1", "SIGTERM"))
     add("drafter", ["rollout", 2], 2, True, *DRAFTER, *NO_TIME, rank=1)
+    # Dropped after the window, and no checkpoint of step 2 is there yet: what was trained in it must be undone.
+    add("drafter-seldom", ["exchange", 2], 2, True, "checkpoint.every=3", *DRAFTER, *NO_TIME)
     add("one-engine", ["rollout", 2], 2, True, "rollout.tp=2", *NO_TIME, rank=1)
     return jobs
 
@@ -73,7 +75,7 @@ def evaluations(directory):
 
 def test_a_signal_in_any_phase_saves_what_it_should(ended):
     _, jobs, told = ended
-    assert len(told) == 22
+    assert len(told) == 23
     expected = {n: [True, saved, dropped, False] for n, (job, saved, dropped) in jobs.items() if job["at"]}
     assert {name: result for name, result in told.items() if jobs[name][0]["at"]} == expected
     assert told["whole"] == told["whole-tp2"] == [False, 4, False]

@@ -157,6 +157,23 @@ def test_other_ranks_hear_a_second_signal_too(clock):
         hearing.check_rollout()
 
 
+def test_other_ranks_hear_a_sooner_end_within_the_echo(clock):
+    """SIGTERM right after the warning counts with it, but the time that it leaves is shorter: for all."""
+    store = Store()
+    _, signals = keeper(clock, store)
+    hearing, _ = keeper(clock, store)
+    signals.note(WARNING)
+    hearing.check_rollout()
+    clock.now += 1
+    signals.note(TERM)
+    hearing.check_rollout()
+    clock.now += 9
+    hearing.check_rollout()
+    clock.now += 2  # 9 s are left, and 10 are needed for the checkpoint
+    with pytest.raises(RolloutDroppedError):
+        hearing.check_rollout()
+
+
 def test_a_closed_keeper_tells_nobody(clock):
     store = Store()
     stop, signals = keeper(clock, store)

@@ -70,6 +70,7 @@ def test_a_good_configuration_has_no_problems():
         (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
         (["optimizer.min_lr=1"], "optimizer.min_lr"),
         (["stop.warning_s=10"], "stop.warning_s"),
+        (["watchdog.hang_s=5"], "watchdog.hang_s"),
         (["stop.term_s=9.5"], "stop.term_s"),
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "optimizer.warmup_steps"),
         (["data.train.tasks=[]"], "data.train.tasks"),

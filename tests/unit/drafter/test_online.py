@@ -209,6 +209,21 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
     assert torch.equal(everything(one), everything(two))
 
 
+def test_a_dropped_window_leaves_no_trace() -> None:
+    """A run that ends in the middle of a step saves the drafter as it was before the step."""
+    one = online_trainer()
+    one.step()
+    one.merge(alone)
+    before = {name: w.clone() for name, w in one.weights().items()}
+    counts = one.version, one.trained_steps
+    for _ in range(3):
+        one.step()
+    one.drop_window()
+    state = one.state_dict()
+    assert all(torch.equal(state["model"][name], w) for name, w in before.items())
+    assert (one.version, one.trained_steps) == counts and one.window_tokens == 0
+
+
 def test_another_drafters_state_is_refused() -> None:
     t = online_trainer()
     state = t.state_dict()

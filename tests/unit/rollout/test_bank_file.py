@@ -139,6 +139,31 @@ def test_a_full_budget_stops_banking_until_a_step_is_removed(tmp_path: Path) -> 
     assert writer.failure is None
 
 
+def test_a_budget_too_small_for_the_next_header_ends_nothing(tmp_path: Path) -> None:
+    size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
+    writer = BankWriter(1.0, size + 1)
+    for step in range(3):
+        writer.begin(tmp_path / f"{step}/a", KEY)
+        writer.add(ANSWERS[0], 0)
+        writer.add(ANSWERS[1], 0)
+    writer.flush()
+    assert writer.failure is None
+    writer.remove(tmp_path / "0")
+    writer.begin(tmp_path / "9/a", KEY)
+    writer.add(ANSWERS[0], 0)
+    writer.close()
+    assert (tmp_path / "9/a").stat().st_size == size
+
+
+def test_a_mistake_of_the_writer_does_not_hang_the_run(tmp_path: Path) -> None:
+    writer = BankWriter(1.0, 1 << 20)
+    writer.begin(tmp_path / "1/a", KEY)
+    writer.add(object(), 0)  # type: ignore[arg-type]
+    writer.flush()
+    assert writer.failure is not None and "AttributeError" in writer.failure
+    writer.close()
+
+
 def test_what_another_writer_removed_counts_no_more(tmp_path: Path) -> None:
     size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
     writer = BankWriter(1.0, size + 8)
