@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart test lint types imports unit docs bench-peers clean
+.PHONY: help setup setup-dev quickstart test test-all lint types imports unit docs bench-peers clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -37,7 +37,10 @@ imports: setup-dev  ## Run import-linter: the floors, one door a vendor
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
+
+test-all: setup-dev lint types imports  ## All of it, also what takes minutes (half an hour more on 2 cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md

@@ -156,6 +156,7 @@ def test_block_verification_has_no_bank_and_says_so_once(resumed, tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["bank"]["enabled"] is True
 
 
+@pytest.mark.nightly
 def test_two_ranks_and_one_take_over_from_each_other(one, dead, forks, tmp_path):
     """Step 1 is begun by two ranks and finished by one, and the other way round."""
     config, two = one / "tiny.yaml", tmp_path / "two"
@@ -174,6 +175,7 @@ def test_two_ranks_and_one_take_over_from_each_other(one, dead, forks, tmp_path)
     assert_same_checkpoint(two / LAST, again / LAST)
 
 
+@pytest.mark.nightly
 def test_a_tensor_parallel_engine_reads_the_bank_as_one(tmp_path):
     steps = {"num_steps": 2, "prompts_per_step": 8, "run_dir": str(tmp_path / "run")}
     rollout = {"samples_per_prompt": 4, "max_tokens": 16, "tp": 2}

@@ -26,6 +26,7 @@ def jumping(tmp_path):
     return {"LD_PRELOAD": str(library)}
 
 
+@pytest.mark.nightly
 def test_a_jumping_wall_clock_changes_nothing(jumping, tmp_path):
     config = write_config(
         tmp_path, train={"num_steps": 3, "prompts_per_step": 8, "run_dir": str(tmp_path / "run")}

@@ -31,7 +31,7 @@ def evaluated(run: Path, name: str, ranks: int = 1) -> dict:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_training_raises_acceptance_on_held_out_prompts(run: Path, ranks: int) -> None:
     name = f"trained-{ranks}"
     done = run_drafter(

@@ -126,6 +126,7 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
 
 
+@pytest.mark.nightly
 def test_replicas_of_two_ranks_train_as_one(folder: Path):
     overrides = ["rollout.tp=2", "actor.tp=2", "cluster.ranks_per_node=4"]
     run(folder, [("tp-off", overrides, ""), ("tp-train", [*overrides, *TRAIN], "")], ranks=4)

@@ -16,7 +16,9 @@ FREED = ["rollout.release_cache=true", "actor.offload_optimizer=true"]
 LAYOUTS = {2: ["actor.tp=2", "rollout.tp=2"], 4: ["actor.tp=2", "actor.pp=2", "rollout.tp=2"]}
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.nightly) if n > 2 else n for n in LAYOUTS]
+)
 def test_giving_memory_back_changes_no_bit(ranks, tmp_path):
     config = str(write_config(tmp_path, train={"num_steps": 2}, eval={"every": 0}, checkpoint={"every": 2}))
     jobs = [

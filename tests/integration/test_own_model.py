@@ -22,6 +22,7 @@ def train(ranks, folder, name, *overrides, **options):
     return run_ranks(ranks, *arguments, *run, **options)
 
 
+@pytest.mark.nightly
 def test_a_trained_model_is_the_same_by_way_of_megatron(tmp_path):
     write_config(tmp_path, train={"num_steps": 1}, eval={"every": 0})
     hf, mg = tmp_path / "model", tmp_path / "mg"

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.runs import assert_same_checkpoint, rows
 from tests.integration.slurm.scenarios import ONE_NODE, SLURM, Scene, run_here
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000006"
 
 
