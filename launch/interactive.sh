@@ -30,6 +30,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || die "no configuration given (--help says more)"
 [ -n "${SLURM_JOB_ID:-}" ] || die "no allocation in hand: salloc first, or submit slurm/train.sbatch"
+in_a_job
 
 set_environment
 set_network

@@ -7,6 +7,7 @@ the whole MPI job ends with a non-zero code.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 import warnings
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parse(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         # Every rank finds the same problems; one copy is enough.
         if detect_launch().rank in (0, None):
@@ -55,6 +58,13 @@ def main(argv: list[str] | None = None) -> int:
             note_exit(EXIT_CONFIG)
         return EXIT_CONFIG
     except TltError as error:
+        print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
+        note_exit(EXIT_FAILURE)
+        return EXIT_FAILURE
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered must not fail at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_FAILURE
+    except OSError as error:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
         note_exit(EXIT_FAILURE)
         return EXIT_FAILURE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def _numbers(name: str, text: str | None) -> set[int] | None:
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise ConfigError.of(f"--{name}", text, "must be numbers and ranges of them, such as 1-3,7")
         chosen.update(range(int(first), int(last or first) + 1))
     return chosen
@@ -84,7 +85,7 @@ def _numbers(name: str, text: str | None) -> set[int] | None:
 def _watch(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.watch import watch
 
-    if args.every <= 0:
-        raise ConfigError.of("--every", args.every, "must be above 0")
+    if not 0 < args.every < math.inf:
+        raise ConfigError.of("--every", args.every, "must be a number of seconds above 0")
     watch(args.run_dir, once=args.once, every=args.every)
     return 0

@@ -11,6 +11,8 @@ from megatron_tlt.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_tlt.config.sim import SimConfig
 
+_MODES = "off,suffix,tlt"
+
 
 def add_simulate(commands: Any) -> None:
     """Adds the command to the parser."""
@@ -20,9 +22,8 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
     parser.add_argument(
         "--compare",
-        default="off,suffix,tlt",
         metavar="MODES",
-        help="some of off, suffix, frozen, tlt; the first is the baseline (default: %(default)s)",
+        help=f"some of off, suffix, frozen, tlt; the first is the baseline (default: {_MODES})",
     )
     parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")
@@ -40,10 +41,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.validate:
         return _validate(args)
+    _refuse_directories(args)
     if args.config is None:
         raise ConfigError.of("config", None, "is required: a YAML file, as configs/sim/paper-7b.yaml")
     config = _load(args.config, args.overrides)
-    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))
+    result = simulate(config, parse_modes(args.compare or _MODES), parse_sweep(args.sweep))
     print(render(result))
     if args.out is not None:
         result.write(args.out)
@@ -52,6 +54,14 @@ def _run(args: argparse.Namespace) -> int:
         write_report(result, args.report)
         print(f"\nwrote {args.report}")
     return 0
+
+
+def _refuse_directories(args: argparse.Namespace) -> None:
+    """Before minutes are simulated for a file that cannot be written."""
+    for name in ("out", "report"):
+        path = getattr(args, name)
+        if path is not None and path.is_dir():
+            raise ConfigError.of(f"--{name}", str(path), "is a directory: name a file")
 
 
 def _load(path: Path, overrides: list[str]) -> SimConfig:
@@ -67,8 +77,10 @@ def _load(path: Path, overrides: list[str]) -> SimConfig:
 def _validate(args: argparse.Namespace) -> int:
     from megatron_tlt.sim.validation import render_points, validate
 
-    if args.config is not None:
-        raise ConfigError.of("config", str(args.config), "--validate has set-ups of its own")
+    given = {"config": args.config, "--sweep": args.sweep, "--compare": args.compare}
+    for name, value in {**given, "--out": args.out, "--report": args.report}.items():
+        if value is not None:
+            raise ConfigError.of(name, str(value), "--validate has set-ups of its own and only prints")
     print(render_points(validate()))
     return 0
 
@@ -82,11 +94,11 @@ def parse_modes(text: str) -> list[str]:
 
 
 def parse_sweep(text: str | None) -> list[int]:
-    """`nodes=1,2,4` as numbers; nothing for None. Raises ConfigError."""
+    """`nodes=1,2,4` as numbers, ascending, each once; nothing for None. Raises ConfigError."""
     if text is None:
         return []
     name, _, values = text.partition("=")
     parts = values.split(",")
-    if name != "nodes" or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if name != "nodes" or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError.of("--sweep", text, "must look like nodes=1,2,4")
-    return [int(part) for part in parts]
+    return sorted({int(part) for part in parts})

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.watch import files, table
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def add_status(commands: Any) -> None:
     text = "show what every rank of a run does, the worst first"
     about = f"{text}. Exit status: 0 running or finished, 1 crashed, hung or lost, 2 nothing is known."
     command = commands.add_parser("status", help=text, description=about)
-    command.add_argument("run_dir", type=Path, help="train.run_dir of the run")
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="train.run_dir of the run")
     command.add_argument("--json", action="store_true", help="as JSON, all ranks")
     command.add_argument("--all", action="store_true", help=f"all ranks, not the {_SHOWN} worst")
     command.add_argument(
@@ -33,6 +34,8 @@ def add_status(commands: Any) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
+    if not args.run_dir.is_dir():
+        raise ConfigError.of("RUN_DIR", str(args.run_dir), "must be the directory of a run")
     if args.stacks:
         print(ask_for_stacks(args.run_dir), file=sys.stderr)
     status = table.read_status(args.run_dir)

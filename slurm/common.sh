@@ -209,21 +209,30 @@ read_dry_options() {
     done
     [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes=$nodes must be a number above 0"
     [[ "$tasks" =~ ^[1-9][0-9]*$ ]] || die "--ntasks-per-node=$tasks must be a number above 0"
+    asked_gpus="$gpus" gpus="${gpus##*:}" # h100:8
     [[ "$gpus" =~ ^[0-9]+$ ]] || die "--gpus-per-node=$gpus must be a number"
     rest=("$@")
 }
 
 long_name() { case "$1" in -N) echo --nodes ;; -t) echo --time ;; *) echo "$1" ;; esac; }
 
-# What a submission would be. `checked` is the subcommand that reports on the configuration; nothing without one.
+# What a submission would be. `set_command` of each script looks at its arguments and sets `command`. `checked` is the subcommand that reports on the configuration; nothing without one.
 dry_run() {
-    local hours
+    local hours checker
     read_dry_options "$@"
     [ ${#rest[@]} -gt 0 ] || die "usage: $script_name --dry-run [-N NODES] [...] $arguments"
     set_environment
+    set_command "${rest[@]}"
     if [ ${#checked[@]} -gt 0 ]; then
         enter_directory_of "${rest[0]}"
-        "$python" -m megatron_tlt "${checked[@]}" "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
+        checker="$python"
+        # The container's own interpreter is not at hand; what a configuration asks for can be told without it.
+        [ -z "${CONTAINER:-}" ] || checker="$root/.venv/bin/python"
+        if command -v "$checker" >/dev/null; then
+            "$checker" -m megatron_tlt "${checked[@]}" "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
+        else
+            say "the configuration is not checked: $checker is not there ('make setup' in $root)"
+        fi
     fi
     hours="$(hours_of "$time")"
     printf '\n%s nodes x %s ranks, %s GPUs each, for at most %s: ' "$nodes" "$tasks" "$gpus" "$time"
@@ -236,13 +245,19 @@ dry_run() {
     export SLURM_JOB_NUM_NODES="$nodes" SLURM_NTASKS_PER_NODE="$tasks" SLURM_GPUS_ON_NODE="$gpus"
     export SLURM_CPUS_ON_NODE="${SLURM_CPUS_ON_NODE:-$tasks}"
     set_srun_words
-    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s %s' "$nodes" "$tasks" "$gpus" "$time" "$script"
+    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s %q' "$nodes" "$tasks" "$asked_gpus" "$time" "$script"
     printf ' %q' "${rest[@]}"
     printf '\n  -> srun'
-    printf ' %q' "${srun_words[@]}" "${command[@]}" "${rest[@]}"
+    printf ' %q' "${srun_words[@]}" "${command[@]}"
     printf '\n\n%s:\n' "$script"
     cat "$script"
     exit 0
+}
+
+# A shell that outlived its allocation (tmux) may still say SLURM_JOB_ID, and nothing else.
+in_a_job() {
+    [ -n "${SLURM_JOB_NUM_NODES:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ] ||
+        die "SLURM_JOB_ID=$SLURM_JOB_ID is set, but this is no job of Slurm's: unset SLURM_JOB_ID, or submit with sbatch"
 }
 
 # What every script does first: `--dry-run`, usage, Slurm.
@@ -250,6 +265,8 @@ begin() {
     [ "${1:-}" != --dry-run ] || dry_run "${@:2}"
     [ $# -gt 0 ] && [ -n "${SLURM_JOB_ID:-}" ] ||
         die "usage: sbatch [options] $script_name $arguments   (or: $script_name --dry-run [-N NODES] [-t TIME] $arguments)"
+    in_a_job
     set_environment
+    set_command "$@"
     set_network
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,20 +73,6 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
         "graphs": backend.engine.graph_report(),
     }
     return json.dumps(report, indent=1)
-
-
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a neighbour and renames it: readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _parse(line: str, where: str, tokenizer: Tokenizer | None, chat: bool) -> tuple[str, tuple[int, ...]]:

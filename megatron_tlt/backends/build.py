@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 
-from megatron_tlt.backends.answers import answer_lines, read_prompts, stats_report, write_atomically
+from megatron_tlt.backends.answers import answer_lines, read_prompts, stats_report
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -24,6 +24,7 @@ from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native_build import find_compiler
+from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.pages import page_bytes

@@ -125,9 +125,9 @@ class SimTrainingSection(Section):
     """The phases beside the rollout, and the drafter's training."""
 
     tp: PositiveInt = 4
-    """Tensor parallel size of the actor."""
+    """Tensor parallel size of the actor (layout check; scales measured update times only)."""
     pp: PositiveInt = 1
-    """Pipeline parallel size of the actor."""
+    """Pipeline parallel size of the actor (layout check; scales measured update times only)."""
     mfu: float = Field(default=0.35, gt=0, le=1)
     """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token."""
     recompute: bool = True

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_tlt.observe.jsonl import write_atomically
+
 VARIABLE = "MEGATRON_TLT_ATTEMPT"
 
 
@@ -19,10 +21,8 @@ def note(name: str, value: int) -> None:
     directory = os.environ.get(VARIABLE)
     if not directory:
         return
-    scratch = Path(directory) / f".{name}.{os.getpid()}"
     try:
-        scratch.write_text(f"{value}\n", encoding="utf-8")
-        scratch.replace(Path(directory) / name)
+        write_atomically(Path(directory) / name, [str(value)])
     except OSError as error:  # told on the way out, too: it must not change how the job ends
         print(f"megatron-tlt: {name} = {value} cannot be noted: {error}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""The only reader of the wall clock: `wall_seconds`, which a jump of that clock does not reach. Torch-free."""
+"""`wall_seconds`: the time of events and metrics, which a jump of the wall clock does not reach. Torch-free."""
 
 from __future__ import annotations
 

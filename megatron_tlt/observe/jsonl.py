@@ -74,6 +74,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Writes lines to a neighbour and renames it: readers see the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def cut_back(path: Path, start_step: int) -> int:
     """Prepares a file for a run that goes on after `start_step` steps: later rows and torn lines go.
 
@@ -83,7 +97,5 @@ def cut_back(path: Path, start_step: int) -> int:
         return 0
     rows = list(read_rows(path))
     kept = [row for row in rows if start_step and row.get("step", 0) <= start_step]
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text("".join(to_line(row) for row in kept), encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
     return len(rows) - len(kept)

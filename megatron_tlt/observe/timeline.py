@@ -35,6 +35,11 @@ def write_timeline(
     `steps` (from 1) and `ranks` choose; None: all.
     """
     run = read_run(run_dir)
+    if not run.ranks:
+        raise ConfigError.of("RUN_DIR", str(run_dir), "has no event logs (events/rank-*.jsonl) to draw")
+    if steps is not None and not any(1 <= step <= run.last_step + 1 for step in steps):
+        allowed = f"must be among the run's steps: 1 to {run.last_step}, and the one in progress"
+        raise ConfigError.of("--steps", _spans(steps), allowed)
     chosen = [rank for rank in run.ranks if ranks is None or rank in ranks]
     if not chosen:
         raise ConfigError.of(
@@ -53,6 +58,11 @@ def write_timeline(
         about = {"run": run.name, "origin_s": origin}
         file.write('\n],"otherData":' + json.dumps(about) + "}\n")
     return count
+
+
+def _spans(steps: Collection[int]) -> str:
+    """The first and the last."""
+    return f"{min(steps)}-{max(steps)}" if len(steps) > 1 else str(*steps)
 
 
 def _opened(out: Path) -> IO[str]:

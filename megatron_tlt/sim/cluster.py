@@ -40,7 +40,8 @@ class Cluster:
         training = self._config.training
         fixed = 1e-3 * training.update_ms
         if training.update_us_per_token is not None:
-            return fixed + 1e-6 * training.update_us_per_token * tokens / self.gpus
+            of_a_rank = tokens * training.tp * training.pp / self.gpus  # ranks of a replica share its tokens
+            return fixed + 1e-6 * training.update_us_per_token * of_a_rank
         assert self._config.model is not None, "checked by check_sim"
         operations = 8.0 if training.recompute else 6.0
         return fixed + operations * total_parameters(self._config.model) * tokens / self._peak

@@ -2,8 +2,8 @@
 
 A selector's decisions depend on the number of running requests and on what it has measured. On one kind of GPU all
 replicas measure the same, so one selector is asked for all of them: it is run token by token (`speculation`), from many
-requests down to one as in a rollout, first until it has tried its arms and then for the mean of `_MEASURED` steps, its
-trials included. Between the numbers that were asked, and between context lengths, seconds are interpolated.
+requests down to one as in a rollout, first until it has tried its arms and then for the mean of some steps (`_Window`),
+its trials included. Between the numbers that were asked, and between context lengths, seconds are interpolated.
 
 Legend: B running requests, K knots of B, X knots of context length.
 """
@@ -19,9 +19,21 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.speculation import Speculation, Tally
 
-_SETTLED = 192  # steps of a regime until its arms have been tried, the first time
-_AGAIN = 24  # the same when the drafter has changed
-_MEASURED = 48
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Engine steps that are asked for at a knot, and how finely the drafter's quality is told apart."""
+
+    settled: int  # of a regime until its arms have been tried, the first time
+    again: int  # the same when the drafter has changed
+    measured: int
+    levels: int  # steps of quality from 0 to 1
+
+
+# A selector that rests decides for up to 64 steps at once (`rollout.spec.race`): the mean is over some rests. It also
+# remembers what a plain step took: contexts only grow while it is asked, as in a rollout; each table has its own.
+_RESTING = _Window(192, 64, 256, 4)
+_PROMPT = _Window(192, 24, 48, 12)
 _CONTEXTS = 3
 
 
@@ -72,32 +84,41 @@ class Decider:
         first = config.workload.prompt_tokens
         last = first + config.rollout.max_tokens
         self._contexts = np.unique(np.geomspace(max(1, first + last // 16), last, _CONTEXTS))
-        self._speculation = Speculation(config, costs, (config.workload.seed, 2))
+        rests = config.rollout.speculation.selector == "cost_aware"
+        self._window = _RESTING if rests else _PROMPT
         self._tables: dict[int, RateTable] = {}
+        self._ask_anew()
+
+    def _ask_anew(self) -> None:
+        """A selector that knows nothing yet."""
+        self._speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         self._seen: set[int] = set()
 
-    def table(self, quality: float, levels: int = 12) -> RateTable:
-        """Rates at `quality`, rounded to one of `levels` steps of it."""
-        spec = self._config.rollout.speculation
+    def table(self, quality: float) -> RateTable:
+        """Rates at `quality`, rounded to one of some steps of it."""
+        spec, levels = self._config.rollout.speculation, self._window.levels
         level = round(quality * levels) if spec.uses_eagle else 0
         table = self._tables.get(level)
         if table is None:
-            self._speculation.set_quality(level / levels)
-            table = self._tables[level] = self._make()
+            table = self._tables[level] = self._make(level / levels)
         return table
 
-    def _make(self) -> RateTable:
+    def _make(self, quality: float) -> RateTable:
         shape = len(self._requests), len(self._contexts)
         seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
         tallies: dict[int, Tally] = {}
-        for k in range(shape[0])[::-1]:
+        cells = [(k, x) for k in range(shape[0])[::-1] for x in range(shape[1])]
+        if self._window is _RESTING:
+            cells.sort(key=lambda cell: cell[1])
+            self._ask_anew()
+        self._speculation.set_quality(quality)
+        for k, x in cells:
             running = int(self._requests[k])
-            for x, context in enumerate(self._contexts):
-                tally = self._measure(running, running * float(context), x == 0)
-                seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / _steps(tally)
-                if x == shape[1] // 2:
-                    tallies[running] = tally
-                    speculating[k], accepted[k] = tally.speculating, tally.accept_length
+            tally = self._measure(running, running * float(self._contexts[x]), x == 0)
+            seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / _steps(tally)
+            if x == shape[1] // 2:
+                tallies[running] = tally
+                speculating[k], accepted[k] = tally.speculating, tally.accept_length
         every = np.arange(int(self._requests[-1]) + 1)
 
         def spread(values: np.ndarray) -> np.ndarray:
@@ -116,15 +137,18 @@ class Decider:
             settle, steps = 0, 1
         else:
             regime = running.bit_length()
-            settle = 0 if not first else _AGAIN if regime in self._seen else _SETTLED
-            steps = _MEASURED
+            window = self._window
+            first = first or window is _RESTING
+            settle = 0 if not first else window.again if regime in self._seen else window.settled
+            steps = window.measured
             self._seen.add(regime)
         for _ in range(settle):
             spec.step(running, cached)
         spec.tally = Tally()
         for _ in range(steps):
             spec.step(running, cached)
-        return spec.tally
+        tally, spec.tally = spec.tally, Tally()
+        return tally
 
 
 def _steps(tally: Tally) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace
 from megatron_tlt.sim.result import PHASES, Point, SimResult
+from megatron_tlt.sim.verdict import largest, nodes_text, verdict
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
 _STATES = {"BUSY": "@busy", "IDLE": "@idle", "TRAINING": "@training"}
@@ -21,7 +22,7 @@ def write_report(result: SimResult, path: Path) -> None:
 def build_page(result: SimResult) -> Page:
     """What the simulation says, the answer first."""
     page = Page(result.name, "simulated, not measured: what was assumed is at the end")
-    page.verdict = _verdict(result)
+    page.verdict = verdict(result)
     page.tiles = _tiles(result)
     page.sections = [
         Section("Step time", _times(result)),
@@ -36,33 +37,18 @@ def build_page(result: SimResult) -> Page:
     return page
 
 
-def _verdict(result: SimResult) -> str:
-    """The best mode on the largest number of nodes, in a sentence."""
-    if not result.comparisons:
-        return ""
-    nodes = max(c.nodes for c in result.comparisons)
-    best = max((c for c in result.comparisons if c.nodes == nodes), key=lambda c: c.e2e)
-    if best.e2e < 1.005:
-        return f"On {_nodes(nodes)} nothing is faster than {best.baseline}."
-    saved = best.gpu_hours_saved_per_100_steps
-    return (
-        f"On {_nodes(nodes)} {best.mode} is {best.e2e:.2f} times as fast as {best.baseline} end to end: "
-        f"it saves {saved:,.4g} GPU-hours in 100 steps."
-    )
-
-
 def _tiles(result: SimResult) -> list[Tile]:
-    most = _largest(result.points)
-    tiles = [Tile(f"{p.mode}: a step", f"{p.seconds:.4g} s", _nodes(p.nodes)) for p in most]
+    most = largest(result.points)
+    tiles = [Tile(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in most]
     for p in most:
         if p.recovered_gpu_hours:
             share = p.recovered_gpu_hours / p.idle_gpu_hours
-            tiles.append(Tile(f"{p.mode}: idle time trained in", f"{share:.0%}", _nodes(p.nodes)))
+            tiles.append(Tile(f"{p.mode}: idle time trained in", f"{share:.0%}", nodes_text(p.nodes)))
     return tiles
 
 
 def _times(result: SimResult) -> list[Part]:
-    names = [f"{_nodes(p.nodes)}, {p.mode}" for p in result.points]
+    names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in result.points]
     bars: list[Trace] = [
         {
             "type": "bar",
@@ -107,7 +93,7 @@ def _speedups(result: SimResult) -> list[Part]:
 
 
 def _idle(result: SimResult) -> list[Part]:
-    names = [f"{_nodes(p.nodes)}, {p.mode}" for p in result.points]
+    names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in result.points]
     hundred = [100 / len(p.steps) for p in result.points]
     trained = [p.recovered_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
     idle = [p.idle_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
@@ -124,7 +110,7 @@ def _idle(result: SimResult) -> list[Part]:
 def _rollout(points: Sequence[Point]) -> list[Part]:
     traces: list[Trace] = []
     lanes: dict[str, list[Trace]] = {}
-    for at, p in enumerate(_largest(points)):
+    for at, p in enumerate(largest(points)):
         x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
         traces.append({**_line(p.mode, x, y, at), "mode": "lines"})
         if p.shown.speculation_from is not None:
@@ -199,12 +185,6 @@ def _decisions(result: SimResult) -> list[Part]:
     return parts
 
 
-def _largest(points: Sequence[Point]) -> list[Point]:
-    """Every mode on the largest number of nodes."""
-    nodes = max(p.nodes for p in points)
-    return [p for p in points if p.nodes == nodes]
-
-
 def _line(name: str, x: Sequence[object], y: Sequence[float], at: int) -> Trace:
     style = {"color": f"@{at % 8 + 1}", "width": 2}
     return {
@@ -215,7 +195,3 @@ def _line(name: str, x: Sequence[object], y: Sequence[float], at: int) -> Trace:
         "y": list(y),
         "line": style,
     }
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_tlt.sim.result import PHASES, Point, SimResult
+from megatron_tlt.sim.verdict import nodes_text, verdict
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def render(result: SimResult) -> str:
-    """Step time by phase, comparison, idle time, curve, decisions, recommended thresholds, assumptions."""
-    parts = [result.name, _points(result), _curves(result.points)]
+    """The verdict, step time by phase, comparison, idle time, curve, decisions, recommended thresholds, assumptions."""
+    parts = [result.name, verdict(result), _points(result), _curves(result.points)]
     parts += [_strategies(result.points), _thresholds(result)]
     parts.append("assumed:\n" + "\n".join(f"  - {text}" for text in result.assumptions))
-    notes = sorted({f"{p.nodes} nodes: {p.note}" for p in result.points if p.note})
+    notes = sorted({f"{nodes_text(p.nodes)}: {p.note}" for p in result.points if p.note})
     if notes:
         parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cluster import Cluster
@@ -18,7 +18,9 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
     if not speculating:
         return []
     point = speculating[-1]
-    found = [_largest(config, point), *_buckets(point)]
+    found = [_largest(config, point)]
+    if config.rollout.speculation.selector == "beg_mab":
+        found += _buckets(config, point)
     trained = [p for p in points if p.recovered_gpu_hours > 0]
     if trained:
         found.append(_tail(config, trained[-1]))
@@ -28,24 +30,29 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
 
 def _largest(config: SimConfig, point: Point) -> Threshold:
     """Up to how many running requests of a replica drafts pay."""
-    pays = [s.running for s in point.strategies if s.tokens_per_second > _PAYS * s.plain_tokens_per_second]
+    pays = list(
+        takewhile(lambda s: s.tokens_per_second > _PAYS * s.plain_tokens_per_second, point.strategies)
+    )
     name = "running requests of a replica up to which drafts pay"
     if not pays:
-        return Threshold(name, "none", "plain decoding is as fast at every number of requests")
+        return Threshold(name, "none", "plain decoding is as fast from one request on")
     best = max(point.strategies, key=lambda s: s.tokens_per_second / s.plain_tokens_per_second)
     gain = best.tokens_per_second / best.plain_tokens_per_second
-    last = max(pays)
-    more = " or more" if last == point.strategies[-1].running else ""
+    last, most = pays[-1].running, point.strategies[-1].running
+    more = " or more" if last == most else ""
     reason = f"{gain:.2f} times as fast at {best.running}"
-    if config.plain_above is not None and last <= config.plain_above:
-        more, reason = "", f"{reason}; plain_above is {config.plain_above}: null asks for more"
+    above = config.plain_above
+    if above is not None and above < most and all(s in pays for s in point.strategies if s.running <= above):
+        reason = f"{reason}; plain_above is {above}: null asks for more"
     return Threshold(name, f"{last}{more}", reason)
 
 
-def _buckets(point: Point) -> list[Threshold]:
-    """The strategy played most at each regime, where it changes from one to the next."""
+def _buckets(config: SimConfig, point: Point) -> list[Threshold]:
+    """The strategy that the bandit plays most at each regime, where it changes from one to the next."""
     regimes: list[tuple[int, str]] = []
     for row in point.strategies:
+        if config.plain_above is not None and row.running > config.plain_above:
+            break  # there it is not asked
         name = max(row.shares, key=lambda k: row.shares[k])
         if not regimes or regimes[-1][1] != name:
             regimes.append((row.running, name))
@@ -75,10 +82,10 @@ def _nodes(points: Sequence[Point]) -> list[Threshold]:
     if len(steps) < 2:
         return []
     nodes = sorted(steps)
-    useful = nodes[0]
+    useful, reason = nodes[0], "the largest simulated: each step up to it still paid"
     for low, high in pairwise(nodes):
         if steps[low] / steps[high] < 1 + 0.5 * (high / low - 1):
+            reason = "beyond it a doubling of the nodes brings less than half of what it costs"
             break
         useful = high
-    reason = "beyond it a doubling of the nodes brings less than half of what it costs"
     return [Threshold("nodes", str(useful), reason)]

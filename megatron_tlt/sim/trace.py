@@ -79,9 +79,12 @@ def _of_file(path: Path) -> np.ndarray:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                lengths += _of_line(json.loads(line))
+                found = _of_line(json.loads(line))
+                if not all(0 <= length < math.inf for length in found):
+                    raise ValueError("not a length")
+                lengths += found
             except (ValueError, TypeError, KeyError) as error:
-                allowed = "each line must be a number, or JSON with tokens, token_ids or lengths"
+                allowed = "each line must be a number >= 0, or JSON with such tokens or lengths, or token_ids"
                 raise ConfigError.of(f"{_WHERE}.path", f"{path}:{number}", allowed) from error
     return np.array(lengths)
 

@@ -44,6 +44,12 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
         ([], "is required"),
         (["configs/sim/paper-7b.yaml", "--validate"], "set-ups of its own"),
+        (["--validate", "--sweep", "nodes=2"], "--sweep"),
+        (["--validate", "--compare", "off,tlt"], "--compare"),
+        (["--validate", "--out", "x.json"], "--out"),
+        (["configs/sim/paper-7b.yaml", "--sweep", "nodes=²"], "must look like nodes=1,2,4"),
+        (["configs/sim/paper-7b.yaml", "--out", "configs"], "is a directory"),
+        (["configs/sim/paper-7b.yaml", "--report", "configs"], "is a directory"),
     ],
 )
 def test_mistakes_are_named(arguments, said, capsys):
@@ -53,7 +59,7 @@ def test_mistakes_are_named(arguments, said, capsys):
 
 def test_modes_and_sweeps():
     assert parse_modes("off, tlt") == ["off", "tlt"]
-    assert parse_sweep(None) == [] and parse_sweep("nodes=1,16") == [1, 16]
+    assert parse_sweep(None) == [] and parse_sweep("nodes=16,1,16") == [1, 16]
     with pytest.raises(ConfigError):
         parse_modes("off,off")
     for text in ("nodes=", "nodes=0", "nodes=1,x"):

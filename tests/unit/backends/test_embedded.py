@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.answers import read_prompts, write_atomically
+from megatron_tlt.backends.answers import read_prompts
 from megatron_tlt.backends.build import build_backend, generate_file
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
@@ -20,6 +20,7 @@ from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import EagleModel
 from megatron_tlt.models.loader import save_hf
+from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.rollout.scheduler import SchedulerLimits

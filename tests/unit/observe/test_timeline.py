@@ -97,6 +97,9 @@ def test_steps_and_ranks_can_be_chosen(tmp_path):
     assert {e["pid"] for e in slices} == {1, 3} and {e["args"]["step"] for e in slices} == {2, 3}
     with pytest.raises(ConfigError, match="--ranks"):
         write_timeline(folder, tmp_path / "t.json.gz", ranks={9})
+    with pytest.raises(ConfigError, match=r"--steps = '7-8': must be among the run's steps: 1 to 5"):
+        write_timeline(folder, tmp_path / "t.json.gz", steps={7, 8})
+    write_timeline(folder, tmp_path / "t.json.gz", steps={6})  # may have begun
 
 
 def test_a_torn_log_and_a_run_in_progress(tmp_path):

@@ -16,7 +16,7 @@ def test_updates_cost_operations_over_the_gpus():
     assert Cluster(sim_config("cluster.nodes=2")).update(10**6) == pytest.approx(cluster.update(10**6) / 2)
     assert cluster.logprobs(10**6) == pytest.approx(cluster.update(10**6) / 2)  # 2 x 2 of 8
     measured = Cluster(sim_config("training.update_us_per_token=80", "training.update_ms=500"))
-    assert measured.update(1000) == pytest.approx(0.5 + 80e-6 * 1000 / 8)
+    assert measured.update(1000) == pytest.approx(0.5 + 80e-6 * 1000 / 4)  # 4 replicas of tp 2
 
 
 def test_pushes_go_over_the_network_between_nodes():

@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import build_page, write_report
 from megatron_tlt.sim.tables import columns, render
+from megatron_tlt.sim.verdict import verdict
 from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
@@ -55,5 +57,13 @@ def test_the_page_is_alone_and_its_charts_hold_the_result(result, tmp_path):
 
 def test_the_verdict_names_the_best_mode_on_the_most_nodes(result):
     best = max((c for c in result.comparisons if c.nodes == 2), key=lambda c: c.e2e)
-    verdict = build_page(result).verdict
-    assert verdict.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in verdict or best.e2e < 1.005)
+    said = build_page(result).verdict
+    assert render(result).splitlines()[2] == said == verdict(result)
+    assert said.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in said or best.e2e < 1.005)
+
+
+def test_the_verdict_says_that_a_layout_cannot_run(result):
+    points = [replace(p, fits=False, note="no room") for p in result.points]
+    assert verdict(replace(result, points=points)).endswith(" But this layout cannot run: no room.")
+    assert "cannot run" not in verdict(result)
+    assert "\n1 node: no room\n2 nodes: no room" in render(replace(result, points=points))

@@ -9,6 +9,7 @@ from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
+QUICK = "rollout.speculation.selector=beg_mab"  # which is asked for fewer steps
 BULK = (
     "engine=bulk",
     "workload.prompts_per_step=64",
@@ -42,7 +43,7 @@ def test_exact_and_bulk_agree_on_a_whole_step():
 
 
 def test_modes_answer_alike_and_differ_in_time():
-    result = simulate(sim_config(*BULK, *EAGLE), ["off", "suffix", "frozen", "tlt"])
+    result = simulate(sim_config(*BULK, *EAGLE, QUICK), ["off", "suffix", "frozen", "tlt"])
     off, suffix, frozen, tlt = result.points
     assert len({p.steps[0].tokens for p in result.points}) == 1
     assert tlt.seconds < off.seconds and suffix.seconds < off.seconds
@@ -56,7 +57,7 @@ def test_modes_answer_alike_and_differ_in_time():
 
 
 def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
-    config = sim_config(*BULK, *EAGLE, "workload.prompts_per_step=256")
+    config = sim_config(*BULK, *EAGLE, QUICK, "workload.prompts_per_step=256")
     result = simulate(config, ["off", "tlt"], [1, 4, 16])
     gains = [c.e2e for c in result.comparisons]
     seconds = [p.seconds for p in result.points if p.mode == "tlt"]
@@ -74,7 +75,8 @@ def test_the_document_has_its_parts():
     assert {"running", "lanes", "speculation_from", "step"} == set(point["shown"])
     assert any("lognormal" in text for text in document["assumptions"])
     names = [t["setting"] for t in document["thresholds"]]
-    assert "rollout.speculation.bandit.thresholds" in names and "idle.min_tail_seconds" in names
+    assert "rollout.speculation.bandit.thresholds" not in names  # the selector is cost_aware
+    assert "idle.min_tail_seconds" in names
 
 
 @pytest.mark.slow

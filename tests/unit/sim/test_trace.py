@@ -80,7 +80,17 @@ def test_lengths_come_from_a_run(tmp_path):
     assert lengths.max() <= 448
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "has no lengths"), ("x\n", ":1"), ('{"a": 1}\n', ":1")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no lengths"),
+        ("x\n", ":1"),
+        ('{"a": 1}\n', ":1"),
+        ("NaN\n", ":1"),
+        ("5\n-3\n", ":2"),
+        ('{"tokens": Infinity}\n', ":1"),
+    ],
+)
 def test_files_without_lengths_are_refused(tmp_path, text, said):
     path = tmp_path / "l.txt"
     path.write_text(text)

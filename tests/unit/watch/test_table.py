@@ -84,6 +84,9 @@ def test_damaged_and_missing_files_are_said(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no status of rank 1, 2" in shown and "rank-00001.json: not JSON" in shown
     assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "must be the directory of a run" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["status", str(tmp_path / "empty")]) == 2
     assert "no status files" in capsys.readouterr().out
 
 

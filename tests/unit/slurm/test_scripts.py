@@ -1,0 +1,69 @@
+"""What the batch scripts say where there is no Slurm: dry runs, and shells that only seem to be in a job."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(script, *words, root=ROOT, **variables):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTHON", "CONTAINER", "MPI"))}
+    command = [str(root / script), *map(str, words)]
+    return subprocess.run(
+        command, env=kept | variables, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def srun_line(done):
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("  -> srun"))
+
+
+def test_dry_runs_print_what_would_be_run():
+    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "kernels", "--quick"))
+    assert "--mpi=none" in line and line.endswith(f"{ROOT}/benchmarks/bench_kernels.py --quick")
+    line = srun_line(run("slurm/convert.sbatch", "--dry-run", "hf-to-megatron", "--hf", "my model"))
+    assert line.endswith(rf"-m mpi4py {ROOT}/tools/convert_hf_to_megatron.py --hf my\ model")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [("bench", "no benchmark 'nothing'"), ("convert", "must be hf-to-megatron or")]
+)
+def test_dry_runs_refuse_what_the_job_would(script, said):
+    done = run(f"slurm/{script}.sbatch", "--dry-run", "nothing")
+    assert done.returncode == 2 and said in done.stderr and "sbatch -N" not in done.stdout
+
+
+def test_a_type_of_gpu_is_taken_and_kept():
+    done = run("slurm/bench.sbatch", "--dry-run", "kernels", SLURM_GPUS_PER_NODE="h100:4")
+    assert "4 GPUs each, for at most 1:00:00: 4 GPU-hours" in done.stdout
+    assert "--gpus-per-node=h100:4" in done.stdout
+
+
+def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
+    """Names are quoted; with a container nothing here is needed but the check, which says that it is left out."""
+    root = tmp_path / "a b"
+    for part in ("slurm", "configs"):
+        shutil.copytree(ROOT / part, root / part)
+    config = root / "configs/quickstart.yaml"
+    done = run("slurm/train.sbatch", "--dry-run", config, root=root, CONTAINER="image")
+    assert done.returncode == 0, done.stderr
+    assert "the configuration is not checked" in done.stdout
+    assert rf"{tmp_path}/a\ b/slurm/train.sbatch" in done.stdout
+    assert "--container-image=image" in srun_line(done) and " python3 -m mpi4py " in srun_line(done)
+
+
+def test_with_a_container_the_configuration_is_checked_here():
+    words = ("--dry-run", "-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
+    done = run("slurm/train.sbatch", *words, CONTAINER="image")
+    assert done.returncode == 2 and "num_steps" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/bench.sbatch", "launch/interactive.sh"])
+def test_a_job_number_alone_is_no_job(script):
+    done = run(script, "configs/quickstart.yaml", SLURM_JOB_ID="7")
+    assert done.returncode == 2 and "this is no job of Slurm's: unset SLURM_JOB_ID" in done.stderr
