@@ -52,7 +52,11 @@ def run_once(job, world):
     world.barrier()
     signals.restore()
     if world.is_main:
-        for key in ("stop/1", "stop/2"):  # one world for all starts, where every start has its own
+        for key in (
+            "stop/1",
+            "stop/2",
+            "stop/term",
+        ):  # one world for all starts, where every start has its own
             world.store.delete_key(key)
     world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")

@@ -1,4 +1,6 @@
 import resource
+import subprocess
+import sys
 import time
 
 import pytest
@@ -6,6 +8,7 @@ import pytest
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.result import PHASES, SCHEMA
 from megatron_tlt.sim.simulate import Simulation
+from tests.helpers.mpi import ROOT
 from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
@@ -81,7 +84,14 @@ def test_the_document_has_its_parts():
 
 @pytest.mark.slow
 def test_1024_gpus_for_100_steps_in_a_minute_and_a_gib():
-    """512 engines of 2 GPUs; CPU seconds, because tests share their machine."""
+    """512 engines of 2 GPUs; CPU seconds, because tests share their machine; its own process, for its memory."""
+    script = "from tests.unit.sim.test_simulate import simulate_1024; simulate_1024()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def simulate_1024():
+    """Ends with an error where it takes too much."""
     paper = ("workload.lengths.median=1200", "workload.lengths.sigma=1.2", "rollout.max_tokens=32768")
     size = ("cluster.nodes=128", "workload.steps=100", "workload.prompts_per_step=1024", "rollout.tp=2")
     config = sim_config(*EAGLE, *paper, *size, "idle.train_drafter=true", "engine=bulk")
