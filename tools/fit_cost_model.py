@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.root import Config
+    from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.rollout.rows import RunningRows
     from megatron_tlt.types import DraftStrategy, Prompt
 
@@ -149,21 +150,25 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     return backend, recorder
 
 
-def measure(config: Config, kind: str, prompts: list[Prompt], seconds: float) -> tuple[Recorder, list[int]]:
-    """Answers prompts for `seconds`, in batches of every size; returns what was recorded and the answers' lengths."""
+def measure(
+    config: Config, kind: str, stream: PromptStream, most: int, seconds: float
+) -> tuple[Recorder, list[int]]:
+    """Answers prompts for `seconds`, up to `most` at a time; returns what was recorded and the answers' lengths.
+
+    Every batch takes new prompts: one that was there before has the same answer, which a suffix drafter remembers.
+    """
     from megatron_tlt.build import sampling_params
 
     backend, recorder = open_engine(config, kind)
     assert recorder is not None
     params, lengths = sampling_params(config), []
-    sizes = [len(prompts) // 2**i or 1 for i in range(5)]
+    sizes = [most // 2**i or 1 for i in range(5)]
     started, turn = time.process_time(), 0
     while time.process_time() - started < seconds or turn < len(sizes):
         size = sizes[turn % len(sizes)]
-        first = (turn * size) % max(1, len(prompts) - size + 1)
         samples = 8 if turn % 3 else 1
-        answers = backend.generate(prompts[first : first + size], params, samples)
-        lengths += [len(sample.token_ids) for sample in answers] if size == len(prompts) else []
+        answers = backend.generate(stream.next_batch(size), params, samples)
+        lengths += [len(sample.token_ids) for sample in answers] if size == most else []
         turn += 1
     backend.close()
     return recorder, lengths
@@ -254,7 +259,7 @@ def main() -> None:
     prompts = stream.next_batch(config.train.prompts_per_step)[: max(1, config.train.prompts_per_step // 2)]
     recorders, lengths = [], []
     for kind in args.drafters:
-        recorder, found = measure(config, kind, prompts, args.seconds)
+        recorder, found = measure(config, kind, stream, len(prompts), args.seconds)
         recorders.append(recorder)
         lengths += found
         print(f"{kind}: {len(recorder.steps)} steps", flush=True)
