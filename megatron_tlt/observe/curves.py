@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.types import EngineStats
 
 _POINTS = 40
@@ -21,7 +22,7 @@ def curve_attrs(stats: EngineStats) -> dict[str, Any] | None:
     curve = stats.running_curve
     if not curve:
         return None
-    wall = time.time() - time.perf_counter() + stats.started
+    wall = wall_seconds() - time.perf_counter() + stats.started
     first, last = curve[0][0], curve[-1][0]
     points = thinned(curve, _POINTS)
     attrs: dict[str, Any] = {"start": round(wall + first, 3)}
