@@ -124,11 +124,10 @@ def _rollout(points: Sequence[Point]) -> list[Part]:
     curve = Chart(
         "Running requests", traces, "seconds since the rollout began", "requests", log_switch=True, wide=True
     )
-    first = next(iter(lanes))
     layout = {"barmode": "stack", "yaxis": {"title": {"text": "replica"}}}
     replicas = Chart(
         "Replicas: busy, idle, training",
-        lanes[first],
+        [],  # every mode has its own
         "seconds since the rollout began",
         "replica",
         "At most 64 replicas, evenly chosen, the slowest among them.",
