@@ -126,7 +126,7 @@ class OnlineTrainer:
     def disable(self, reason: str) -> None:
         """Ends training on this rank: the drafter is again what it was when the window began."""
         self.failure = reason
-        self._go_back()
+        self.drop_window()
 
     def _share(self, sample: list[DraftSequence]) -> list[DraftSequence]:
         return sample[self._unit.rank :: self._unit.size]
@@ -202,7 +202,7 @@ class OnlineTrainer:
             merged = merge_states(state, self.window_tokens / total, all_reduce)
             rolled_back = not bool(torch.isfinite(merged).all())
             if rolled_back:
-                self._go_back()
+                self.drop_window()
                 self.failure = self.failure or "the mean of the replicas' drafters was not finite"
             else:
                 state.write(merged)
@@ -216,10 +216,7 @@ class OnlineTrainer:
         return MergeReport(self.version, trained, tuple(w.tokens for w in windows), failed, rolled_back)
 
     def drop_window(self) -> None:
-        """Forgets the window: the drafter is what it was when it began, on every rank that calls this."""
-        self._go_back()
-
-    def _go_back(self) -> None:
+        """Forgets the window: this rank's drafter is what it was when it began."""
         if self._before is not None:
             flat, self._state.steps, self._trainer.trained_steps = self._before
             self._state.write(flat)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace
+from megatron_tlt.observe.report_charts import line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 from megatron_tlt.sim.verdict import largest, nodes_text, verdict
 
@@ -81,7 +82,8 @@ def _speedups(result: SimResult) -> list[Part]:
         traces: list[Trace] = []
         for at, mode in enumerate(modes):
             mine = [c for c in result.comparisons if c.mode == mode]
-            traces.append(_line(mode, [str(c.nodes) for c in mine], [getattr(c, of) for c in mine], at))
+            x, y = [str(c.nodes) for c in mine], [getattr(c, of) for c in mine]
+            traces.append(line(mode, x, y, f"@{at % 8 + 1}"))
         layout = {"xaxis": {"type": "category"}}
         baseline = result.comparisons[0].baseline
         parts.append(Chart(title, traces, "nodes", f"times as fast as {baseline}", layout=layout))
@@ -112,7 +114,7 @@ def _rollout(points: Sequence[Point]) -> list[Part]:
     lanes: dict[str, list[Trace]] = {}
     for at, p in enumerate(largest(points)):
         x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
-        traces.append({**_line(p.mode, x, y, at), "mode": "lines"})
+        traces.append(line(p.mode, x, y, f"@{at % 8 + 1}", mode="lines"))
         if p.shown.speculation_from is not None:
             since = p.shown.speculation_from
             running = [n for t, n in p.shown.running if t <= since]
@@ -182,15 +184,3 @@ def _decisions(result: SimResult) -> list[Part]:
         advice: list[list[Cell]] = [[t.setting, t.value, t.reason] for t in result.thresholds]
         parts.append(Table(["setting", "value", "why"], advice, "Recommended", wide=True))
     return parts
-
-
-def _line(name: str, x: Sequence[object], y: Sequence[float], at: int) -> Trace:
-    style = {"color": f"@{at % 8 + 1}", "width": 2}
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": list(x),
-        "y": list(y),
-        "line": style,
-    }

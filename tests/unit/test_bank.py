@@ -136,22 +136,27 @@ def test_a_fresh_start_empties_it(tmp_path: Path) -> None:
     assert engine.asked == ALL
 
 
+def reopened(run_dir: Path) -> RolloutBank:
+    """The bank of one rank's next start."""
+    return RolloutBank(
+        BankSection(),
+        run_dir,
+        World(),  # type: ignore[arg-type]
+        Engine(),
+        PLAN,
+        identity={},
+        tp=1,
+        fresh=False,
+    )
+
+
 def test_covered_steps_go_at_the_start_and_on_the_way(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         died(tmp_path, 2, step=1)
         (tmp_path / "bank/step-000001").rename(tmp_path / f"bank/step-00000{step}_")
     for path in (tmp_path / "bank").iterdir():
         path.rename(path.with_name(path.name[:-1]))
-    bank = RolloutBank(
-        BankSection(),
-        tmp_path,
-        World(),
-        Engine(),
-        PLAN,
-        identity={},
-        tp=1,
-        fresh=False,  # type: ignore[arg-type]
-    )
+    bank = reopened(tmp_path)
     left = lambda: sorted(path.name for path in (tmp_path / "bank").iterdir())  # noqa: E731
     bank.start(1)
     assert left() == ["step-000002", "step-000003", "step-000004"]
@@ -159,16 +164,7 @@ def test_covered_steps_go_at_the_start_and_on_the_way(tmp_path: Path) -> None:
     bank.covered_by(3)
     bank.close()
     assert left() == ["step-000004"]
-    bank = RolloutBank(
-        BankSection(),
-        tmp_path,
-        World(),
-        Engine(),
-        PLAN,
-        identity={},
-        tp=1,
-        fresh=False,  # type: ignore[arg-type]
-    )
+    bank = reopened(tmp_path)
     bank.finish()
     bank.close()
     assert not (tmp_path / "bank").exists()
