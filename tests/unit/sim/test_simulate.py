@@ -1,7 +1,7 @@
-import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +90,12 @@ def test_1024_gpus_for_100_steps_in_a_minute_and_a_gib():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def _peak_bytes():
+    """Of this process alone: getrusage's maximum begins with that of the process which started this one."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1])
+
+
 def simulate_1024():
     """Ends with an error where it takes too much."""
     paper = ("workload.lengths.median=1200", "workload.lengths.sigma=1.2", "rollout.max_tokens=32768")
@@ -98,5 +104,5 @@ def simulate_1024():
     started = time.process_time()
     point = Simulation(config).run("tlt")
     assert time.process_time() - started < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**20
+    assert _peak_bytes() < 2**30
     assert point.gpus == 1024 and len(point.steps) == 100
