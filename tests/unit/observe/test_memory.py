@@ -51,10 +51,10 @@ def test_resident_memory_is_seen_while_it_is_there():
     peaks = PhasePeaks.of(torch.device("cpu"))
     with peaks.phase("before"):
         pass
-    with peaks.phase("large"):
-        with mmap.mmap(-1, 64 * MIB) as fresh:  # an allocator might reuse what this process has had before
-            for at in range(0, len(fresh), mmap.PAGESIZE):
-                fresh[at] = 1
+    # Gone before the phase ends, and no allocator's: that might reuse what this process has had before.
+    with peaks.phase("large"), mmap.mmap(-1, 64 * MIB) as fresh:
+        for at in range(0, len(fresh), mmap.PAGESIZE):
+            fresh[at] = 1
     with peaks.phase("after"):
         pass
     found = peaks.take()
