@@ -148,11 +148,11 @@ def _add_generate(commands: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     signals = StopSignals().install()  # first: importing the rest takes seconds
-    from megatron_tlt.build import build_trainer
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
 
-    config = load_config(args.config, args.overrides, Config)
+    config = load_config(args.config, args.overrides, Config)  # what is wrong in it is said before those seconds
+    from megatron_tlt.build import build_trainer
 
     def body(world: World) -> int:
         trainer = build_trainer(config, world, signals)
@@ -164,31 +164,34 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from megatron_tlt.build import build_sft_trainer
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import SftConfig
 
     config = load_config(args.config, args.overrides, SftConfig)
+    from megatron_tlt.build import build_sft_trainer
+
     return _on_every_rank(config.distributed, None, lambda world: build_sft_trainer(config, world).run())
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from megatron_tlt.build import run_evaluation
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
 
     config = load_config(args.config, args.overrides, Config)
+    from megatron_tlt.build import run_evaluation
+
     return _on_every_rank(
         config.distributed, config.rollout.threads, lambda w: run_evaluation(config, w, args.out)
     )
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_tlt.build import run_export
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
 
     config = load_config(args.config, args.overrides, Config)
+    from megatron_tlt.build import run_export
+
     return _on_every_rank(
         config.distributed, None, lambda world: run_export(config, world, args.out, args.dtype)
     )
@@ -209,12 +212,13 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_tlt.build import run_generate
     from megatron_tlt.config.load import load_engine
     from megatron_tlt.config.run import DistributedSection
 
     options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
     engine = load_engine([*options, *args.overrides])
+    from megatron_tlt.build import run_generate
+
     return _on_every_rank(
         DistributedSection(), engine.threads, lambda world: run_generate(args, engine, world)
     )

@@ -110,12 +110,8 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
 @pytest.mark.parametrize(
     ("kind", "rank", "phase", "frame"),
     [
-        (
-            "SIGSTOP",
-            1,
-            "rollout",
-            "in _rollout",
-        ),  # another thread may take it: this one goes on for an instant
+        # Another thread may take the signal: this one goes on for an instant.
+        pytest.param("SIGSTOP", 1, "rollout", "in _rollout", marks=pytest.mark.nightly),
         pytest.param("spin", 0, "update", "in happen", marks=pytest.mark.nightly),
         # It holds the GIL: no thread of the rank could notice.
         pytest.param("regex", 1, "score", "in match", marks=pytest.mark.nightly),
@@ -161,6 +157,7 @@ def test_a_reward_function_that_sleeps_for_ever_costs_its_samples_and_is_no_hang
     assert json.loads(status(whole / "sleeps", "--json").stdout)["condition"] == "finished"
 
 
+@pytest.mark.nightly
 def test_a_collective_that_times_out_leaves_the_stacks_of_all_ranks(whole):
     """The collective's own timeout comes first here; hangs are not looked for."""
     run_dir = whole / "times-out"
@@ -196,6 +193,7 @@ def test_where_the_launcher_lets_the_others_live_their_watchdogs_end_them(whole)
     assert "megatron-tlt: rank 1 (host " in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_slow_phase_is_warned_of_with_its_rank(whole):
     fault = {"rank": 1, "phase": "rollout", "step": 8, "kind": "slow"}
     options = ("watchdog.slow_min_s=1.5", f"train.num_steps={STEPS}", "checkpoint.every=0")

@@ -129,6 +129,7 @@ def test_other_sharding_flags_of_megatron_convert_too(
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / kind))
 
 
+@pytest.mark.nightly
 def test_three_ranks_convert_as_one_does(root: Path, tmp_path: Path) -> None:
     tools = {"there": "tools/convert_hf_to_megatron.py", "back": "tools/convert_megatron_to_hf.py"}
     hf, out, back = str(root / "llama"), str(tmp_path / "mg"), str(tmp_path / "hf")

@@ -38,7 +38,9 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.nightly) if n == 1 else n for n in CASES]
+)
 def test_the_estimate_is_within_a_tenth_of_what_is_allocated(ranks, tmp_path):
     arguments = str(tmp_path), json.dumps(list(CASES[ranks].values()))
     found = results(run_ranks(ranks, "tests/mpi/workers/memory_estimate.py", *arguments, timeout=600).stdout)

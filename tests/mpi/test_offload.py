@@ -20,7 +20,9 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.nightly) if n > 2 else n for n in LAYOUTS]
+)
 def test_offload_changes_no_bit_and_frees_the_memory(ranks, tmp_path):
     arguments = str(expected_root()), str(tmp_path), json.dumps(LAYOUTS[ranks])
     found = results(run_ranks(ranks, "tests/mpi/workers/offload.py", *arguments).stdout)

@@ -9,13 +9,13 @@ from tests.helpers.mpi import run_ranks
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_merges_are_the_weighted_mean(ranks: int) -> None:
     done = run_ranks(ranks, "tests/mpi/workers/online_ranks.py", "merge")
     assert done.stdout.count("merged as it should") == ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_unit_trains_as_one_rank_would(ranks: int) -> None:
     """Four ranks: two units of two, merged."""
     done = run_ranks(ranks, "tests/mpi/workers/online_ranks.py", "unit")

@@ -12,7 +12,7 @@ from tests.helpers.mpi import run_ranks
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_sharded_engine_speculates(tmp_path: Path, ranks: int):
     """Equal bits: sums over ranks are taken in one order whatever the rows, and rank 0 decides for all."""
     file = tmp_path / "results.json"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.slurm.cluster import Cluster, missing
-from tests.integration.slurm.scenarios import SCENARIOS, Scene, make_template
+from tests.integration.slurm.scenarios import NIGHTLY, SCENARIOS, Scene, make_template
 
 
 @pytest.fixture(scope="session")
@@ -24,13 +24,15 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def scenes(cluster, tmp_path_factory):
-    """Name: a future of its `Scene`, played."""
+def scenes(request, cluster, tmp_path_factory):
+    """Name: a future of its `Scene`, played; scenes that no chosen test asks for are not."""
     folder = tmp_path_factory.mktemp("scenes")
     template = make_template(tmp_path_factory.mktemp("template"))
-    stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
+    nightly = any(item.get_closest_marker("nightly") for item in request.session.items)
+    names = [name for name in SCENARIOS if nightly or name not in NIGHTLY]
+    stages = {name: Scene(cluster, folder / name, template) for name in names}
     pool = ThreadPoolExecutor(4)
     try:
-        yield {name: pool.submit(play, stages[name]) for name, play in SCENARIOS.items()}
+        yield {name: pool.submit(SCENARIOS[name], stages[name]) for name in names}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # those that still wait fail when the cluster goes

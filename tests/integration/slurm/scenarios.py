@@ -193,6 +193,7 @@ def chained(scene: Scene) -> Scene:
     return scene
 
 
+NIGHTLY = {"timed_out"}
 SCENARIOS: dict[str, Callable[[Scene], Scene]] = {
     play.__name__: play
     for play in (timed_out, preempted, killed, warned, cancelled, whole, container, wrong_config, wrong_pair)

@@ -34,6 +34,7 @@ def test_the_case_study_of_128_requests():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_speed_up_by_nodes():
     checks = [c for c in validation.steps_by_nodes() if c.kind == "prediction"]
     seven = [c for c in checks if c.source == "table 3" and c.what.startswith("7B")]
