@@ -151,9 +151,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.root import Config
 
-    config = load_config(
-        args.config, args.overrides, Config
-    )  # what is wrong in it is said before those seconds
+    config = load_config(args.config, args.overrides, Config)  # mistakes are told before those seconds
     from megatron_tlt.build import build_trainer
 
     def body(world: World) -> int:
