@@ -6,7 +6,6 @@ Order matters: everything that can be wrong is found before weights are loaded, 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,14 +128,19 @@ def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
 
 
 def run_export(config: Config, world: World, out: Path, dtype: str | None) -> None:
-    """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory."""
+    """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory.
+
+    `out` appears whole or not at all. Collective. Raises CheckpointError, ConfigError (also where `out` is there).
+    """
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.checkpointing import CheckpointManager
-    from megatron_tlt.export import write_drafter, write_hf
+    from megatron_tlt.export import export_problems, write_run
     from megatron_tlt.sft import CompletionLoss
 
     check_on(_without_drafter(config), world)
     run_dir = Path(config.train.run_dir)
+    if problems := export_problems(out, run_dir, str(config.checkpoint.resume)):
+        raise ConfigError(problems)
     policy = MegatronPolicy(
         world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps
     )
@@ -145,14 +149,10 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
     if manager.load_latest() is None:
         raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'}")
     world.enter("export")
-    write_hf(policy, world, config.model, out, dtype or config.actor.dtype)
     drafter = manager.load_drafter()
+    write_run(policy, world, config.model, out, dtype or config.actor.dtype, drafter)
     if world.is_main:
-        shutil.rmtree(out / "drafter", ignore_errors=True)  # an older export's is another policy's
-        trained = ""
-        if drafter is not None:
-            write_drafter(drafter, policy, out / "drafter")
-            trained = f", drafter in {out / 'drafter'}"
+        trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
         print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
 
 
@@ -202,7 +202,7 @@ def run_generate(args: argparse.Namespace, engine: RolloutSection, world: World)
         ignore_eos=args.ignore_eos,
         seed=args.seed,
     )
-    generate_file(
+    stats = generate_file(
         args.model,
         args.prompts,
         args.out,
@@ -216,6 +216,12 @@ def run_generate(args: argparse.Namespace, engine: RolloutSection, world: World)
         logprobs=args.logprobs,
         rollout=engine,
     )
+    if world.is_main:
+        answers, seconds = stats.finished_requests, stats.seconds
+        print(
+            f"wrote {args.out}: {answers} answers, {stats.generated_tokens} tokens in {seconds:.1f} s",
+            flush=True,
+        )
 
 
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:

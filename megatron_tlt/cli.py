@@ -22,7 +22,7 @@ from megatron_tlt.cli_simulate import add_simulate
 from megatron_tlt.cli_status import add_status
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.signals import StopSignals
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, ConfigProblem, TltError
 from megatron_tlt.observe.attempt import note_exit
 
 if TYPE_CHECKING:
@@ -202,6 +202,8 @@ def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.preflight import check_report
 
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError.of("--ranks", args.ranks, "must be >= 1")
     config: Config | SftConfig
     if args.sft:
         config = load_config(args.config, args.overrides, SftConfig)
@@ -215,13 +217,43 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_engine
     from megatron_tlt.config.run import DistributedSection
 
+    problems = _generate_problems(args)
     options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
-    engine = load_engine([*options, *args.overrides])
+    try:
+        engine = load_engine([*options, *args.overrides])
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
     from megatron_tlt.build import run_generate
 
     return _on_every_rank(
         DistributedSection(), engine.threads, lambda world: run_generate(args, engine, world)
     )
+
+
+def _generate_problems(args: argparse.Namespace) -> list[ConfigProblem]:
+    """What argparse cannot refuse."""
+    allowed = {
+        "n": (args.n >= 1, "must be >= 1"),
+        "temperature": (args.temperature >= 0, "must be >= 0"),
+        "top_k": (args.top_k >= 0, "must be >= 0 (0: off)"),
+        "top_p": (0 < args.top_p <= 1, "must be in (0, 1]"),
+        "min_p": (0 <= args.min_p <= 1, "must be in [0, 1]"),
+        "max_tokens": (args.max_tokens >= 1, "must be >= 1"),
+        "model": (
+            (args.model / "config.json").is_file(),
+            "must be a Hugging Face directory with a config.json",
+        ),
+        "prompts": (args.prompts.is_file(), "no such file"),
+    }
+    problems = []
+    for name, (is_good, text) in allowed.items():
+        value = getattr(args, name)
+        if not is_good:
+            shown = str(value) if isinstance(value, Path) else value
+            problems.append(ConfigProblem(f"--{name.replace('_', '-')}", shown, text))
+    return problems
 
 
 def _on_every_rank(section: Any, threads: int | None, body: Callable[[World], int | None]) -> int:
@@ -266,7 +298,9 @@ def _is_timeout(error: BaseException) -> bool:
 
 def _failure(world: World, error: BaseException) -> str:
     """What a person needs to know first: who, where, what; then, for our own mistakes, the traceback."""
-    where = f"rank {world.rank} failed in phase {world.phase_name}, step {world.step}"
+    where = f"rank {world.rank} failed in phase {world.phase_name}"
+    if world.step >= 0:
+        where += f", step {world.step}"
     lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
     if _is_timeout(error):
         lines.append(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.checks import Device
     from megatron_tlt.distributed.world import World
 
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _DRAFTER_PATH = "rollout.speculation.drafter_path"
 
 
@@ -27,7 +28,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
-    problems = find_problems(config, shape, num_ranks, None, positions)
+    problems = find_problems(config, shape, num_ranks, None, positions) + tokenizer_problems(config)
     if isinstance(config, Config):
         problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
@@ -38,7 +39,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
 
 def check_on(config: Config | SftConfig, world: World) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
-    problems = missing_files(config)
+    problems = missing_files(config) + tokenizer_problems(config)
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems += find_problems(config, shape, world.size, device, positions)
@@ -77,6 +78,19 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))
     return problems
+
+
+def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A directory on this machine that has no tokenizer."""
+    field, source = "path", Path(config.model.path)
+    if config.model.tokenizer:
+        field, source = "tokenizer", Path(config.model.tokenizer)
+    if not source.is_dir() or any(any(source.glob(kind)) for kind in _TOKENIZERS):
+        return []
+    allowed = (
+        "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
+    )
+    return [ConfigProblem(f"model.{field}", str(source), allowed)]
 
 
 def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:

@@ -35,6 +35,8 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, chat: bool) -> list[Pr
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
         prompts.append(Prompt(len(prompts), where, token_ids, text))
+    if not prompts:
+        raise DataError(f"{path}: no prompts")
     return prompts
 
 

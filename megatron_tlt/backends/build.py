@@ -147,7 +147,11 @@ def generate_file(
     rollout = options.get("rollout", RolloutSection()).model_copy(
         update={"tp": tp.size if tp is not None else 1}
     )
-    context = max((len(p.token_ids) for p in prompts), default=0) + params.max_tokens
+    context = max(len(p.token_ids) for p in prompts) + params.max_tokens
+    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
+    if context > limit:
+        allowed = f"at most {limit - context + params.max_tokens}: the longest prompt and its answer must fit in the "
+        raise ConfigError.of("max_tokens", params.max_tokens, allowed + f"model's {limit} positions")
     model = ModelSection(path=str(model_dir), max_context=context)
     backend = build_backend(
         rollout, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=rollout.tp, load_weights=True

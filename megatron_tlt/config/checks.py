@@ -209,7 +209,8 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         yield ConfigProblem("idle.train_drafter", True, allowed)
     elif num_ranks // config.rollout.tp == 1 and section.drafter_path is None:
         allowed = (
-            "is required with one rollout replica: it waits for nobody, so random weights would stay random"
+            "is required with one rollout replica: it waits for nobody, so random weights would stay random (or "
+            "rollout.speculation.drafter=suffix or none, with idle.train_drafter=false)"
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
     if online.fp8 in ("te", "torchao") and device == "cpu":

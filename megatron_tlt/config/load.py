@@ -178,4 +178,6 @@ def _unknown_key(
     path = f"{parent}.{key}" if parent else key
     near = nearest_path(root, parent, keys, key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
+    if path == "sft":
+        hint = "a config of `megatron-tlt sft` (and `check --sft`)"
     return ConfigProblem(path, value, f"unknown key; {hint}")

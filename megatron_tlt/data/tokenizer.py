@@ -24,6 +24,8 @@ class HFTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
+        if not self.encode("a"):  # transformers makes an empty one of a config.json alone
+            raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         self._eos = _eos_ids(directory, self._tokenizer)
 
     @property

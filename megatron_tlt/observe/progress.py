@@ -35,8 +35,8 @@ COLUMNS = (
     ("entropy", "policy/entropy", "{:.3f}"),
     ("grad norm", "policy/grad_norm", "{:.3f}"),
     ("accepted", "spec/accept_length", "{:.2f}"),
-    ("idle s", "idle/seconds", "{:.1f}"),
-    ("recovered s", "idle/recovered_seconds", "{:.1f}"),
+    ("idle rank-s", "idle/seconds", "{:.1f}"),
+    ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
     ("drafter steps", "drafter/steps", "{:.0f}"),
 )
 

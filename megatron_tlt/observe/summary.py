@@ -90,6 +90,9 @@ def _accuracy_table(before: Accuracy, after: Accuracy) -> Table:
     rise = after.mean - before.mean
     # Both evaluations ask the same prompts, so their errors are not independent: this is on the safe side.
     error = math.hypot(before.standard_error, after.standard_error)
+    if before.step == after.step:  # a resumed run that had one evaluation: nothing to compare it with
+        table.add_row(f"{after.count} prompts, after {after.step} steps", "", str(after), "")
+        return table
     steps = f"{after.count} prompts, after {before.step} and {after.step} steps"
     table.add_row(steps, str(before), str(after), f"{rise:+.3f} ± {error:.3f}")
     return table

@@ -43,8 +43,34 @@ def test_export_writes_the_trained_policy_for_transformers(run):
 def test_export_says_that_there_is_no_checkpoint(run, tmp_path):
     arguments = [run / "tiny.yaml", f"train.run_dir={tmp_path}", "--out", tmp_path / "out"]
     done = command(1, "export", *arguments, check=False)
+    assert done.returncode == 2
+    assert f"train.run_dir = '{tmp_path}': must be a run with checkpoints" in done.stdout
+    (tmp_path / "checkpoints").mkdir()
+    done = command(1, "export", *arguments, check=False)
     assert done.returncode == 1
     assert f"CheckpointError: no checkpoint in {tmp_path / 'checkpoints'}" in done.stdout
+
+
+def test_export_is_never_written_over_something(run):
+    weights = (run / "model/model.safetensors").read_bytes()
+    for out in ("model", "tiny.yaml", "absent/trained"):
+        done = command(1, "export", run / "tiny.yaml", "--out", run / out, check=False)
+        assert done.returncode == 2 and f"--out = '{run / out}': " in done.stdout
+    assert (run / "model/model.safetensors").read_bytes() == weights
+    assert not (run / "absent").exists() and not list(run.glob(".*.unfinished"))
+
+
+def test_wrong_arguments_of_generate_are_all_told(run):
+    wrong = ["--n", 0, "--temperature", -1, "--top-p", 2, "--max-tokens", 0, "--prompts", run / "none"]
+    done = command(1, "generate", "--model", run / "none", "--out", run / "a", *wrong, check=False)
+    assert done.returncode == 2
+    for name in ("model", "n", "temperature", "top-p", "max-tokens", "prompts"):
+        assert f"  --{name} = " in done.stdout
+    prompts = run / "one.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    arguments = ["--model", run / "model", "--prompts", prompts, "--out", run / "a", "--max-tokens", 99999]
+    done = command(1, "generate", *arguments, check=False)
+    assert done.returncode == 2 and "max_tokens = 99999: at most " in done.stdout
 
 
 def test_eval_is_the_same_on_one_and_two_ranks(run):

@@ -9,7 +9,7 @@ from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.preflight import check_report, input_problems, missing_files
+from megatron_tlt.preflight import check_report, input_problems, missing_files, tokenizer_problems
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
@@ -66,6 +66,7 @@ EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position
 def with_drafter(folder, **speculation) -> Config:
     spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
     save_hf(folder / "model", EAGLE, random_weights(EAGLE))
+    (folder / "model/tokenizer.json").touch()
     return make(
         model={"path": str(folder / "model"), "max_context": 256},
         data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
@@ -94,6 +95,19 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
     (tmp_path / "drafter" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"drafter_path.*config\.json cannot be read"):
         check_report(config, 1)
+
+
+def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
+    config = with_drafter(tmp_path, drafter="suffix")
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
+    (tmp_path / "tokenizer").mkdir()
+    named = config.model.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
+    assert [p.path for p in tokenizer_problems(config.model_copy(update={"model": named}))] == [
+        "model.tokenizer"
+    ]
+    (tmp_path / "tokenizer/vocab.json").touch()
+    assert tokenizer_problems(config.model_copy(update={"model": named})) == []
 
 
 def test_bandit_arms_are_checked_before_a_run():

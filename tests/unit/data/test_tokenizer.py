@@ -101,3 +101,10 @@ def test_whole_characters_before_an_unfinished_one_are_held(tmp_path: Path) -> N
     assert stream.held == "a"
     assert stream.add(rest) == "aé"
     assert stream.held == ""
+
+
+def test_a_model_directory_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    """Of its config.json alone `transformers` makes a tokenizer that knows no text."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 2}')
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        HFTokenizer(tmp_path)
