@@ -75,8 +75,8 @@ def refused(error, *words):
 
 def test_an_unknown_architecture_is_named_with_what_is_supported(hf):
     edit(hf, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128)
-    refused(ConfigError, "Qwen3MoeForCausalLM", "dense models only", "Qwen3ForCausalLM")(hf)
-    edit(hf, architectures=["Qwen2ForCausalLM"], num_experts=8)
+    refused(ConfigError, "Qwen3MoeForCausalLM", "only these dense architectures", "Qwen3ForCausalLM")(hf)
+    edit(hf, architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_experts=8)
     refused(ConfigError, "num_experts", "mixture-of-experts")(hf)
 
 
