@@ -55,6 +55,8 @@ def locate(path: str | Path) -> Path:
     root = Path(path)
     if not root.is_dir():
         raise CheckpointError(f"Megatron checkpoint {root} does not exist")
+    if reason := why_no_megatron(root):
+        raise CheckpointError(reason)
     if (root / METADATA).is_file():
         return root
     for pointer in (TRACKER, LATEST):
@@ -66,9 +68,17 @@ def locate(path: str | Path) -> Path:
             if next(inner.glob("mp_rank_*"), None) is not None:
                 raise CheckpointError(_legacy(inner))
             raise CheckpointError(f"{root / pointer} names {word}, but {inner / METADATA} is missing")
-    if next(root.glob("mp_rank_*"), None) is not None:
-        raise CheckpointError(_legacy(root))
-    raise CheckpointError(f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}")
+    raise CheckpointError(_legacy(root))
+
+
+def why_no_megatron(root: Path) -> str | None:
+    """Why a directory holds no Megatron checkpoint at all, with a hint; None if it holds one, or does not exist."""
+    marks = (METADATA, TRACKER, LATEST)
+    if not root.is_dir() or any((root / m).is_file() for m in marks) or next(root.glob("mp_rank_*"), None):
+        return None
+    reason = f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}"
+    inner = root / "checkpoints"
+    return f"{reason} (did you mean {inner}?)" if inner.is_dir() else reason
 
 
 def _legacy(directory: Path) -> str:

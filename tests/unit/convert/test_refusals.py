@@ -125,7 +125,9 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(source, hf):
 
 def test_types_that_leave_a_choice_or_none(hf):
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).half()}))
-    refused(ConfigError, "--dtype", "float16, float32")(hf)
+    refused(
+        ConfigError, "--dtype", "must be given, fp32 or bf16: the weights are stored as float16, float32"
+    )(hf)
     assert to_megatron.plan(hf, 1, 1, "fp32").dtype is torch.float32
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).to(torch.int8)}))
     refused(CheckpointError, "model.norm.weight is stored as I8")(hf, dtype="fp32")
@@ -187,7 +189,10 @@ def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
 
 def test_what_is_no_distributed_checkpoint_is_said(tmp_path, mg):
     not_read(tmp_path / "nowhere", "does not exist")
-    not_read(tmp_path, "is no Megatron checkpoint")
+    with pytest.raises(CheckpointError, match=r"is no Megatron checkpoint: it has neither .*iteration\.txt$"):
+        MegatronDir(tmp_path)
+    shutil.copytree(mg, tmp_path / "run" / "checkpoints")
+    not_read(tmp_path / "run", "is no Megatron checkpoint", f"(did you mean {tmp_path}/run/checkpoints?)")
     (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("5\n")
     not_read(tmp_path / "old", "old format (mp_rank_*)", "torch_dist")
