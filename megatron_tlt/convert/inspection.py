@@ -28,7 +28,7 @@ from megatron_tlt.convert.output import gib
 from megatron_tlt.convert.to_megatron import dtype_name
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ARCHITECTURES, ModelConfig
-from megatron_tlt.models.loader import INDEX, SINGLE
+from megatron_tlt.models.hf_files import INDEX, SINGLE
 
 _BLOCK = 1 << 22  # numbers compared at once
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 
@@ -247,7 +247,7 @@ def _eos(hf: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (() if value is None else (value,))
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

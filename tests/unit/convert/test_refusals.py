@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,9 +167,14 @@ def test_missing_torn_and_altered_shards_are_named(mg):
     not_read(mg, "__4_0.distcp is missing")
 
 
-def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg, tmp_path):
+def test_a_config_that_contradicts_the_checkpoint_is_refused(source, hf, mg):
     edit(mg, num_hidden_layers=6)
     not_read(mg, "num_layers is 3 there, 6 in config.json")
+    with pytest.raises(
+        CheckpointError, match="of another model: family is 'qwen2' there, 'qwen3' in"
+    ) as caught:
+        MegatronDir(mg).check(replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False))
+    assert "layernorm" not in str(caught.value)
     (mg / "release" / "manifest.json").unlink()  # without our record the tensors still speak
     not_read(mg, "has 3 layers, the configuration says 6")
     edit(mg, num_hidden_layers=3, vocab_size=133)
@@ -178,6 +184,8 @@ def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg, tmp_pat
     (mg / "config.json").unlink()
     not_read(mg, "--config")
     assert to_hf.plan(mg, None, config=source[0]).config == to_hf.plan(source[2], None).config
+    edit(hf, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    not_read(mg, "of another model: family is 'qwen2' there, 'qwen3' in config.json", config=hf)
 
 
 def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
