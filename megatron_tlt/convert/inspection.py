@@ -87,6 +87,8 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
     Raises CheckpointError, ConfigError.
     """
     root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"checkpoint {root} does not exist, or is no directory")
     if (root / SINGLE).is_file() or (root / INDEX).is_file():
         return _open_hf(root)
     if reason := why_no_megatron(root):
