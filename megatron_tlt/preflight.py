@@ -9,6 +9,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import shards
 from megatron_tlt.planning.report import find_problems, render_check
 from megatron_tlt.rewards.build import check_user_functions
 from megatron_tlt.rollout.spec.strategy import build_selector
@@ -28,7 +29,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
-    problems = find_problems(config, shape, num_ranks, None, positions) + tokenizer_problems(config)
+    problems = find_problems(config, shape, num_ranks, None, positions)
+    problems += tokenizer_problems(config) + weight_problems(config, shape)
     if isinstance(config, Config):
         problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
@@ -42,7 +44,7 @@ def check_on(config: Config | SftConfig, world: World) -> None:
     problems = missing_files(config) + tokenizer_problems(config)
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems += find_problems(config, shape, world.size, device, positions)
+    problems += find_problems(config, shape, world.size, device, positions) + weight_problems(config, shape)
     if isinstance(config, Config):
         problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
@@ -93,6 +95,29 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     return [ConfigProblem(f"model.{field}", str(source), allowed)]
 
 
+def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> list[ConfigProblem]:
+    """Starting weights on this machine with a file missing, or of another model. Reads no weights.
+
+    Without a `shape` (no model directory here) nothing is looked at; nor is what the run does not start from.
+    """
+    model = config.model
+    if shape is None or (isinstance(config, SftConfig) and config.sft.random_init):
+        return []
+    try:
+        if model.megatron_path is None:
+            shards(model.path)
+        elif Path(model.megatron_path).exists():
+            # Here, for it needs torch.
+            from megatron_tlt.actor.megatron_dir import MegatronDir
+
+            MegatronDir(model.megatron_path).check(shape)
+    except CheckpointError as error:
+        if model.megatron_path is None:
+            return [ConfigProblem("model.path", model.path, str(error))]
+        return [ConfigProblem("model.megatron_path", model.megatron_path, str(error))]
+    return []
+
+
 def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
     """Bandit arms that cannot be, and a drafter on this machine that is none or is another model's.
 
@@ -106,7 +131,7 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
         problems += error.problems
     path = section.drafter_path
     if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
-        # Here, for it needs torch, and no other check does.
+        # Here, for it needs torch.
         from megatron_tlt.drafter.checkpoint import check_drafter
 
         try:

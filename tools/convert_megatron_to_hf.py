@@ -2,7 +2,7 @@
 
 python tools/convert_megatron_to_hf.py --megatron my-megatron --out my-model
 python tools/convert_megatron_to_hf.py --megatron runs/r/checkpoints --config assets/demo-policy --out my-model
-mpiexec -n 4 python tools/convert_megatron_to_hf.py ...         # the same, the files shared out over 4 ranks
+mpiexec -n 4 python -m mpi4py tools/convert_megatron_to_hf.py ...         # the same, the files shared out over 4 ranks
 """
 
 from __future__ import annotations

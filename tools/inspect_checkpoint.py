@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_tlt.convert import command
 from megatron_tlt.convert.inspection import (
+    check_same_model,
     checksums,
     compare,
     comparison_report,
@@ -22,11 +23,17 @@ from megatron_tlt.convert.inspection import (
 )
 from megatron_tlt.convert.ranks import Ranks
 
+_CODES = """exit status:
+  0  read to the end; with --compare also where tensors differ (the report says which)
+  1  damaged or unreadable, no checkpoint, of different models, or two different steps hold the same weights
+  2  wrong arguments, or a model that is not supported
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 1 (damaged, unreadable, or two steps hold the same weights) or 2 (an unknown model)."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="checkpoint")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="another checkpoint of the same model")
@@ -42,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not ranks.is_main:
             return command.OK
         opened, status = open_checkpoint(args.directory, args.config), command.OK
+        other = None if args.compare is None else open_checkpoint(args.compare, args.config)
+        if other is not None:  # before all of the first is read
+            check_same_model(opened.weights, other.weights)
         print(describe(opened))
         if not args.quick:
             sums = checksums(opened)
@@ -49,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sums.damage:
                 print(f"DAMAGED: {'; '.join(sums.damage)}", file=sys.stderr)
                 status = command.FAILED
-        if args.compare is not None:
-            other = open_checkpoint(args.compare, args.config)
+        if other is not None:
             difference = compare(opened.weights, other.weights)
             print(comparison_report(opened, other, difference))
             if saved_again(opened, other, difference):

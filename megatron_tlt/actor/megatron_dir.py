@@ -27,16 +27,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from megatron_tlt.actor.checkpoint_files import LATEST
+from megatron_tlt.actor.checkpoint_files import LATEST, MANIFEST, model_record, read_manifest
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.config import Family, ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "metadata.json"
 METADATA = ".metadata"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _SHOWN = 8
+_TELLING: dict[str, Family] = {
+    "self_attention.linear_qkv.bias": "qwen2",
+    "self_attention.q_layernorm.weight": "qwen3",
+}
 
 # What a checkpoint holds beside the weights: optimizer state, random states, layers' extra state (FP8 scales).
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|.*\._extra_state")
@@ -55,6 +59,8 @@ def locate(path: str | Path) -> Path:
     root = Path(path)
     if not root.is_dir():
         raise CheckpointError(f"Megatron checkpoint {root} does not exist")
+    if reason := why_no_megatron(root):
+        raise CheckpointError(reason)
     if (root / METADATA).is_file():
         return root
     for pointer in (TRACKER, LATEST):
@@ -66,9 +72,17 @@ def locate(path: str | Path) -> Path:
             if next(inner.glob("mp_rank_*"), None) is not None:
                 raise CheckpointError(_legacy(inner))
             raise CheckpointError(f"{root / pointer} names {word}, but {inner / METADATA} is missing")
-    if next(root.glob("mp_rank_*"), None) is not None:
-        raise CheckpointError(_legacy(root))
-    raise CheckpointError(f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}")
+    raise CheckpointError(_legacy(root))
+
+
+def why_no_megatron(root: Path) -> str | None:
+    """Why a directory holds no Megatron checkpoint at all, with a hint; None if it holds one, or does not exist."""
+    marks = (METADATA, TRACKER, LATEST)
+    if not root.is_dir() or any((root / m).is_file() for m in marks) or next(root.glob("mp_rank_*"), None):
+        return None
+    reason = f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}"
+    inner = root / "checkpoints"
+    return f"{reason} (did you mean {inner}?)" if inner.is_dir() else reason
 
 
 def _legacy(directory: Path) -> str:
@@ -149,8 +163,10 @@ class MegatronDir:
     def check(self, config: ModelConfig) -> None:
         """Every parameter of `config` is there with its shape, and every weight that is there is a parameter of it.
 
-        Raises CheckpointError that names all that is missing, unexpected or misshapen.
+        Raises CheckpointError that names all that is missing, unexpected or misshapen; where a manifest or the tensors
+        tell that it is another model, no tensor is named.
         """
+        self._check_model(config)
         used: set[str] = set()
         absent: list[str] = []
         misfits: list[str] = []
@@ -171,6 +187,26 @@ class MegatronDir:
             raise CheckpointError(
                 f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}"
             )
+
+    def _check_model(self, config: ModelConfig) -> None:
+        if (self.directory / MANIFEST).is_file():
+            found = read_manifest(self.directory).model
+        else:
+            found = {**model_record(config), "family": self._family() or config.family}
+        wrong = [
+            f"{name} is {found.get(name)!r} there, {value!r} in config.json"
+            for name, value in model_record(config).items()
+            if found.get(name) != value
+        ]
+        if wrong:
+            raise CheckpointError(f"{self.directory} is of another model: {'; '.join(wrong)}")
+
+    def _family(self) -> Family | None:
+        """What only one family has; None where the tensors do not tell."""
+        for end, family in _TELLING.items():
+            if any(key.endswith(end) for key in self.tensors):
+                return family
+        return None
 
     def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
         for stored, shape in zip(found, _shapes(config, slot, len(found))):

@@ -22,13 +22,13 @@ from megatron_tlt.actor.checkpoint_files import (
     record_of,
 )
 from megatron_tlt.actor.hf_names import Slot, slots
-from megatron_tlt.actor.megatron_dir import MegatronDir
+from megatron_tlt.actor.megatron_dir import MegatronDir, why_no_megatron
 from megatron_tlt.convert.hf_dir import HfDir
 from megatron_tlt.convert.output import gib
 from megatron_tlt.convert.to_megatron import dtype_name
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ARCHITECTURES, ModelConfig
-from megatron_tlt.models.loader import INDEX, SINGLE
+from megatron_tlt.models.hf_files import INDEX, SINGLE
 
 _BLOCK = 1 << 22  # numbers compared at once
 
@@ -87,8 +87,12 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
     Raises CheckpointError, ConfigError.
     """
     root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"checkpoint {root} does not exist, or is no directory")
     if (root / SINGLE).is_file() or (root / INDEX).is_file():
         return _open_hf(root)
+    if reason := why_no_megatron(root):
+        raise CheckpointError(f"{reason}; nor is it a Hugging Face directory, with {SINGLE} or {INDEX}")
     source = MegatronDir(root)
     manifest = None
     if (source.directory / MANIFEST).is_file():
@@ -250,12 +254,17 @@ class Difference:
         return self.identical == self.total
 
 
-def compare(a: Weights, b: Weights) -> Difference:
-    """Bit for bit. Raises CheckpointError if they are of different models."""
+def check_same_model(a: Weights, b: Weights) -> None:
+    """Raises CheckpointError if two checkpoints are of different models. Reads no tensor."""
     ours, theirs = model_record(a.config), model_record(b.config)
     wrong = [f"{name} is {ours[name]!r} and {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]
     if wrong:
         raise CheckpointError(f"{a.directory} and {b.directory} are of different models: {'; '.join(wrong)}")
+
+
+def compare(a: Weights, b: Weights) -> Difference:
+    """Bit for bit. Raises CheckpointError if they are of different models."""
+    check_same_model(a, b)
     found = Difference()
     for slot in slots(a.config, 1):
         for name, x, y in zip(slot.hf_names, a.read_slot(slot), b.read_slot(slot), strict=True):

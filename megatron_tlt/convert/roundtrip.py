@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatron_tlt.convert.hf_dir import HfDir
 from megatron_tlt.convert.inspection import Difference, compare
 from megatron_tlt.convert.output import check_room
 from megatron_tlt.convert.ranks import Ranks, together
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 
 
@@ -33,9 +35,11 @@ class Outcome:
 def roundtrip(hf: Path, tp: int, pp: int, dtype: str | None, work: Path | None, ranks: Ranks) -> Outcome:
     """Converts `hf` in a scratch directory under `work` (default: the system's), which is removed at the end.
 
-    `dtype` None keeps the stored type. Collective. Raises what the conversions raise.
+    `dtype` None keeps the stored type. Collective. Raises what the conversions raise, and ConfigError for `work`.
     """
     with together(ranks):
+        if ranks.is_main and work is not None and not (work.is_dir() and os.access(work, os.W_OK | os.X_OK)):
+            raise ConfigError.of("--work", str(work), "must be a directory that exists and can be written to")
         todo = to_megatron.plan(hf, tp, pp, dtype)
     scratch: Path | None = None
     with together(ranks):

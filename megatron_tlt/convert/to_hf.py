@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, find_damage, model_record, read_manifest
+from megatron_tlt.actor.checkpoint_files import MANIFEST, find_damage, read_manifest
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.megatron_dir import MegatronDir
 from megatron_tlt.convert.hf_dir import read_hf_config
@@ -26,7 +26,7 @@ from megatron_tlt.convert.to_megatron import choose_dtype, with_dtype
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.export import copy_companions
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import INDEX, SINGLE
+from megatron_tlt.models.hf_files import INDEX, SINGLE
 
 _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -69,9 +69,9 @@ def plan(
     found = _find_config(Path(megatron), source.directory, config)
     hf_config = read_hf_config(found)
     model = ModelConfig.from_hf(hf_config)
-    if (source.directory / MANIFEST).is_file():
-        _check_manifest(source.directory, model, verify)
     source.check(model)
+    if verify and (source.directory / MANIFEST).is_file():
+        _check_undamaged(source.directory)
     chosen = choose_dtype(source.dtypes(), dtype)
     files = _pack(model, chosen.itemsize, max_file_bytes)
     return Plan(source, model, hf_config, found.parent, chosen, files)
@@ -91,17 +91,8 @@ def _find_config(outer: Path, inner: Path, asked: str | Path | None) -> Path:
     )
 
 
-def _check_manifest(directory: Path, config: ModelConfig, verify: bool) -> None:
-    manifest: Manifest = read_manifest(directory)
-    wrong = [
-        f"{name} is {manifest.model.get(name)!r} there, {value!r} in config.json"
-        for name, value in model_record(config).items()
-        if manifest.model.get(name) != value
-    ]
-    if wrong:
-        raise CheckpointError(f"{directory} is of another model: {'; '.join(wrong)}")
-    damage = find_damage(directory, manifest) if verify else []
-    if damage:
+def _check_undamaged(directory: Path) -> None:
+    if damage := find_damage(directory, read_manifest(directory)):
         raise CheckpointError(f"checkpoint {directory} is damaged: {'; '.join(damage)}")
 
 

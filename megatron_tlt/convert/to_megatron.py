@@ -83,7 +83,7 @@ def choose_dtype(stored: set[torch.dtype], asked: str | None) -> torch.dtype:
     if len(stored) == 1 and stored <= set(DTYPES.values()):
         return next(iter(stored))
     found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
-    raise ConfigError.of("--dtype", None, f"must be fp32 or bf16: the tensors are stored as {found}")
+    raise ConfigError.of("--dtype", None, f"must be given, fp32 or bf16: the weights are stored as {found}")
 
 
 def write(todo: Plan, out: Path, ranks: Ranks) -> None:

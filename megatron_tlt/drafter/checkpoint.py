@@ -90,8 +90,11 @@ def check_drafter(directory: str | Path, config: ModelConfig) -> dict[str, Any]:
     """
     root = Path(directory)
     about = _read_about(root / CONFIG)
-    if about.get("drafter") != KIND:
-        raise CheckpointError(f"{root / CONFIG} does not describe an {KIND} drafter")
+    if (kind := about.get("drafter")) != KIND:
+        found = "no drafter" if kind is None else f"a drafter of kind {kind!r}"
+        raise CheckpointError(
+            f"{root / CONFIG} describes {found}; rollouts draft with kind {KIND!r} only (eagle3 is for export)"
+        )
     try:
         with safe_open(str(root / WEIGHTS), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -7,11 +7,12 @@ No torch here: the simulator and `megatron-tlt check` read model shapes without 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 
@@ -22,7 +23,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama",
 }
-_DEFAULT_THETA = 10000.0
+_DEFAULT_THETA, _DEFAULT_EPS = 10000.0, 1e-6
 _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -52,7 +53,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = _DEFAULT_EPS
     rope_theta: float = _DEFAULT_THETA
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
@@ -68,7 +69,7 @@ class ModelConfig:
         """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
 
         Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
-        model is not a dense Qwen2, Qwen3 or Llama that this decoder computes exactly.
+        model is not a dense Qwen2, Qwen3 or Llama that this decoder computes exactly, or contradicts itself.
         """
         return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
 
@@ -158,12 +159,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     family = _family(hf)
-    problems = [*_missing(hf), *_unsupported(hf, family), *_rope_problems(hf)]
+    problems = [*_contradiction(hf, family), *_missing(hf), *_impossible(hf)]
+    problems += [*_unsupported(hf, family), *_rope_problems(hf)]
     if problems:
         raise ConfigError(problems)
     heads = int(hf["num_attention_heads"])
     rope = _rope(hf)
-    eos = hf.get("eos_token_id")
     config = ModelConfig(
         family=family,
         vocab_size=int(hf["vocab_size"]),
@@ -173,7 +174,7 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=int(hf.get("num_key_value_heads") or heads),
         head_dim=int(hf.get("head_dim") or (128 if family == "qwen3" else int(hf["hidden_size"]) // heads)),
         intermediate_size=int(hf["intermediate_size"]),
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(hf.get("rms_norm_eps", _DEFAULT_EPS)),
         rope_theta=float(rope.get("rope_theta", _DEFAULT_THETA)),
         rope_scaling=RopeScaling(**{k: rope[k] for k in _LLAMA3_KEYS})
         if _rope_type(rope) == "llama3"
@@ -181,9 +182,9 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        max_position_embeddings=int(hf.get("max_position_embeddings", _DEFAULT_POSITIONS[family])),
+        max_position_embeddings=int(hf.get("max_position_embeddings") or _DEFAULT_POSITIONS[family]),
         bos_token_id=hf.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
+        eos_token_ids=_eos(hf),
         pad_token_id=hf.get("pad_token_id"),
     )
     if late := list(_shape_problems(config)):
@@ -198,10 +199,17 @@ def _family(hf: Mapping[str, Any]) -> Family:
             return ARCHITECTURES[name]
     if not names and hf.get("model_type") in ARCHITECTURES.values():
         return hf["model_type"]
-    allowed = f"this engine runs dense models only: {', '.join(ARCHITECTURES)}"
+    allowed = "only these dense architectures are supported:"
     if names:
-        raise ConfigError(ConfigProblem("architectures", list(names), allowed))
-    raise ConfigError(ConfigProblem("model_type", hf.get("model_type"), allowed))
+        raise ConfigError.of("architectures", list(names), f"{allowed} {', '.join(ARCHITECTURES)}")
+    raise ConfigError.of("model_type", hf.get("model_type"), f"{allowed} {', '.join(ARCHITECTURES.values())}")
+
+
+def _contradiction(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
+    """Both words for the kind of model are optional, but must mean the same."""
+    if hf.get("architectures") and hf.get("model_type") not in (None, family):
+        named = ", ".join(hf["architectures"])
+        yield ConfigProblem("model_type", hf["model_type"], f"must be {family!r} with architectures {named}")
 
 
 def _missing(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
@@ -213,8 +221,39 @@ def _missing(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         "intermediate_size",
     ):
         value = hf.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_whole(value) or value < 1:
             yield ConfigProblem(field, value, "a positive integer is required")
+
+
+def _impossible(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Values of optional fields that no model can have."""
+    for field in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        value = hf.get(field)
+        if value is not None and (not _is_whole(value) or value < 1):
+            yield ConfigProblem(field, value, "must be a positive integer")
+    if not _is_positive(hf.get("rms_norm_eps", _DEFAULT_EPS)):
+        yield ConfigProblem("rms_norm_eps", hf["rms_norm_eps"], "must be a number above 0")
+    vocab = hf.get("vocab_size")
+    ends = _eos(hf)
+    if not all(map(_is_whole, ends)):
+        yield ConfigProblem("eos_token_id", hf["eos_token_id"], "must be a token id, a list of them, or null")
+    elif _is_whole(vocab) and vocab > 0 and any(not 0 <= end < vocab for end in ends):
+        allowed = f"must be below vocab_size ({vocab}) and not negative"
+        yield ConfigProblem("eos_token_id", hf["eos_token_id"], allowed)
+
+
+def _eos(hf: Mapping[str, Any]) -> tuple[Any, ...]:
+    value = hf.get("eos_token_id")
+    return tuple(value) if isinstance(value, (list, tuple)) else (() if value is None else (value,))
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    """A number above 0; JSON's NaN and Infinity are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
@@ -242,7 +281,7 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
 def _uses_window(hf: Mapping[str, Any]) -> bool:
     """A window is in use when a layer has one that is shorter than the longest sequence."""
     window = hf.get("sliding_window")
-    if window is None or window >= hf.get("max_position_embeddings", 0) > 0:
+    if window is None or window >= (hf.get("max_position_embeddings") or 0) > 0:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
@@ -273,6 +312,12 @@ def _rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         for key in _LLAMA3_KEYS:
             if key not in rope:
                 yield ConfigProblem(f"{where}.{key}", None, "is required by rope_type 'llama3'")
+            elif not _is_positive(rope[key]):
+                yield ConfigProblem(f"{where}.{key}", rope[key], "must be a number above 0")
+    if not _is_positive(rope.get("rope_theta", _DEFAULT_THETA)):
+        inside = "rope_theta" in (hf.get(where) or {})
+        field = f"{where}.rope_theta" if inside else "rope_theta"
+        yield ConfigProblem(field, rope["rope_theta"], "must be a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield ConfigProblem("partial_rotary_factor", rope["partial_rotary_factor"], "must be 1.0")
 

@@ -22,27 +22,15 @@ from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_SHOWN = 8  # names listed in one error
+from megatron_tlt.models.hf_files import INDEX, SHOWN, SINGLE, listed, shards
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
     """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
-    root = Path(directory)
-    if (root / INDEX).exists():
-        try:
-            mapping = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as e:
-            raise CheckpointError(f"{root / INDEX} cannot be read: {e!r}") from e
-        absent = sorted({f for f in mapping.values() if not (root / f).exists()})
-        if absent:
-            raise CheckpointError(f"{root / INDEX} names files that are missing: {_list(absent)}")
-        return {name: root / file for name, file in mapping.items()}
-    single = root / SINGLE
-    if not single.exists():
-        raise CheckpointError(f"{root} has neither {SINGLE} nor {INDEX}")
+    indexed = shards(directory)
+    if indexed is not None:
+        return indexed
+    single = Path(directory) / SINGLE
     with open_tensors(single) as f:
         return dict.fromkeys(f.keys(), single)
 
@@ -56,21 +44,21 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
     files, wanted = weight_files(directory), config.parameter_shapes()
     problems = []
     if missing := [n for n in wanted if n not in files]:
-        problems.append(f"missing: {_list(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if extra := [n for n in files if n not in wanted and not is_ignorable(n, config)]:
-        problems.append(f"unexpected: {_list(extra)}")
+        problems.append(f"unexpected: {listed(extra)}")
     for file in sorted(set(files.values())):
         with open_tensors(file) as f:
             stored = set(f.keys())
             here = [n for n, where in files.items() if where == file and n in wanted]
             if absent := [n for n in here if n not in stored]:
-                problems.append(f"in the index but not in {file.name}: {_list(absent)}")
+                problems.append(f"in the index but not in {file.name}: {listed(absent)}")
             for name in here:
                 if name in stored and (shape := tuple(f.get_slice(name).get_shape())) != wanted[name]:
                     problems.append(f"{name} has shape {shape}, the configuration says {wanted[name]}")
     if problems:
         raise CheckpointError(
-            f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:_SHOWN])
+            f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:SHOWN])
         )
     return files
 
@@ -154,7 +142,7 @@ def _write_shards(
         seen.add(name)
     flush()
     if missing := [n for n in wanted if n not in seen]:
-        raise CheckpointError(f"cannot save {scratch.parent}: missing {_list(missing)}")
+        raise CheckpointError(f"cannot save {scratch.parent}: missing {listed(missing)}")
     return shards
 
 
@@ -201,8 +189,3 @@ def open_tensors(file: Path) -> Any:  # safetensors exports no type for it
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{file} is not a readable safetensors file: {e}") from e
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.convert import to_megatron
+from megatron_tlt.convert.ranks import Alone
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import INDEX
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.preflight import check_report, input_problems, missing_files, tokenizer_problems
 from tests.helpers.tiny_drafters import random_drafter
@@ -108,6 +111,57 @@ def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
     ]
     (tmp_path / "tokenizer/vocab.json").touch()
     assert tokenizer_problems(config.model_copy(update={"model": named})) == []
+
+
+def starting_from(folder, **model) -> Config:
+    """A run of a model in several shards."""
+    if not (folder / "model").exists():
+        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
+        (folder / "model/tokenizer.json").touch()
+    return make(
+        model={"path": str(folder / "model"), "max_context": 256, **model},
+        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
+        rollout={"max_tokens": 128},
+    )
+
+
+def test_a_missing_shard_is_found_before_a_run(tmp_path):
+    config = starting_from(tmp_path)
+    assert "Ranks: 1" in check_report(config, 1)
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"^model\.path = .*index\.json names .* missing: {shard.name}$"):
+        check_report(config, 1)
+    (tmp_path / "model" / INDEX).unlink()
+    with pytest.raises(ConfigError, match=r"model\.path = .*has neither model\.safetensors nor"):
+        check_report(config, 1)
+    sft = {"train_path": "no.jsonl", "out": "o", "tokens_per_step": 4096}
+    tree = {"model": config.model.model_dump(exclude_none=True), "sft": sft}
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_report(SftConfig.model_validate(tree), 1)
+    tree["sft"] = {**sft, "random_init": True}
+    assert "Ranks: 1" in check_report(SftConfig.model_validate(tree), 1)
+
+
+def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
+    starting_from(tmp_path)
+    mg, other = tmp_path / "mg", replace(EAGLE, family="qwen2", qk_norm=False, qkv_bias=True)
+    to_megatron.write(to_megatron.plan(tmp_path / "model", 1, 1, None), mg, Alone())
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        shard.unlink()  # the run does not start from them
+    config = starting_from(tmp_path, megatron_path=str(mg))
+    assert "Ranks: 1" in check_report(config, 1)
+    assert "not on this machine: model.megatron_path" in check_report(
+        starting_from(tmp_path, megatron_path="not/here"), 1
+    )
+    save_hf(tmp_path / "qwen2", other, random_weights(other))
+    (tmp_path / "qwen2/tokenizer.json").touch()
+    wrong = starting_from(tmp_path, path=str(tmp_path / "qwen2"), megatron_path=str(mg))
+    with pytest.raises(ConfigError, match=r"^model\.megatron_path = .*family is 'qwen3' there, 'qwen2' in"):
+        check_report(wrong, 1)
+    (mg / "release" / "__0_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"^model\.megatron_path = .*__0_0\.distcp is missing$"):
+        check_report(config, 1)
 
 
 def test_bandit_arms_are_checked_before_a_run():

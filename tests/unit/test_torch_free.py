@@ -30,6 +30,7 @@ TORCH_FREE = [
     "megatron_tlt.distributed.signals",
     "megatron_tlt.observe.attempt",
     "megatron_tlt.data.packing",
+    "megatron_tlt.models.hf_files",
     "megatron_tlt.rollout.request",
     "megatron_tlt.rollout.scheduler",
     "megatron_tlt.rollout.block_manager",

@@ -139,6 +139,39 @@ def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
     assert inspect_checkpoint.main([str(first), "--compare", str(first), "--quick"]) == 0
 
 
+def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_path, capsys, monkeypatch):
+    make_model("qwen2", tmp_path / "qwen2")
+    (tmp_path / "nothing").mkdir()
+
+    def read(*_):
+        raise AssertionError("the first checkpoint was read")
+
+    monkeypatch.setattr(inspect_checkpoint, "checksums", read)
+    for name, words in {
+        "not-here": "not-here does not exist",
+        "nothing": "nothing is no Megatron checkpoint",
+        "qwen2": "are of different models: family is 'qwen3' and 'qwen2'",
+    }.items():
+        assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 1
+        said = capsys.readouterr()
+        assert words in said.err and not said.out
+
+
+def test_a_directory_that_is_nothing_is_told_what_it_could_be(place, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no Megatron checkpoint.* nor is it a Hugging Face directory"):
+        open_checkpoint(tmp_path)
+    shutil.copytree(place / "mg", tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"did you mean .*/checkpoints\?.*model\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_help_tells_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        inspect_checkpoint.main(["--help"])
+    said = capsys.readouterr().out
+    assert "exit status:" in said and "also where tensors differ" in said
+
+
 def test_damage_is_found(place, tmp_path, capsys):
     target = shutil.copytree(place / "mg", tmp_path / "mg")
     shard = target / "release" / "__1_0.distcp"
@@ -170,6 +203,8 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys):
     assert roundtrip.main(["--hf", hf, "--tp", "4", "--work", str(tmp_path)]) == 0
     assert "35 of 35 tensors identical bit for bit" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "mg"]
+    assert roundtrip.main(["--hf", hf, "--work", str(tmp_path / "nowork")]) == 2
+    assert f"--work = '{tmp_path}/nowork': must be a directory that exists" in capsys.readouterr().err
     config = json.loads((place / "hf" / "config.json").read_text())
     (place / "moe").mkdir()
     (place / "moe" / "config.json").write_text(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,8 +76,8 @@ def refused(error, *words):
 
 def test_an_unknown_architecture_is_named_with_what_is_supported(hf):
     edit(hf, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128)
-    refused(ConfigError, "Qwen3MoeForCausalLM", "dense models only", "Qwen3ForCausalLM")(hf)
-    edit(hf, architectures=["Qwen2ForCausalLM"], num_experts=8)
+    refused(ConfigError, "Qwen3MoeForCausalLM", "only these dense architectures", "Qwen3ForCausalLM")(hf)
+    edit(hf, architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_experts=8)
     refused(ConfigError, "num_experts", "mixture-of-experts")(hf)
 
 
@@ -125,7 +126,9 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(source, hf):
 
 def test_types_that_leave_a_choice_or_none(hf):
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).half()}))
-    refused(ConfigError, "--dtype", "float16, float32")(hf)
+    refused(
+        ConfigError, "--dtype", "must be given, fp32 or bf16: the weights are stored as float16, float32"
+    )(hf)
     assert to_megatron.plan(hf, 1, 1, "fp32").dtype is torch.float32
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).to(torch.int8)}))
     refused(CheckpointError, "model.norm.weight is stored as I8")(hf, dtype="fp32")
@@ -164,9 +167,14 @@ def test_missing_torn_and_altered_shards_are_named(mg):
     not_read(mg, "__4_0.distcp is missing")
 
 
-def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg, tmp_path):
+def test_a_config_that_contradicts_the_checkpoint_is_refused(source, hf, mg):
     edit(mg, num_hidden_layers=6)
     not_read(mg, "num_layers is 3 there, 6 in config.json")
+    with pytest.raises(
+        CheckpointError, match="of another model: family is 'qwen2' there, 'qwen3' in"
+    ) as caught:
+        MegatronDir(mg).check(replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False))
+    assert "layernorm" not in str(caught.value)
     (mg / "release" / "manifest.json").unlink()  # without our record the tensors still speak
     not_read(mg, "has 3 layers, the configuration says 6")
     edit(mg, num_hidden_layers=3, vocab_size=133)
@@ -176,6 +184,8 @@ def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg, tmp_pat
     (mg / "config.json").unlink()
     not_read(mg, "--config")
     assert to_hf.plan(mg, None, config=source[0]).config == to_hf.plan(source[2], None).config
+    edit(hf, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    not_read(mg, "of another model: family is 'qwen2' there, 'qwen3' in config.json", config=hf)
 
 
 def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
@@ -187,7 +197,10 @@ def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
 
 def test_what_is_no_distributed_checkpoint_is_said(tmp_path, mg):
     not_read(tmp_path / "nowhere", "does not exist")
-    not_read(tmp_path, "is no Megatron checkpoint")
+    with pytest.raises(CheckpointError, match=r"is no Megatron checkpoint: it has neither .*iteration\.txt$"):
+        MegatronDir(tmp_path)
+    shutil.copytree(mg, tmp_path / "run" / "checkpoints")
+    not_read(tmp_path / "run", "is no Megatron checkpoint", f"(did you mean {tmp_path}/run/checkpoints?)")
     (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("5\n")
     not_read(tmp_path / "old", "old format (mp_rank_*)", "torch_dist")

@@ -77,7 +77,7 @@ def test_other_directories_are_refused(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_drafter(tmp_path / "nothing", CONFIG)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    with pytest.raises(CheckpointError, match="does not describe an eagle drafter"):
+    with pytest.raises(CheckpointError, match=r"describes no drafter; rollouts draft with kind 'eagle'"):
         load_drafter(tmp_path, CONFIG)
     (tmp_path / "config.json").write_text('{"drafter": "eagle"}')
     (tmp_path / "drafter.safetensors").write_bytes(b"rubbish")

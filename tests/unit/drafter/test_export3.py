@@ -179,7 +179,9 @@ def test_hf_is_what_the_other_exports_are_made_of(tmp_path) -> None:
 
 def test_the_rollouts_here_refuse_it(tmp_path) -> None:
     out = export(tmp_path, CONFIGS["qwen3"], "hf")
-    with pytest.raises(CheckpointError, match="does not describe an eagle drafter"):
+    with pytest.raises(
+        CheckpointError, match=r"describes a drafter of kind 'eagle3'; rollouts .* kind 'eagle' only"
+    ):
         check_drafter(out, CONFIGS["qwen3"].policy)
 
 

@@ -1,0 +1,41 @@
+"""Which files a Hugging Face model directory consists of.
+
+No torch here: `megatron-tlt check` looks for them without it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_tlt.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHOWN = 8  # names listed in one error
+
+
+def shards(directory: str | Path) -> dict[str, Path] | None:
+    """Tensor name -> file, from the index; None if the directory has a single file instead.
+
+    Opens no file of tensors. Raises CheckpointError naming the index, or the files, that are missing or unreadable.
+    """
+    root = Path(directory)
+    if not (root / INDEX).exists():
+        if (root / SINGLE).exists():
+            return None
+        raise CheckpointError(f"{root} has neither {SINGLE} nor {INDEX}")
+    try:
+        mapping = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        absent = sorted({file for file in mapping.values() if not (root / file).exists()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{root / INDEX} cannot be read: {e!r}") from e
+    if absent:
+        raise CheckpointError(f"{root / INDEX} names files that are missing: {listed(absent)}")
+    return {name: root / file for name, file in mapping.items()}
+
+
+def listed(names: list[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
