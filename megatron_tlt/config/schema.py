@@ -127,12 +127,28 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
             yield Leaf(path, field_allowed(field), default, " ".join((field.description or "").split()))
 
 
+def _one_level_down(root: type[BaseModel]) -> dict[str, str]:
+    """Names in the sections of `root`, with their paths; all of them where several sections know a name."""
+    paths: dict[str, list[str]] = {}
+    for name, field in root.model_fields.items():
+        section = section_of(field.annotation)
+        for key in section.model_fields if section is not None else ():
+            paths.setdefault(key, []).append(f"{name}.{key}")
+    return {key: " or ".join(found) for key, found in paths.items()}
+
+
 def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) -> str | None:
     """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one."""
     everywhere = [leaf.path for leaf in leaves(root)]
     if SYNONYMS.get(key) in everywhere:
         return SYNONYMS[key]
-    near = get_close_matches(key, keys, n=1, cutoff=0.6)
+    below = {} if parent else _one_level_down(root)
+    # In one race: of `nodes`, the section `model` is a near miss, but `cluster.nodes` is exactly it.
+    near = get_close_matches(
+        key, {*get_close_matches(key, keys), *get_close_matches(key, below, cutoff=0.75)}, n=1
+    )
+    if near and near[0] not in keys:
+        return below[near[0]]
     if near:
         return f"{parent}.{near[0]}" if parent else near[0]
     same_name = [path for path in everywhere if path.rsplit(".", 1)[-1] == key]

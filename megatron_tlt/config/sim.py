@@ -39,7 +39,7 @@ class LengthSection(Section):
     """How long answers are. The generator of a step is seeded: every mode and node count gets the same answers."""
 
     kind: Literal["lognormal", "empirical"] = "lognormal"
-    """lognormal: median and sigma. empirical: drawn from `values`, or a run's answers (`path`)."""
+    """lognormal: median and sigma. empirical: drawn from `values` or `path`, one of which must be given."""
     median: PositiveFloat = 3500.0
     """Median tokens (lognormal)."""
     sigma: NonNegativeFloat = 1.0
@@ -51,8 +51,9 @@ class LengthSection(Section):
     values: tuple[PositiveInt, ...] = ()
     """Lengths to draw from (empirical)."""
     path: str | None = None
-    """A run's directory: its `length/quartiles` of every step are drawn from; or a text file with a length a line, or
-    JSON lines with `tokens` or `token_ids`."""
+    """Only with `kind: empirical`. A run's directory (median, 95th percentile and maximum of every step in its
+    metrics.jsonl); or a text file with a length a line, or JSON lines with `tokens` or `token_ids`. A relative path
+    counts from the working directory, not from the configuration's."""
 
 
 class WorkloadSection(Section):
@@ -104,7 +105,8 @@ class SimCostSection(Section):
     """What a step of the engine takes: a roofline of model and GPU, or a table that was measured."""
 
     table: str | None = None
-    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline."""
+    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline. A relative path
+    counts from the working directory."""
     bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory bandwidth that weights and KV cache are read with."""
     compute_efficiency: float = Field(default=0.75, gt=0, le=1)
@@ -160,7 +162,7 @@ class SimConfig(Section):
     """A simulated RL run (`megatron-tlt simulate`)."""
 
     name: str = "simulation"
-    """Title of tables and report."""
+    """Title of tables and report, which add the model's size and the GPU."""
     model: ArchitectureConfig | None = None
     """The policy's shape. Needed unless costs, updates and pushes are measured."""
     cluster: SimClusterSection = SimClusterSection()
@@ -205,9 +207,7 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "training.pp", measured.pp, f"tp x pp = {measured.tp * measured.pp} must divide the {gpus} GPUs"
         )
-    lengths = config.workload.lengths
-    if lengths.kind == "empirical" and not lengths.values and lengths.path is None:
-        yield ConfigProblem("workload.lengths.values", [], "empirical lengths need values or a path")
+    yield from _check_lengths(config.workload.lengths)
     for name in ("suffix", "eagle", "hybrid"):
         section: AcceptanceSection = getattr(config.drafters, name)
         for field in ("rates", "stale_rates"):
@@ -216,3 +216,18 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(
                     f"drafters.{name}.{field}", list(rates), "must be numbers >= 0 and < 1, one at least"
                 )
+
+
+def _check_lengths(lengths: LengthSection) -> Iterator[ConfigProblem]:
+    """Lengths that are given are drawn from, and there is one source of them."""
+    values, where = list(lengths.values), "workload.lengths"
+    if lengths.kind == "lognormal":
+        for name, value in (("path", lengths.path), ("values", values)):
+            if value not in (None, []):
+                allowed = f"is not read with {where}.kind = 'lognormal': set {where}.kind=empirical"
+                yield ConfigProblem(f"{where}.{name}", value, allowed)
+    elif lengths.path is None and not values:
+        yield ConfigProblem(f"{where}.values", [], "empirical lengths need values or a path")
+    elif lengths.path is not None and values:
+        allowed = f"not with {where}.values: set {where}.values=[] or {where}.path=null"
+        yield ConfigProblem(f"{where}.path", lengths.path, allowed)

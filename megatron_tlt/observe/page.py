@@ -31,6 +31,8 @@ Cell = str | float | int | None
 
 _FIGURE = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
 _HERE = Path(__file__).parent
+_NAME, _SENTENCE = 24, 40
+"""Characters up to which a cell is a name that stays on one line, and beyond which it is text that needs room."""
 
 
 class ReportError(TltError):
@@ -229,15 +231,33 @@ def _chart(chart: Chart, index: int) -> str:
 
 def _table(table: Table) -> str:
     title = f"<h3>{_text(table.title)}</h3>" if table.title else ""
-    right = [_is_number_column([row[i] for row in table.rows]) for i in range(len(table.head))]
-    cells = zip(table.head, right, strict=True)
-    head = "".join(f"<th{_NUMBER if is_right else ''}>{_text(name)}</th>" for name, is_right in cells)
-    rows = "".join(f"<tr>{''.join(map(_cell, row, right))}</tr>" for row in table.rows)
-    note = f"<p class=note>{_text(table.note)}</p>" if table.note else ""
-    return (
-        f'<div class="block{" wide" if table.wide else ""}">{title}<div class=scroll><table><thead><tr>{head}</tr>'
-        f"</thead><tbody>{rows}</tbody></table></div>{note}</div>"
+    columns = [[row[i] for row in table.rows] for i in range(len(table.head))]
+    kinds = [_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
+    head = "".join(
+        f"<th{_class(kind)}>{_text(name)}</th>" for name, kind in zip(table.head, kinds, strict=True)
     )
+    rows = "".join(
+        f"<tr>{''.join(_cell(*cell) for cell in zip(row, kinds, table.head, strict=True))}</tr>"
+        for row in table.rows
+    )
+    note = f"<p class=note>{_text(table.note)}</p>" if table.note else ""
+    words = any(isinstance(cell, str) and len(cell) > _SENTENCE for cells in columns for cell in cells)
+    return (
+        f'<div class="block{" wide" if table.wide else ""}">{title}<div class=scroll><table{_class("words" * words)}>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}</div>"
+    )
+
+
+def _kind(cells: Sequence[Cell], is_first: bool) -> str:
+    """How a column is shown: figures to the right, names on one line, all else as it fits."""
+    if _is_number_column(cells):
+        return "number"
+    longest = max((len(cell) for cell in cells if isinstance(cell, str)), default=0)
+    return "name" if longest <= (_SENTENCE if is_first else _NAME) else ""
+
+
+def _class(name: str) -> str:
+    return f" class={name}" if name else ""
 
 
 def _is_number_column(cells: Sequence[Cell]) -> bool:
@@ -245,16 +265,15 @@ def _is_number_column(cells: Sequence[Cell]) -> bool:
     return all(c in (None, "") or not isinstance(c, str) or _FIGURE.fullmatch(c) for c in cells)
 
 
-def _cell(value: Cell, is_right: bool) -> str:
+def _cell(value: Cell, kind: str, head: str) -> str:
     if isinstance(value, float):
         digits = next((n for limit, n in ((1000, 0), (100, 1), (1, 2)) if abs(value) >= limit), 3)
         value = f"{value:,.{digits}f}"
     elif isinstance(value, int):
         value = f"{value:,}"
-    return f"<td{_NUMBER if is_right else ''}>{_text(value or '')}</td>"
+    return f'<td{_class(kind)} data-head="{_text(head)}">{_text(value or "")}</td>'
 
 
-_NUMBER = " class=number"
 _DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>

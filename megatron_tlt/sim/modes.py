@@ -7,9 +7,11 @@ from typing import Any
 
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.planning.memory import total_parameters
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
 from megatron_tlt.sim.thresholds import recommend
+from megatron_tlt.sim.trace import Lengths
 
 MODES = {
     "off": "no drafts, no training of a drafter",
@@ -34,7 +36,7 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
     ]
     ordered = list(points.values())
     return SimResult(
-        config.name,
+        titled(config),
         config.model_dump(mode="json"),
         assumptions(config),
         ordered,
@@ -69,6 +71,14 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
     return new
 
 
+def titled(config: SimConfig) -> str:
+    """The configuration's name with the model's size and the GPU that were simulated, whatever the name says."""
+    gpu, model = config.cluster.gpu.upper(), config.model
+    if model is None:
+        return f"{config.name}, on {gpu}"
+    return f"{config.name}: {model.family}, {total_parameters(model) / 1e9:.3g} billion parameters, on {gpu}"
+
+
 def compare(base: Point, point: Point) -> Comparison:
     """How much faster `point` is than `base`."""
     saved = (base.seconds - point.seconds) * base.gpus * 100 / 3600
@@ -81,12 +91,12 @@ def assumptions(config: SimConfig) -> list[str]:
     lengths, training = config.workload.lengths, config.training
     said = []
     if lengths.kind == "lognormal":
-        said.append(
-            f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}, "
-            f"cut at {config.rollout.max_tokens}"
-        )
+        answers = f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     else:
-        said.append(f"answers are as long as in {lengths.path or 'the given values'}")
+        answers = f"answers are as long as in {lengths.path or 'the given values'}"
+    cut, count = Lengths(config).cut(config.workload.steps)
+    at = f"rollout.max_tokens, {config.rollout.max_tokens}"
+    said.append(f"{answers}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
     if config.costs.table is not None:
         said.append(f"engine steps cost what was measured in {config.costs.table}")
     else:

@@ -11,6 +11,7 @@ from megatron_tlt.sim.result import PHASES, Point, SimResult
 from megatron_tlt.sim.verdict import largest, nodes_text, verdict
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
+_OF_MODE = {"off": "@3", "suffix": "@2", "frozen": "@4", "tlt": "@1"}  # the same in every chart
 _STATES = {"BUSY": "@busy", "IDLE": "@idle", "TRAINING": "@training"}
 
 
@@ -66,10 +67,18 @@ def _times(result: SimResult) -> list[Part]:
     height = 140 + 26 * len(names)
     chart = Chart("Mean step by phase", bars, "seconds", layout=layout, height=height, wide=True)
     rows: list[list[Cell]] = [
-        [p.nodes, p.gpus, p.mode, p.seconds, p.tokens_per_second, p.accept_length, "" if p.fits else "no"]
+        [
+            p.nodes,
+            p.gpus,
+            p.mode,
+            p.seconds,
+            p.tokens_per_second,
+            p.accept_length or None,  # 0: nothing was drafted
+            "yes" if p.fits else "no",
+        ]
         for p in result.points
     ]
-    head = ["nodes", "GPUs", "mode", "step, s", "tokens/s", "tokens a draft step", "fits"]
+    head = ["nodes", "GPUs", "mode", "step, s", "tokens/s", "tokens a draft step", "fits in memory"]
     return [chart, Table(head, rows, wide=True)]
 
 
@@ -80,10 +89,10 @@ def _speedups(result: SimResult) -> list[Part]:
     parts: list[Part] = []
     for title, of in (("End to end", "e2e"), ("Rollout alone", "rollout")):
         traces: list[Trace] = []
-        for at, mode in enumerate(modes):
+        for mode in modes:
             mine = [c for c in result.comparisons if c.mode == mode]
             x, y = [str(c.nodes) for c in mine], [getattr(c, of) for c in mine]
-            traces.append(line(mode, x, y, f"@{at % 8 + 1}"))
+            traces.append(line(mode, x, y, _OF_MODE[mode]))
         layout = {"xaxis": {"type": "category"}}
         baseline = result.comparisons[0].baseline
         parts.append(Chart(title, traces, "nodes", f"times as fast as {baseline}", layout=layout))
@@ -112,13 +121,13 @@ def _idle(result: SimResult) -> list[Part]:
 def _rollout(points: Sequence[Point]) -> list[Part]:
     traces: list[Trace] = []
     lanes: dict[str, list[Trace]] = {}
-    for at, p in enumerate(largest(points)):
+    for p in largest(points):
         x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
-        traces.append(line(p.mode, x, y, f"@{at % 8 + 1}", mode="lines"))
+        traces.append(line(p.mode, x, y, _OF_MODE[p.mode], mode="lines"))
         if p.shown.speculation_from is not None:
             since = p.shown.speculation_from
             running = [n for t, n in p.shown.running if t <= since]
-            mark = {"size": 11, "symbol": "diamond", "color": f"@{at % 8 + 1}"}
+            mark = {"size": 11, "symbol": "diamond", "color": _OF_MODE[p.mode]}
             name = f"{p.mode}: most replicas speculate"
             dot = {"type": "scatter", "mode": "markers", "name": name, "x": [since], "marker": mark}
             traces.append({**dot, "y": [running[-1] if running else y[0]]})
@@ -175,9 +184,8 @@ def _decisions(result: SimResult) -> list[Part]:
             played = max(s.shares, key=lambda name: s.shares[name])
             gain = s.tokens_per_second / s.plain_tokens_per_second
             share = f"{played} ({s.shares[played]:.0%})"
-            rows.append(
-                [s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, s.accept_length, share]
-            )
+            length = s.accept_length or None
+            rows.append([s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, length, share])
         head = ["running", "tokens/s", "plain", "times as fast", "tokens a draft step", "played most"]
         parts.append(Table(head, rows, f"One replica, mode {speculating[-1].mode}", wide=True))
     if result.thresholds:

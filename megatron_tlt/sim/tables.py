@@ -105,7 +105,7 @@ def _strategies(points: Sequence[Point]) -> str:
                 f"{s.tokens_per_second:,.0f}",
                 f"{s.plain_tokens_per_second:,.0f}",
                 f"{gain:.2f}",
-                f"{s.accept_length:.2f}",
+                f"{s.accept_length:.2f}" if s.accept_length else "-",
                 f"{name} ({s.shares[name]:.0%})",
             ]
         )

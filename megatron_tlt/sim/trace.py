@@ -20,6 +20,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.jsonl import read_rows
 
 _WHERE = "workload.lengths"
+_LONGEST = 1 << 62  # tokens that still fit an int64
 
 
 class Lengths:
@@ -35,6 +36,15 @@ class Lengths:
 
     def of(self, step: int) -> np.ndarray:
         """Tokens of every answer of `step` (from 0), int64 [P, n], 1 to max_tokens."""
+        clipped: np.ndarray = np.minimum(self._uncut(step), self._most)
+        return clipped
+
+    def cut(self, steps: int) -> tuple[int, int]:
+        """How many answers of the first `steps` steps are longer than max_tokens, and cut there; and of how many."""
+        cut = sum(int((self._uncut(step) > self._most).sum()) for step in range(steps))
+        return cut, steps * math.prod(self._shape)
+
+    def _uncut(self, step: int) -> np.ndarray:
         prompts, samples = self._shape
         rng = np.random.default_rng((self._seed, 1, step))
         share = self._section.prompt_share
@@ -45,8 +55,8 @@ class Lengths:
         else:
             logs = self._empirical(normal)
         lengths = np.exp(logs) * (1 + self._section.growth) ** step
-        clipped: np.ndarray = np.clip(np.rint(lengths), 1, self._most).astype(np.int64)
-        return clipped
+        whole: np.ndarray = np.clip(np.rint(lengths), 1, _LONGEST).astype(np.int64)
+        return whole
 
     def _empirical(self, normal: np.ndarray) -> np.ndarray:
         """Every step has the distribution's own quantiles, dealt to prompts and samples in the order of `normal`."""
@@ -65,40 +75,61 @@ def quantiles_of(section: LengthSection) -> np.ndarray:
     path = Path(section.path)
     lengths = _of_run(path) if path.is_dir() else _of_file(path)
     if not len(lengths):
-        raise ConfigError.of(f"{_WHERE}.path", section.path, "has no lengths")
+        missing = (
+            "its metrics.jsonl has no `length/median`" if path.is_dir() else "it has no line with a length"
+        )
+        raise ConfigError.of(f"{_WHERE}.path", section.path, f"has no lengths: {missing}{_looked_for(path)}")
     return np.sort(np.maximum(lengths, 1.0))
 
 
+def _looked_for(path: Path) -> str:
+    """Where a relative path was looked for, to end a message with."""
+    return "" if path.is_absolute() else f" (looked for {path.absolute()})"
+
+
 def _of_file(path: Path) -> np.ndarray:
-    """A number a line, or JSON lines with `tokens`, `token_ids` or `lengths`."""
+    """A number a line, or JSON lines with `tokens` or `token_ids`."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError.of(f"{_WHERE}.path", str(path), f"cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError.of(
+            f"{_WHERE}.path", str(path), f"cannot be read: {said}{_looked_for(path)}"
+        ) from error
     lengths: list[float] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found = _of_line(json.loads(line))
-                if not all(0 <= length < math.inf for length in found):
+                length = _of_line(json.loads(line))
+                if not 0 <= length < math.inf:
                     raise ValueError("not a length")
-                lengths += found
+                lengths.append(length)
             except (ValueError, TypeError, KeyError) as error:
-                allowed = "each line must be a number >= 0, or JSON with such tokens or lengths, or token_ids"
+                allowed = (
+                    "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`"
+                )
+                if isinstance(error, _HistogramError):
+                    allowed = f"{allowed}; {error}: give the run's directory, {path.parent}"
                 raise ConfigError.of(f"{_WHERE}.path", f"{path}:{number}", allowed) from error
     return np.array(lengths)
 
 
-def _of_line(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        for name in ("lengths", "token_ids", "tokens"):
-            if name in value:
-                found = value[name]
-                if name == "lengths":
-                    return [float(x) for x in found]
-                return [float(len(found) if isinstance(found, list) else found)]
-        raise KeyError("tokens")
-    return [float(value)]
+class _HistogramError(ValueError):
+    """A line of a run's rollouts.jsonl."""
+
+
+def _of_line(value: Any) -> float:
+    if not isinstance(value, dict):
+        return float(value)
+    for name in ("token_ids", "tokens"):
+        if name in value:
+            found = value[name]
+            return float(len(found) if isinstance(found, list) else found)
+    if {"lengths", "longest"} <= value.keys():
+        raise _HistogramError(
+            "the `lengths` of a run's rollouts.jsonl count answers in bins and are no lengths"
+        )
+    raise KeyError("tokens")
 
 
 def _of_run(run_dir: Path) -> np.ndarray:

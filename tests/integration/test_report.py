@@ -164,3 +164,19 @@ def test_two_runs(browser, tmp_path, width):
     assert (
         verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
     )
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_simulation_can_be_read_at_both_widths(browser, tmp_path, width):
+    page = tmp_path / "sim.html"
+    small = ["workload.steps=1", "workload.prompts_per_step=64", "workload.lengths.median=200"]
+    assert main(["simulate", "configs/sim/paper-7b.yaml", *small, "--report", str(page)]) == 0
+    browser.open(page, width)
+    check(browser, page, 6)
+    hidden = """[...document.querySelectorAll('table.words')].filter(
+      table => table.closest('.scroll').scrollWidth > table.closest('.scroll').clientWidth + 1).length"""
+    assert browser.evaluate("document.querySelectorAll('table.words').length") == 2, "advice and assumptions"
+    assert browser.evaluate(hidden) == 0, "text is read without scrolling sideways"
+    tall = """[...document.querySelectorAll('table:not(.words) tbody tr')].filter(
+      row => row.getBoundingClientRect().height > 40).length"""
+    assert browser.evaluate(tall) == 0, "a row of figures is one line"

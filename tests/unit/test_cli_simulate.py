@@ -1,6 +1,7 @@
 """`megatron-tlt simulate` from the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
         (["configs/sim/paper-7b.yaml", "--compare", "off,fast"], "must be some of off, suffix, frozen, tlt"),
         (["configs/sim/paper-7b.yaml", "--sweep", "gpus=3"], "must look like nodes=1,2,4"),
         (["configs/sim/paper-7b.yaml", "workload.step=3"], "did you mean workload.steps"),
+        (["configs/sim/paper-7b.yaml", "nodes=32"], "did you mean cluster.nodes"),
+        (["configs/sim/paper-7b.yaml", "workload.lengths.path=l.txt"], "set workload.lengths.kind=empirical"),
+        (
+            ["configs/sim/paper-7b.yaml", "workload.lengths.kind=empirical", "workload.lengths.path=no.txt"],
+            f"looked for {Path.cwd() / 'no.txt'}",
+        ),
+        (["configs/sim/quickstart.yaml", "costs.table=no.json"], f"looked for {Path.cwd() / 'no.json'}"),
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
         ([], "is required"),
         (["configs/sim/paper-7b.yaml", "--validate"], "set-ups of its own"),

@@ -15,6 +15,12 @@ from tests.helpers.sim import sim_config
         (["training.tp=16"], "training.tp"),
         (["training.tp=8", "training.pp=2"], "training.pp"),
         (["workload.lengths.kind=empirical"], "workload.lengths.values"),
+        (["workload.lengths.path=l.txt"], "workload.lengths.path"),
+        (["workload.lengths.values=[3]"], "workload.lengths.values"),
+        (
+            ["workload.lengths.kind=empirical", "workload.lengths.path=l.txt", "workload.lengths.values=[3]"],
+            "workload.lengths.path",
+        ),
         (["drafters.eagle.rates=[]"], "drafters.eagle.rates"),
         (["drafters.suffix.rates=[1.0]"], "drafters.suffix.rates"),
         (["drafters.eagle.stale_rates=[-0.1]"], "drafters.eagle.stale_rates"),
@@ -33,3 +39,20 @@ def test_unknown_keys_get_the_nearest_name(tmp_path):
     path.write_text("workload: {prompt_per_step: 3}\n")
     with pytest.raises(ConfigError, match=r"did you mean workload\.prompts_per_step"):
         load_config(path, (), SimConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("nodes=32", "cluster.nodes"),
+        ("node=32", "cluster.nodes"),
+        ("lengths.path=x", "workload.lengths"),
+        ("tp=2", "rollout.tp or training.tp"),
+        ("traning.tp=2", "training"),
+        ("models={}", "model"),
+    ],
+)
+def test_unknown_sections_are_looked_for_one_level_down_too(override, nearest):
+    with pytest.raises(ConfigError) as caught:
+        sim_config(override)
+    assert f"did you mean {nearest}?" in str(caught.value)

@@ -60,9 +60,21 @@ def test_cells_show_numbers_to_the_right():
     table = Table(["name", "n", "share"], rows)
     html = body_of(Page("t", sections=[Section("s", [table])]).html())
     for cell in ("12,345", "12.5%", "0.123", "1.20×", "98,765", "0.000", "-3 s"):
-        assert f"<td class=number>{cell}</td>" in html
-    assert "<td>7</td>" in html, "a column of names stays to the left"
-    assert "<th>name</th>" in html and "<th class=number>share</th>" in html
+        assert re.search(rf'<td class=number data-head="\w+">{re.escape(cell)}</td>', html)
+    assert '<td class=name data-head="name">7</td>' in html, "a column of names stays to the left"
+    assert "<th class=name>name</th>" in html and "<th class=number>share</th>" in html
+
+
+def test_text_may_wrap_and_names_may_not():
+    text = "a sentence of more than forty characters, to be read"
+    html = body_of(Page("t", sections=[Section("s", [Table(["a", "b", "c"], [["x", "y y", text]])])]).html())
+    assert "<table class=words>" in html
+    assert '<td class=name data-head="a">x</td><td class=name data-head="b">y y</td>' in html
+    assert f'<td data-head="c">{text}</td>' in html
+    first = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [[text, 1]])])]).html())
+    assert f'<td data-head="a">{text}</td>' in first, "the first column, too"
+    short = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [["x", "eagle (100%)"]])])]).html())
+    assert "<table><thead>" in short
 
 
 def test_controls_only_where_there_is_a_choice():

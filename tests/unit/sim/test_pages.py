@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_tlt.sim.modes import simulate
-from megatron_tlt.sim.report import build_page, write_report
+from megatron_tlt.observe.page import Chart
+from megatron_tlt.sim.modes import MODES, simulate
+from megatron_tlt.sim.report import _OF_MODE, build_page, write_report
 from megatron_tlt.sim.tables import columns, render
 from megatron_tlt.sim.verdict import verdict
 from tests.helpers.sim import sim_config
@@ -67,3 +68,33 @@ def test_the_verdict_says_that_a_layout_cannot_run(result):
     assert verdict(replace(result, points=points)).endswith(" But this layout cannot run: no room.")
     assert "cannot run" not in verdict(result)
     assert "\n1 node: no room\n2 nodes: no room" in render(replace(result, points=points))
+
+
+def test_a_mode_has_one_colour_in_all_charts():
+    page = build_page(simulate(sim_config(*EAGLE, "engine=bulk"), ["off", "suffix", "tlt"], [1, 2]))
+    colours: dict[str, set[str]] = {}
+    for section in page.sections:
+        for trace in (t for part in section.parts if isinstance(part, Chart) for t in part.traces):
+            mode = trace["name"].split(":")[0]
+            if mode in MODES:
+                found = [
+                    trace[kind]["color"] for kind in ("line", "marker") if "color" in trace.get(kind, {})
+                ]
+                colours.setdefault(mode, set()).update(found)
+    assert set(colours) == {"off", "suffix", "tlt"}
+    assert [len(found) for found in colours.values()] == [1, 1, 1] and len(set.union(*colours.values())) == 3
+    assert set(_OF_MODE) == set(MODES) and len(set(_OF_MODE.values())) == len(MODES)
+
+
+def test_no_figure_stands_where_there_is_none(result):
+    undrafted = replace(result.points[0], fits=False)
+    points = [undrafted, *result.points[1:]]
+    rows = build_page(replace(result, points=points)).sections[0].parts[1].rows
+    assert [row[-1] for row in rows] == ["no", "yes", "yes", "yes"]
+    assert rows[0][2] == "off" and rows[0][5] is None and rows[1][2] == "tlt" and rows[1][5] > 1
+    last = result.points[-1]
+    plain = [replace(s, accept_length=0.0) if at else s for at, s in enumerate(last.strategies)]
+    other = replace(result, points=[*result.points[:-1], replace(last, strategies=plain)])
+    lengths = [row[4] for row in build_page(other).sections[4].parts[0].rows]
+    assert lengths[0] > 1 and set(lengths[1:]) == {None}
+    assert re.search(r"^2 .* -  +\S+ \(", render(other), re.M)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.rollouts import RolloutLog, own_figures
 from megatron_tlt.sim.trace import Lengths, quantiles_of
+from megatron_tlt.types import EngineStats, Prompt, Sample, SampleGroup
 from tests.helpers.sim import sim_config
 
 BIG = {"steps": 1, "prompts_per_step": 2000, "lengths": {"median": 400, "sigma": 0.7, "prompt_share": 0.5}}
@@ -13,6 +15,10 @@ BIG = {"steps": 1, "prompts_per_step": 2000, "lengths": {"median": 400, "sigma":
 def drawn(*overrides, **lengths):
     workload = BIG | {"lengths": BIG["lengths"] | lengths}
     return Lengths(sim_config("rollout.samples_per_prompt=8", *overrides, workload=workload)).of(0)
+
+
+def from_path(path):
+    return sim_config().workload.lengths.model_copy(update={"kind": "empirical", "path": str(path)})
 
 
 def test_lognormal_lengths_have_the_median_the_spread_and_the_cap():
@@ -58,14 +64,14 @@ def test_empirical_lengths_are_distributed_like_their_values():
 def test_lengths_come_from_files(tmp_path):
     plain, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("5\n7\n\n6\n")
-    rows.write_text('{"token_ids": [1, 2, 3]}\n{"tokens": 9}\n{"lengths": [4, 8]}\n')
+    rows.write_text('{"token_ids": [1, 2, 3]}\n{"tokens": 9}\n{"tokens": [4, 8]}\n')
     section = sim_config().workload.lengths
 
     def of(path):
         return quantiles_of(section.model_copy(update={"kind": "empirical", "path": str(path)}))
 
     assert of(plain).tolist() == [5, 6, 7]
-    assert of(rows).tolist() == [3, 4, 8, 9]
+    assert of(rows).tolist() == [2, 3, 9]
 
 
 def test_lengths_come_from_a_run(tmp_path):
@@ -89,6 +95,7 @@ def test_lengths_come_from_a_run(tmp_path):
         ("NaN\n", ":1"),
         ("5\n-3\n", ":2"),
         ('{"tokens": Infinity}\n', ":1"),
+        ('5\n{"lengths": [4, 8]}\n', ":2"),
     ],
 )
 def test_files_without_lengths_are_refused(tmp_path, text, said):
@@ -97,3 +104,38 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
     with pytest.raises(ConfigError, match=r"workload\.lengths\.path") as caught:
         quantiles_of(sim_config().workload.lengths.model_copy(update={"path": str(path)}))
     assert said in str(caught.value)
+
+
+def test_a_histogram_of_a_run_is_no_list_of_lengths(tmp_path):
+    log = RolloutLog(tmp_path, 0)
+    group = SampleGroup(Prompt(0, "", (1,), ""), [Sample(0, 0, [1] * 300, [], "", "stop", 0)])
+    log.log(1, [own_figures(EngineStats(), [group], 300)])
+    log.close()
+    with pytest.raises(ConfigError) as caught:
+        quantiles_of(from_path(tmp_path / "rollouts.jsonl"))
+    said = str(caught.value)
+    assert "rollouts.jsonl:1" in said and said.endswith(f"give the run's directory, {tmp_path}")
+
+
+def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"workload\.lengths\.path = 'l\.txt': cannot be read") as caught:
+        quantiles_of(from_path("l.txt"))
+    assert f"(looked for {tmp_path / 'l.txt'})" in str(caught.value)
+    with pytest.raises(ConfigError, match="metrics") as caught:
+        quantiles_of(from_path("."))
+    assert f"(looked for {tmp_path})" in str(caught.value)
+    (tmp_path / "b.txt").write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match="no text in UTF-8"):
+        quantiles_of(from_path("b.txt"))
+
+
+def test_answers_that_are_cut_are_counted():
+    config = sim_config(
+        "workload.lengths.growth=0.2", "rollout.max_tokens=400", "workload.prompts_per_step=500"
+    )
+    lengths, uncut = Lengths(config), Lengths(config.model_copy(update={"rollout": sim_config().rollout}))
+    cut, count = lengths.cut(2)
+    assert count == 2 * 500 * 4
+    assert cut == sum(int((uncut.of(step) > 400).sum()) for step in range(2)) > 100
+    assert lengths.of(1).max() == 400
