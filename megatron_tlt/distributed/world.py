@@ -7,6 +7,7 @@ is missing and where they are.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.distributed.heap import on_fresh_heap
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import DistributedError
 
@@ -176,6 +178,7 @@ def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
+    on_fresh_heap(lambda: importlib.import_module("mpi4py.MPI"))
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
