@@ -15,7 +15,7 @@ import psutil
 
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import rows, write_config
-from tests.integration.slurm.cluster import Cluster
+from tests.integration.slurm.cluster import ENDED, Cluster
 
 PATIENCE_S = 900  # a job takes 20 s; on a machine with fifty others, minutes
 SLURM = ROOT / "slurm"
@@ -149,15 +149,18 @@ def requeued(scene: Scene) -> Scene:
 
 
 def node_down(scene: Scene) -> Scene:
-    """The job's node fails; it goes on on another one."""
+    """The job's node fails. This one answers, so Slurm may start the job there too soon, and then holds it."""
     scene.train(slow=0.1, options=(*ONE_NODE, "-xn[1-3,6]"))
     scene.after_steps(2)
     node = f"NodeName={scene.cluster.facts(scene.job)['NodeList']}"
     scene.cluster.run("scontrol", "update", node, "State=DOWN", "Reason=test")
-    scene.finish()
-    with suppress(AssertionError):  # it answers, so it may have come back by itself
+    while scene.cluster.facts(scene.job)["JobState"] not in ENDED:
+        if "held" in scene.cluster.facts(scene.job)["Reason"]:
+            scene.cluster.run("scontrol", "release", scene.job)
+        time.sleep(1)
+    with suppress(AssertionError):  # it may have come back by itself
         scene.cluster.run("scontrol", "update", node, "State=RESUME")
-    return scene
+    return scene.finish()
 
 
 def preempted(scene: Scene) -> Scene:
