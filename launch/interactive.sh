@@ -36,5 +36,17 @@ set_environment
 set_network
 case "$1" in -*) ;; *) enter_directory_of "$1" ;; esac
 set_srun_words
-exec srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
-    "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null
+# Where the ranks note their exit code, for srun says 137 when it killed the others. They must see it: not in /tmp.
+notes="$(mktemp -d "$PWD/.megatron-tlt-exit-XXXXXX")" || die "cannot write in $PWD, where the ranks' exit code is noted"
+trap 'rm -rf "$notes"' EXIT
+export MEGATRON_TLT_ATTEMPT="$notes"
+srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
+    "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null &
+step=$!
+trap : INT QUIT # srun hears them from the terminal itself
+for name in HUP TERM USR1; do
+    # shellcheck disable=SC2064  # now: the name
+    trap "kill -$name $step 2>/dev/null || true" "$name"
+done
+wait_for "$step"
+exit "$(exit_code "$rc" "$(read_number "$notes/exit" "")")"

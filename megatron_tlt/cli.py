@@ -266,9 +266,9 @@ def _on_every_rank(section: Any, threads: int | None, body: Callable[[World], in
     try:
         code = body(world) or EXIT_DONE
         world.enter("exit")
+        if world.is_main:
+            note_exit(code)
         if code:
-            if world.is_main:
-                note_exit(code)
             world.leave(code)
         world.close()
     except ConfigError as error:

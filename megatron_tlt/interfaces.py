@@ -45,8 +45,11 @@ class Watch(Protocol):
         longest running answer; tokens still expected.
         """
 
-    def close(self, outcome: Literal["done", "left", "failed", "timeout"], detail: str = "") -> None:
-        """The rank ends, and says how. A second call does nothing."""
+    def close(self, outcome: Literal["done", "saved", "left", "failed", "timeout"], detail: str = "") -> None:
+        """The rank ends, and says how (saved, left: before the run's end, with and without a checkpoint).
+
+        A second call does nothing.
+        """
 
 
 class ModelShape(Protocol):

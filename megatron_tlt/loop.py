@@ -146,8 +146,10 @@ class RLTrainer:
     def _save_and_leave(self, leaving: LeavingError) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
         step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
+        ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             self.observer.note(f"{told}there was no update yet, the next start begins anew")
+            self.world.ends_early(False, f"{ended}, before the first update; the same command begins anew")
             return
         if self._before is not None:
             self.upkeep.drop_window()
@@ -156,10 +158,12 @@ class RLTrainer:
             self.observer.note(
                 f"{told}not saved, for updates were not finite; the next start goes on before them"
             )
+            self.world.ends_early(False, f"{ended}, not saved; the same command goes on before it")
             return
         with self._phase("checkpoint"):
             self.checkpoints.save_now(step, self._before or self._state(), self.upkeep.drafter_state)
         self.observer.note(f"{told}saved after step {step}, the next start goes on there")
+        self.world.ends_early(True, f"{ended}; saved, the same command goes on")
 
     def _save_last(self) -> None:
         """The run has done its last step: nothing that was owed is lost. Collective."""

@@ -53,9 +53,10 @@ set_network() {
 set_srun_words() {
     local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
-    all="${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE%%[!0-9]*}}" # salloc knows the second only
-    [ -n "$cpus" ] || cpus=$((all / tasks))
-    [ "$cpus" -gt 0 ] || cpus=1
+    all="${SLURM_JOB_CPUS_PER_NODE:-}"
+    all="${SLURM_CPUS_ON_NODE:-${all%%[!0-9]*}}" # salloc knows the second only
+    if [ -z "$cpus" ] && [ -z "$all" ]; then cpus="<CPUs of the node / $tasks>"; fi # a dry run
+    [ -n "$cpus" ] || cpus=$((all > tasks ? all / tasks : 1))
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
     if [ -n "${CONTAINER:-}" ]; then
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
@@ -68,6 +69,7 @@ set_srun_words() {
 # A configuration beside the user, else one of the repository, whose relative paths hold from its root.
 enter_directory_of() {
     if [ -e "$1" ]; then return; fi
+    [ "$PWD" != "$root" ] || die "$1 is not in $PWD"
     [ -e "$root/$1" ] || die "$1 is neither in $PWD nor in $root"
     say "$1 is not in $PWD: running in $root"
     cd "$root"
@@ -98,6 +100,14 @@ sweep_nodes() {
         --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
 }
 
+# Waits for the end of a child; sets rc.
+wait_for() {
+    while :; do # `wait` comes back from every trapped signal
+        wait "$1" && rc=0 || rc=$?
+        kill -0 "$1" 2>/dev/null || break
+    done
+}
+
 # Runs the ranks to their end; sets rc.
 run_step() {
     local step
@@ -107,27 +117,39 @@ run_step() {
     trap 'say "SIGTERM: Slurm is ending this job"' TERM
     srun "${srun_words[@]}" --output="$attempt/rank-%5t.log" "$@" </dev/null &
     step=$!
-    rc=0
-    while :; do # `wait` comes back from every trapped signal
-        wait "$step" && rc=0 || rc=$?
-        kill -0 "$step" 2>/dev/null || break
-    done
+    wait_for "$step"
     trap '' USR1 TERM
-    # srun says 137 when it killed the others after the first rank had left; what that one wanted is in a file.
-    if [ "$rc" -ne 0 ] && [ -s "$attempt/exit" ]; then rc="$(cat "$attempt/exit")"; fi
+    local noted
+    noted="$(read_number "$attempt/exit" "")"
+    if [ "$rc" -eq 0 ] && [ -z "$noted" ] && [ "${ranks_note_exit:-0}" = 1 ]; then
+        say "srun ended with 0, but the ranks have not said that they are done: taken for a failure"
+        rc=1
+    fi
+    rc="$(exit_code "$rc" "$noted")"
 }
 
 read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 
+# The code that the ranks wanted, where srun lost it: it says 137 when it killed the others after the first rank had left,
+# and 0 after a node has failed (measured). What they noted themselves is $2, empty if nothing.
+exit_code() { if [ "${2:-0}" -ne 0 ]; then echo "$2"; else echo "$1"; fi; }
+
 # "JobState" and the like of this job.
 job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+
+# Whether Slurm has put this job into its queue again by itself, as after `scontrol requeue`, or when a node has failed. Its
+# times are then those of the next start.
+is_requeued() {
+    local restarts
+    restarts="$(job_fact Restarts)"
+    [ "$(job_fact JobState)" = PENDING ] || [ "${restarts:-0}" -gt "$number" ]
+}
 
 # Whether Slurm is ending this job for another reason than its time limit: it was cancelled, or preempted, which Slurm
 # follows by a requeue of its own. In both cases the state is COMPLETING while this script still runs.
 is_being_ended() {
     local started ended limit
     [ "$(job_fact JobState)" != RUNNING ] || return 1
-    [ "$(job_fact StartTime)" != Unknown ] || return 0 # in the queue again
     started="$(date -d "$(job_fact StartTime)" +%s)" ended="$(date -d "$(job_fact EndTime)" +%s)"
     limit="$(hours_of "$(job_fact TimeLimit)")"
     [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'
@@ -147,8 +169,18 @@ report_failure() {
         say "exit code 75: $(grep 'the next start' "$attempt/rank-00000.log" | tail -n 1)"
         return
     fi
+    if [ ! -e "$attempt/rank-00000.log" ]; then
+        say "exit code $rc; no rank has started: what srun says is above"
+        return
+    fi
     say "exit code $rc; the ranks' last words (all in $attempt):"
-    grep -h -A12 -m1 '^megatron-tlt: ' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log" || true
+    # Who was killed or hung comes first: the others only tell that their connections broke.
+    local verdict='^megatron-tlt: (rank [0-9]+ \(|the job hangs)'
+    if grep -hE "$verdict" "$attempt"/rank-*.log; then
+        grep -hE -m1 '^megatron-tlt: rank [0-9]+ failed' "$attempt"/rank-*.log | head -n 10 || true
+    else
+        grep -h -A12 -m1 '^megatron-tlt: ' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log"
+    fi
 }
 
 # Ends the script: with the code of the ranks, or by starting over.
@@ -156,6 +188,10 @@ requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
     report_failure
     [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
+    if is_requeued; then
+        say "Slurm has requeued this job by itself: nothing to do here"
+        exit "$rc"
+    fi
     if is_being_ended; then
         say "cancelled or preempted: this script does not requeue it"
         exit "$rc"
@@ -187,34 +223,63 @@ hours_of() {
 # The value of an option on this command line, else of the script's #SBATCH lines.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$script" | head -n 1; }
 
-# `X.sbatch --dry-run [-N NODES] [--ntasks-per-node=N] [--gpus-per-node=N] [-t TIME] ARGUMENTS`: leaves the rest in `rest`.
+# `X.sbatch --dry-run [OPTIONS OF sbatch] ARGUMENTS`: leaves the rest in `rest`, and in `passed` the options that change
+# nothing here and are only shown.
 read_dry_options() {
+    local name value
     nodes="${SLURM_JOB_NUM_NODES:-$(asked nodes)}" tasks="${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}"
-    gpus="${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}" time="$(asked time)"
+    gpus="${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}" time="$(asked time)" signal="$(asked signal)"
+    cpus="" passed=()
     while [ $# -gt 0 ]; do
         case "$1" in
-        -N | --nodes | --ntasks-per-node | --gpus-per-node | -t | --time)
+        --exclusive | --exclusive=* | --requeue | --no-requeue) passed+=("$1") && shift && continue ;;
+        --*=*) name="${1%%=*}" value="${1#*=}" && shift ;;
+        -[!-]?*) name="$(long_name "${1:0:2}")" value="${1:2}" && shift ;; # -N4
+        -*)
             [ $# -gt 1 ] || die "$1 takes a value"
-            local name="$1" value="$2"
-            shift 2
-            set -- "$(long_name "$name")=$value" "$@"
+            name="$(long_name "$1")" value="$2" && shift 2
             ;;
-        --nodes=*) nodes="${1#*=}" && shift ;;
-        --ntasks-per-node=*) tasks="${1#*=}" && shift ;;
-        --gpus-per-node=*) gpus="${1#*=}" && shift ;;
-        --time=*) time="${1#*=}" && shift ;;
-        -*) die "--dry-run knows -N, --ntasks-per-node, --gpus-per-node and -t, not $1" ;;
         *) break ;;
+        esac
+        case "$name" in
+        --nodes) nodes="$value" ;;
+        --ntasks-per-node) tasks="$value" ;;
+        --gpus-per-node) gpus="$value" ;;
+        --time) time="$value" ;;
+        --cpus-per-task) cpus="$value" && passed+=("$name=$value") ;;
+        --signal) signal="$value" && passed+=("$name=$value") ;;
+        --partition | --account | --qos | --job-name | --nodelist | --exclude | --constraint | --reservation | --mem | \
+            --output | --dependency | --begin | --mail-type | --mail-user | --comment | --licenses | --nice)
+            passed+=("$name=$value")
+            ;;
+        *) die "--dry-run knows the usual options of sbatch (-N, --ntasks-per-node, --gpus-per-node, -t, -c, -p, -A, -q, -J, ...), not $name" ;;
         esac
     done
     [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes=$nodes must be a number above 0"
     [[ "$tasks" =~ ^[1-9][0-9]*$ ]] || die "--ntasks-per-node=$tasks must be a number above 0"
+    [[ "$cpus" =~ ^([1-9][0-9]*)?$ ]] || die "--cpus-per-task=$cpus must be a number above 0"
     asked_gpus="$gpus" gpus="${gpus##*:}" # h100:8
     [[ "$gpus" =~ ^[0-9]+$ ]] || die "--gpus-per-node=$gpus must be a number"
     rest=("$@")
 }
 
-long_name() { case "$1" in -N) echo --nodes ;; -t) echo --time ;; *) echo "$1" ;; esac; }
+long_name() {
+    case "$1" in
+    -N) echo --nodes ;; -t) echo --time ;; -c) echo --cpus-per-task ;; -p) echo --partition ;; -A) echo --account ;;
+    -q) echo --qos ;; -J) echo --job-name ;; -w) echo --nodelist ;; -x) echo --exclude ;; -C) echo --constraint ;;
+    -o) echo --output ;; -d) echo --dependency ;; -b) echo --begin ;; -L) echo --licenses ;; *) echo "$1" ;;
+    esac
+}
+
+# Says it where Slurm's warning comes so early that attempts of the time limit $1 get little or nothing done. $2 is the
+# option --signal, "B:USR1@240"; nothing is said without one. $3: a remark on it.
+warn_of_short_time() {
+    local hours lead="${2##*@}"
+    hours="$(hours_of "$1")"
+    if [[ "$2" != *@* ]] || [ -z "$hours" ]; then return 0; fi
+    awk -v h="$hours" -v lead="$lead" 'BEGIN { exit h * 3600 + 1 < 2 * lead ? 0 : 1 }' || return 0
+    say "WARNING: with a time limit of $1, Slurm's warning $lead s before it (--signal=$2${3:-}) leaves an attempt hardly any time, or none: ask for more time, or for a later warning (above stop.warning_s)"
+}
 
 # What a submission would be. `set_command` of each script looks at its arguments and sets `command`. `checked` is the subcommand that reports on the configuration; nothing without one.
 dry_run() {
@@ -242,13 +307,17 @@ dry_run() {
     else
         echo "GPU-hours not known without a time limit"
     fi
+    warn_of_short_time "$time" "$signal"
     export SLURM_JOB_NUM_NODES="$nodes" SLURM_NTASKS_PER_NODE="$tasks" SLURM_GPUS_ON_NODE="$gpus"
-    export SLURM_CPUS_ON_NODE="${SLURM_CPUS_ON_NODE:-$tasks}"
+    [ -z "$cpus" ] || export SLURM_CPUS_PER_TASK="$cpus"
     set_srun_words
-    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s %q' "$nodes" "$tasks" "$asked_gpus" "$time" "$script"
-    printf ' %q' "${rest[@]}"
+    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s' "$nodes" "$tasks" "$asked_gpus" "$time"
+    printf ' %q' ${passed[@]+"${passed[@]}"} "$script" "${rest[@]}"
     printf '\n  -> srun'
-    printf ' %q' "${srun_words[@]}" "${command[@]}"
+    local word
+    for word in "${srun_words[@]}" "${command[@]}"; do
+        case "$word" in *=\<*) printf ' %s' "$word" ;; *) printf ' %q' "$word" ;; esac
+    done
     printf '\n\n%s:\n' "$script"
     cat "$script"
     exit 0

@@ -3,7 +3,7 @@
     ENV/bin/python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json
 
 Prints every recorded class, field, method and parameter that is not there, and what could not be looked at. Exit code 1
-if something is missing. Standard library and tensorrt_llm only, Python 3.10.
+if something is missing, 2 if there is no tensorrt_llm. Standard library and tensorrt_llm only, Python 3.10.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("contract", type=Path)
     contract = json.loads(parser.parse_args().contract.read_text(encoding="utf-8"))
+    try:
+        importlib.import_module("tensorrt_llm")
+    except ImportError as error:
+        why = f"{sys.executable} cannot import tensorrt_llm ({error})"
+        print(f"{why}: run this with the Python of its environment", file=sys.stderr)
+        return 2
     found = list(differences(contract))
     print("\n".join(found) if found else f"all recorded names of {contract['version']} are there")
     print(f"not looked at (it takes a running engine): {', '.join(unseen(contract))}")

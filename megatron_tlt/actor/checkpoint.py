@@ -233,14 +233,21 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
         offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
         raise CheckpointError(f"{problem}; {offer}")
     candidates = world.broadcast_object(_candidates(checkpoints) if world.is_main else None)
-    for candidate in candidates:
+    for place, candidate in enumerate(candidates):
         problem = _problem(world, candidate)
         if problem is None:
             return Path(candidate)
         if world.is_main:
-            _log.warning("REFUSED: %s. Falling back to the checkpoint before it.", problem)
+            last = place == len(candidates) - 1
+            _log.warning(
+                "REFUSED: %s. %s",
+                problem,
+                "There is none before it." if last else "Falling back to the checkpoint before it.",
+            )
     if candidates:
-        raise CheckpointError(f"every checkpoint in {checkpoints} is damaged; resume=never starts anew")
+        raise CheckpointError(
+            f"every checkpoint in {checkpoints} is damaged; checkpoint.resume=never starts anew"
+        )
     return None
 
 

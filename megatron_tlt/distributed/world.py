@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class _Phase:
     step: int = -1
     order: int = 0
     watch: Watch | None = None
+    end: tuple[Literal["done", "saved", "left"], str] = ("done", "")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class World:
     def watched_by(self, start: Callable[[], Watch]) -> None:
         """Ends the present watch, if there is one, and starts the one that is told from now on what this rank does."""
         if self._phase.watch is not None:
-            self._phase.watch.close("done")
+            self._phase.watch.close(*self._phase.end)
+        self._phase.end = ("done", "")
         self._phase.watch = watch = start()
         watch.enter(self._phase.name, self._phase.step, self._phase.order)
 
@@ -166,12 +168,16 @@ class World:
         time.sleep(_LEAVE_S)
         os._exit(code)
 
+    def ends_early(self, saved: bool, detail: str) -> None:
+        """The run ends before its last step: what its watch is told when it closes, `detail` for people."""
+        self._phase.end = ("saved" if saved else "left", detail)
+
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
         dist.barrier()
         dist.destroy_process_group()
         if self._phase.watch is not None:
-            self._phase.watch.close("done")
+            self._phase.watch.close(*self._phase.end)
 
 
 def _start_mpi() -> MPI.Comm:

@@ -51,7 +51,8 @@ class Beat:
     seq: int
     """Counts writes: a reader sees by it, not by clocks, that there is news."""
     outcome: str = "running"
-    """running; done; failed, killed, hung: this rank is why the job ended; ended: it went down with the job."""
+    """running; done; saved: before the run's end, by a signal;
+    failed, killed, hung: this rank is why the job ended; ended: it went down with the job."""
     detail: str = ""
     process: str = "?"
     """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead; ? not known."""

@@ -12,7 +12,9 @@ _FEWEST = 3  # durations without which there is no expectation
 _SPREADS = 6.0
 _TO_SIGMA = 1.4826  # from a median absolute deviation, if durations were normal
 _SHOWN = 16
-_SEVERITY = ("killed", "hung", "failed", "lost", "stopped", "silent", "slow", "running", "ended", "done")
+_SEVERITY = (
+    "killed", "hung", "failed", "lost", "stopped", "silent", "slow", "running", "ended", "saved", "done"
+)  # fmt: skip
 
 
 def limit_of(durations: Sequence[float], factor: float, least: float) -> float:

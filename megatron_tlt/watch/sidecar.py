@@ -226,8 +226,8 @@ class Sidecar:
             self._died()
             return
         outcome, detail = said["outcome"], said["detail"]
-        if outcome in ("done", "left"):
-            self._write(outcome="done" if outcome == "done" else "ended", detail=detail)
+        if outcome in ("done", "saved", "left"):
+            self._write(outcome="ended" if outcome == "left" else outcome, detail=detail)
             return
         kind, ranks = "failed", [self.o.rank]
         if outcome == "timeout":

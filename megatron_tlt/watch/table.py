@@ -11,7 +11,8 @@ from typing import Any
 from megatron_tlt.watch import files, judge
 
 _HEADINGS = (
-    "rank", "host", "condition", "phase", "step", "for", "limit", "silent", "running", "queued", "longest", "left"
+    "rank", "host", "pid", "condition", "phase", "step", "for", "limit", "silent", "running", "queued", "longest",
+    "left",
 )  # fmt: skip
 _GRAVE = ("killed", "hung", "failed", "lost")
 
@@ -31,7 +32,10 @@ class RunStatus:
 
     @property
     def condition(self) -> str:
-        """The run in a word: running, finished, ended (orderly, before its end), crashed, hung, lost or unknown."""
+        """The run in a word: running, finished, crashed, hung, lost, unknown.
+
+        Also saved or ended: orderly, before its end.
+        """
         here = {said for _, said in self.rows}
         if not here:
             return "unknown"
@@ -40,8 +44,8 @@ class RunStatus:
         for word, means in (("hung", "hung"), ("killed", "crashed"), ("failed", "crashed"), ("lost", "lost")):
             if word in here:
                 return means
-        if here <= {"done", "ended"}:
-            return "finished" if here == {"done"} else "ended"
+        if here <= {"done", "saved", "ended"}:
+            return "finished" if here == {"done"} else "saved" if "saved" in here else "ended"
         return "running"
 
 
@@ -84,6 +88,8 @@ def render(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | No
     lines = [_headline(run_dir, status, now)]
     if status.verdict is not None:
         lines.append(status.verdict.text)
+    elif status.condition in ("saved", "ended"):
+        lines += sorted({beat.detail for beat, _ in status.rows if beat.detail})
     details = {f"rank {b.rank}: {b.detail}" for b, said in status.rows if b.detail and said in _GRAVE}
     lines += sorted(
         d for d in details if status.verdict is None or status.verdict.kind not in ("killed", "failed")
@@ -118,7 +124,7 @@ def _cells(beat: files.Beat, said: str) -> list[str]:
     numbers = [beat.running, beat.queued, beat.longest, round(beat.left)] if is_rollout else [""] * 4
     limit = _seconds(beat.limit_seconds) if beat.limit_seconds else ""
     times = [_seconds(beat.phase_seconds), limit, _seconds(beat.silent_seconds)]
-    return [str(c) for c in (beat.rank, beat.host, said, phase, beat.step, *times, *numbers)]
+    return [str(c) for c in (beat.rank, beat.host, beat.pid, said, phase, beat.step, *times, *numbers)]
 
 
 def _seconds(value: float) -> str:
@@ -129,7 +135,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as they need; numbers on the right."""
     every = [_HEADINGS, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(_HEADINGS))]
-    left = {1, 2, 3}
+    left = {1, 3, 4}
     return [
         "  ".join(
             c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))

@@ -24,13 +24,13 @@ from megatron_tlt.watch.deaths import alive_dir, hold_open
 from megatron_tlt.watch.judge import limit_of
 from megatron_tlt.watch.process import STACK_SIGNAL
 
-Outcome = Literal["done", "left", "failed", "timeout"]
+Outcome = Literal["done", "saved", "left", "failed", "timeout"]
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.watch.sidecar import main; main()"
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR")
 _HISTORY = 32
 # The watchdog gathers all ranks' stacks after a timeout; otherwise it only writes two files.
-_PATIENCE_S = {"done": 5.0, "left": 5.0, "failed": 5.0, "timeout": 60.0}
+_PATIENCE_S = {"done": 5.0, "saved": 5.0, "left": 5.0, "failed": 5.0, "timeout": 60.0}
 _log = logging.getLogger(__name__)
 
 

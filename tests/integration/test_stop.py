@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megatron_tlt.cli import main
 from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
@@ -118,7 +119,7 @@ def ranks_of(job):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, number):
+def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, capsys, number):
     folder, _, _ = ended
     job = start(folder / "tiny.yaml", tmp_path / "run")
     metrics = tmp_path / "run/metrics.jsonl"
@@ -131,3 +132,7 @@ def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path,
     assert "the step is done; saved after step" in output
     steps = len(rows(tmp_path / "run"))
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-{steps:06d}"
+    assert main(["status", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert f"run: saved, step {steps};" in shown
+    assert f"ended by a signal after step {steps} of 500; saved, the same command goes on" in shown

@@ -138,7 +138,7 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     assert seen.returncode == 1 and f"{run_dir}: hung" in seen.stdout
     table = seen.stdout[seen.stdout.index("rank  host") :].splitlines()
     rows = [row.split() for row in table[1:3]]
-    assert [str(rank), "hung", phase] in [[row[0], row[2], row[3]] for row in rows], table
+    assert [str(rank), "hung", phase] in [[row[0], row[3], row[4]] for row in rows], table
 
 
 def test_a_reward_function_that_sleeps_for_ever_costs_its_samples_and_is_no_hang(whole):

@@ -8,23 +8,25 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import rows, write_config
-from tests.integration.slurm.cluster import Cluster
+from tests.integration.slurm.cluster import ENDED, Cluster
 
 PATIENCE_S = 900  # a job takes 20 s; on a machine with fifty others, minutes
 SLURM = ROOT / "slurm"
 REWARD = [{"name": "python", "path": "tests.helpers.slow_vowels:reward", "threshold": 0.2}]
 ONE_NODE = ("-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "--time=20")
 TWO_NODES = ("-N2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=20")
-# In place of Python: says how it was called, and ends as it is told to.
+# In place of Python: says how it was called, and ends as it is told to, which it notes like the real ranks.
 RECORDER = """#!/bin/bash
 env | grep -E '^(FAKEPYXIS|CUDA_VISIBLE|GLOO_SOCKET|NCCL|UCX|MEGATRON_TLT|SLURM_PROCID|SLURM_LOCALID|HYDRA|PWD)' | sort
 printf 'argument: %s\\n' "$@"
+[ -n "${SILENT_EXIT:-}" ] || echo "${NOTED_EXIT:-${RECORDED_EXIT:-0}}" >"$MEGATRON_TLT_ATTEMPT/exit"
 exit "${RECORDED_EXIT:-0}"
 """
 
@@ -138,6 +140,29 @@ def killed(scene: Scene) -> Scene:
     return scene.finish()
 
 
+def requeued(scene: Scene) -> Scene:
+    """Somebody asks Slurm to start it again."""
+    scene.train(slow=0.1)
+    scene.after_steps(2)
+    scene.cluster.run("scontrol", "requeue", scene.job)
+    return scene.finish()
+
+
+def node_down(scene: Scene) -> Scene:
+    """The job's node fails. This one answers, so Slurm may start the job there too soon, and then holds it."""
+    scene.train(slow=0.1, options=(*ONE_NODE, "-xn[1-3,6]"))
+    scene.after_steps(2)
+    node = f"NodeName={scene.cluster.facts(scene.job)['NodeList']}"
+    scene.cluster.run("scontrol", "update", node, "State=DOWN", "Reason=test")
+    while scene.cluster.facts(scene.job)["JobState"] not in ENDED:
+        if "held" in scene.cluster.facts(scene.job)["Reason"]:
+            scene.cluster.run("scontrol", "release", scene.job)
+        time.sleep(1)
+    with suppress(AssertionError):  # it may have come back by itself
+        scene.cluster.run("scontrol", "update", node, "State=RESUME")
+    return scene.finish()
+
+
 def preempted(scene: Scene) -> Scene:
     """Somebody more important takes the node."""
     scene.train(slow=0.1, options=(*ONE_NODE, "-wn6"))
@@ -193,10 +218,22 @@ def chained(scene: Scene) -> Scene:
     return scene
 
 
-NIGHTLY = {"timed_out"}
+NIGHTLY = {"timed_out", "node_down"}
 SCENARIOS: dict[str, Callable[[Scene], Scene]] = {
     play.__name__: play
-    for play in (timed_out, preempted, killed, warned, cancelled, whole, container, wrong_config, wrong_pair)
+    for play in (
+        timed_out,
+        node_down,
+        requeued,
+        preempted,
+        killed,
+        warned,
+        cancelled,
+        whole,
+        container,
+        wrong_config,
+        wrong_pair,
+    )
 } | {play.__name__: play for play in (crash_loop, converted, chained)}
 
 

@@ -11,6 +11,7 @@ from tests.integration.slurm.scenarios import ONE_NODE, SLURM, Scene, run_here
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000006"
+FAILED_NODE = pytest.param("node_down", marks=pytest.mark.nightly)
 LATE = pytest.param("timed_out", marks=pytest.mark.nightly)
 
 
@@ -35,7 +36,7 @@ def test_an_undisturbed_job_trains_to_its_end(scenes):
     assert (logs / scene.job / "0/rank-00001.log").exists()
 
 
-@pytest.mark.parametrize("name", ["warned", LATE, "killed", "preempted"])
+@pytest.mark.parametrize("name", ["warned", LATE, "killed", "preempted", "requeued", FAILED_NODE])
 def test_an_interrupted_job_starts_again_and_gets_to_the_same_weights(scenes, name):
     scene, (state, code, restarts) = ended(scenes, name)
     assert (state, code) == ("COMPLETED", "0:0"), scene.output()
@@ -58,9 +59,21 @@ def test_a_warned_job_saves_and_asks_to_be_requeued(scenes, name):
     assert "rewards failed" not in scene.log(0), "the signal was for the ranks, not for their workers"
 
 
+@pytest.mark.parametrize("name", ["requeued", FAILED_NODE])
+def test_what_slurm_requeues_by_itself_is_left_to_it(scenes, name):
+    scene, _ = ended(scenes, name)
+    first = re.split(rf"job {scene.job} attempt [1-9]", scene.output())[0].splitlines()[:-1]
+    assert first[-1].endswith("Slurm has requeued this job by itself: nothing to do here"), scene.output()
+    assert "cannot requeue" not in scene.output()
+    assert not (scene.folder / f"logs/{scene.job}/stalls").exists()
+    assert (scene.folder / f"logs/{scene.job}/0/exit").read_text().strip() == "75"
+
+
 def test_a_killed_rank_ends_the_attempt_and_costs_no_more_than_a_step(scenes):
     scene, _ = ended(scenes, "killed")
     assert "requeueing (attempts in a row without a new checkpoint step: 0 of 2)" in scene.output()
+    words = re.findall(r"^megatron-tlt: rank \d (\(host|failed)", scene.output(), re.MULTILINE)
+    assert words[0] == "(host", "who was killed comes before those who only lost a connection"
     assert "exit code 1" in scene.output()  # 1 of the rank that lost its peer, or 137
     start = int((scene.folder / f"logs/{scene.job}/1/start").read_text())
     assert start >= 1
@@ -93,6 +106,21 @@ def test_a_crash_loop_gives_up(scenes):
     scene, end = ended(scenes, "crash_loop")
     assert end == ("FAILED", "3:0", "1"), scene.output()
     assert "giving up: 2 attempts in a row have written no new checkpoint step" in scene.output()
+
+
+def test_ranks_that_srun_lost_are_not_taken_for_done(cluster, tmp_path):
+    scene = Scene(cluster, tmp_path / "lost")
+    scene.record("train", "tiny.yaml", SILENT_EXIT=1, REQUEUE=0)
+    assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("FAILED", "1:0"), scene.output()
+    assert "the ranks have not said that they are done" in scene.output()
+
+
+def test_a_plugin_that_srun_cannot_load_is_told_once(cluster, tmp_path):
+    scene = Scene(cluster, tmp_path / "plugin")
+    scene.record("train", "tiny.yaml", MPI="nosuch", MAX_STALLS=0)
+    said = scene.output()
+    assert scene.facts["JobState"] == "FAILED" and "no rank has started: what srun says is above" in said
+    assert "Invalid MPI type 'nosuch'" in said and "No such file" not in said
 
 
 def test_a_container_and_the_network_are_passed_on(scenes):
@@ -202,6 +230,11 @@ def test_an_allocation_in_hand_is_used_and_the_exit_code_comes_back(cluster, tmp
     for rank in (0, 1):
         assert f"{rank}: argument: train.num_steps=1" in done.stdout.splitlines()
     assert not (scene.folder / "logs").exists()
+    # srun's own code where the ranks noted none; what they noted where srun tells another.
+    for env, code in (({"SILENT_EXIT": 1}, 137), ({"NOTED_EXIT": 2}, 2)):
+        done = run_here(cluster, scene.folder, *words, PYTHON=scene.recorder, RECORDED_EXIT=137, **env)
+        assert done.returncode == code, done.stdout + done.stderr
+    assert not list(SLURM.parent.glob(".megatron-tlt-*"))
     alone = run_here(cluster, scene.folder, launcher, "configs/quickstart.yaml")
     assert alone.returncode == 2
     assert "no allocation in hand" in alone.stderr

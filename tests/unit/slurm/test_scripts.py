@@ -44,11 +44,51 @@ def test_a_type_of_gpu_is_taken_and_kept():
     assert "--gpus-per-node=h100:4" in done.stdout
 
 
+def test_cpus_that_nobody_knows_yet_are_not_made_up():
+    words = ("--dry-run", "kernels", "--quick")
+    assert " --cpus-per-task=<CPUs of the node / 1> --cpu-bind" in srun_line(
+        run("slurm/bench.sbatch", *words)
+    )
+    assert " --cpus-per-task=9 " in srun_line(run("slurm/bench.sbatch", "--dry-run", "-c9", *words[1:]))
+    assert " --cpus-per-task=6 " in srun_line(run("slurm/bench.sbatch", *words, SLURM_CPUS_ON_NODE="6"))
+
+
+def test_options_of_sbatch_that_a_site_needs_are_shown():
+    options = ("-p", "long", "-A", "our group", "--qos=high", "-Jx", "-N2", "--exclusive")
+    done = run("slurm/bench.sbatch", "--dry-run", *options, "kernels")
+    shown = r"--partition=long --account=our\ group --qos=high --job-name=x --exclusive "
+    assert f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {shown}" in done.stdout
+    done = run("slurm/bench.sbatch", "--dry-run", "--gres=gpu:8", "kernels")
+    assert done.returncode == 2 and "not --gres" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [(["-t3"], True), (["-t", "7:50"], True), (["-t8"], False), (["-t3", "--signal=B:USR1@60"], False)],
+)
+def test_a_time_limit_near_the_warning_is_said(tmp_path, options, warned):
+    words = ["--ntasks-per-node=2", "--gpus-per-node=0", "configs/quickstart.yaml"]
+    root = copy_without_python(tmp_path)
+    done = run("slurm/train.sbatch", "--dry-run", *options, *words, root=root, CONTAINER="image")
+    assert done.returncode == 0, done.stderr
+    assert ("leaves an attempt hardly any time" in done.stdout) == warned
+
+
+def test_a_configuration_that_is_nowhere():
+    done = run("slurm/train.sbatch", "--dry-run", "nosuch.yaml")
+    assert done.returncode == 2 and done.stderr.strip().endswith(f"nosuch.yaml is not in {ROOT}")
+
+
+def copy_without_python(folder):
+    """The scripts where there is no .venv: a dry run does not take the seconds of checking a configuration."""
+    for part in ("slurm", "configs"):
+        shutil.copytree(ROOT / part, folder / part)
+    return folder
+
+
 def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
     """Names are quoted; with a container nothing here is needed but the check, which says that it is left out."""
-    root = tmp_path / "a b"
-    for part in ("slurm", "configs"):
-        shutil.copytree(ROOT / part, root / part)
+    root = copy_without_python(tmp_path / "a b")
     config = root / "configs/quickstart.yaml"
     done = run("slurm/train.sbatch", "--dry-run", config, root=root, CONTAINER="image")
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_an_installation_of_the_contract_has_everything(path: Path) -> None:
 def test_a_missing_name_is_listed(path: tuple[str, ...], line: str) -> None:
     contract = Contract.load(FILES[0])
     assert compared(contract, contract.renamed(path)) == [line]
+
+
+def test_a_python_without_it_is_told_in_a_line() -> None:
+    command = [sys.executable, "-S", str(ROOT / "tools/check_trtllm_contract.py"), str(FILES[0])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "cannot import tensorrt_llm" in done.stderr
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ def test_a_running_job_with_the_worst_rank_first(tmp_path):
     lines = table.render(tmp_path, status, now=NOW + 2).splitlines()
     assert lines[0] == f"{tmp_path}: running, step 4; 3 of 3 ranks on 3 hosts, last heard of 2.0 s ago"
     rows = [" ".join(line.split()) for line in lines[2:]]
-    assert rows[0] == "rank host condition phase step for limit silent running queued longest left"
-    assert rows[1] == "1 n1 stopped rollout (BUSY) 4 14.0 s 40.0 s 3.0 s 3 1 70 100"
-    assert rows[2].startswith("0 n0 running")
-    assert rows[3] == "2 n2 running idle (TRAINING) 4 14.0 s 40.0 s 3.0 s"
+    assert rows[0] == "rank host pid condition phase step for limit silent running queued longest left"
+    assert rows[1] == "1 n1 11 stopped rollout (BUSY) 4 14.0 s 40.0 s 3.0 s 3 1 70 100"
+    assert rows[2].startswith("0 n0 10 running")
+    assert rows[3] == "2 n2 12 running idle (TRAINING) 4 14.0 s 40.0 s 3.0 s"
 
 
 def test_few_of_many_rows(tmp_path):
@@ -58,6 +58,7 @@ KILLED = Verdict("a", "killed-1", "killed", 1, NOW, "rank 1 (host n1, pid 11) wa
     [
         ([{}, {}, {}], None, "lost", 1),  # by the real clock nobody has written for ages
         ([{"outcome": "done"}] * 3, None, "finished", 0),
+        ([{"outcome": "saved"}] * 3, None, "saved", 0),
         ([{"outcome": "done"}, {"outcome": "ended"}, {"outcome": "done"}], None, "ended", 0),
         ([{"outcome": "ended"}, {"outcome": "killed"}, {"outcome": "ended"}], KILLED, "crashed", 1),
         ([{"outcome": "ended"}, {"outcome": "killed"}, {"outcome": "ended"}], None, "crashed", 1),
@@ -75,6 +76,14 @@ def test_what_became_of_a_run(tmp_path, capsys, changes, verdict, condition, cod
     told = json.loads(capsys.readouterr().out)
     assert told["condition"] == condition and len(told["ranks"]) == 3
     assert {"silent_seconds", "host", "phase", "longest", "running", "condition"} <= told["ranks"][0].keys()
+
+
+@pytest.mark.parametrize("outcome", ["saved", "ended"])
+def test_a_run_that_a_signal_ended_says_how_far_it_is(tmp_path, outcome):
+    detail = "ended by a signal after step 4 of 30; saved, the same command goes on"
+    write(tmp_path, *beats(*[{"outcome": outcome, "detail": detail}] * 3))
+    lines = table.render(tmp_path, table.read_status(tmp_path, NOW), now=NOW).splitlines()
+    assert lines[0].startswith(f"{tmp_path}: {outcome}, step 4;") and lines[1:3] == [detail, ""]
 
 
 def test_damaged_and_missing_files_are_said(tmp_path, capsys):
