@@ -53,7 +53,7 @@ class SpecWorld:
     draft_row: float = 14e-6  # a drafted token
     catch_up_row: float = 10e-6  # a token that was decoded without the drafter
     overhead: float = 0.0  # a step with drafts, beyond its forward: bookkeeping
-    cold: float = 1.0  # factor of a plain step that follows one with drafts
+    cold: tuple[float, ...] = ()  # factors of the plain steps that follow one with drafts, or the start
     quality: float = 1.0
     mean_gap: float = 3.0
     window: int = 256  # tokens of each request that it catches up with at most
@@ -62,7 +62,7 @@ class SpecWorld:
     by_position: bool = False
     clock: float = 0.0
     tokens: int = 0
-    was_drafting: bool = False
+    warm: int = 0  # plain steps in a row
     behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self):
@@ -112,8 +112,7 @@ class SpecWorld:
         B = len(self.lengths)
         strategy = selector.select(B)
         if strategy.kind == "none":
-            seconds = float(self.step_seconds(B, B)) * (self.cold if self.was_drafting else 1.0)
-            self.was_drafting = False
+            seconds = self.plain_seconds(B)
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
             rest = selector.rest(B)
@@ -123,7 +122,7 @@ class SpecWorld:
                 if still.bit_length() != B.bit_length():
                     break
                 self.behind += 1
-                self._emit(np.ones(still, np.int32), float(self.step_seconds(still, still)))
+                self._emit(np.ones(still, np.int32), self.plain_seconds(still))
             return strategy, None
         gaps, bucket, survival, lengths, drafting = self.propose(strategy)
         L = strategy.draft_len
@@ -144,10 +143,16 @@ class SpecWorld:
         counts = (accepted.sum(1) + 1).astype(np.int32)
         rows = B + int(fed.sum())
         seconds = float(self.step_seconds(B, rows)) + self.overhead
-        self.was_drafting = True
+        self.warm = 0
         self._emit(counts, drafting + seconds)
         selector.observe(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds))
         return strategy, keep
+
+    def plain_seconds(self, B):
+        """Of the next plain step."""
+        factor = self.cold[self.warm] if self.warm < len(self.cold) else 1.0
+        self.warm += 1
+        return float(self.step_seconds(B, B)) * factor
 
     def _emit(self, counts, seconds):
         self.clock += seconds

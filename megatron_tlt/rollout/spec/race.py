@@ -28,6 +28,7 @@ _EAGER = 4.0  # times the budget for the first trial of an arm that may yet be t
 _UNSURE = 0.85  # ... which are those whose gain is this share of the best one's at least
 _LEAD = 1.02  # an arm must be faster by so much to take over
 _COLD = 2  # steps after a change of arms that tell of the change: drafters catch up, caches fill
+_COLD_PLAIN = 12  # and of plain ones: what drafts have put out of the caches comes back slowly (docs/log.md)
 _TRIAL = (6, 24)  # steps of a trial, and request-steps, at least
 _CLOSE, _LONG = 0.9, 4  # arms within this share of the best lose little: longer trials for them
 _HOPELESS = 0.6  # share of the best's gain below which a trial is broken off
@@ -81,6 +82,10 @@ class Arm:
         self.steps = self.steps * keep + steps
 
 
+def _cold_steps(arm: int) -> int:
+    return _COLD_PLAIN if arm == PLAIN else _COLD
+
+
 class Race:
     """The arms at about so many running requests. `playing` is the one whose turn it is."""
 
@@ -110,7 +115,7 @@ class Race:
         self._usual: list[float] = []  # of the span's steps that count, and what they took over it
         self._ratios: list[float] = []
         self._worth = self._cold_loss = 0.0
-        self._cold, self._changes = _COLD, 0
+        self._cold, self._changes = _cold_steps(PLAIN), 0
         self._resting = self._rested = (
             0  # steps of a rest that begins with this step, and of one that is over
         )
@@ -162,7 +167,7 @@ class Race:
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
-            self._cold, self._changes = _COLD, self._changes + 1
+            self._cold, self._changes = max(self._cold, _COLD), self._changes + 1
         self.time += worth / self.top
         self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
         if self._cold:
@@ -199,7 +204,7 @@ class Race:
         return self._cold > 0
 
     def _begin(self, arm: int) -> None:
-        self._cold = _COLD if arm != self.playing else 0
+        self._cold = _cold_steps(arm) if arm != self.playing else 0
         self.playing, self._usual, self._ratios = arm, [], []
         self._worth, self._cold_loss, self._changes = 0.0, 0.0, 0
 
@@ -271,4 +276,4 @@ class Race:
             self.arms[at] = Arm(worth, spent, count, int(trials), due, fed, lost)
         self._bill_to = None
         self._begin(self.best)
-        self._cold = _COLD
+        self._cold = _cold_steps(best)

@@ -24,6 +24,8 @@ WORLDS = {
     },  # as a suffix drafter
     "noisy": {"step_seconds": tiled_seconds, "noise": 0.15, "outliers": 0.05},
 }
+# As measured at 4 requests on a core with a small cache (docs/log.md): it takes ten steps.
+COLD = (2.0, 1.9, 1.75, 1.55, 1.4, 1.3, 1.25, 1.2, 1.1, 1.03)
 LOSING = {
     "linear": {"step_seconds": linear_seconds},  # every row costs as much
     "useless": {"quality": 0.02},
@@ -106,16 +108,17 @@ def test_a_drafter_that_turns_bad_is_dropped_and_taken_up_again():
 
 
 def test_plain_steps_after_drafts_are_not_taken_for_what_plain_decoding_costs():
-    """The first one finds the caches full of the drafter's data. A drafter that loses looks as if it paid."""
-    world = SpecWorld(seed=8, cold=2.5, quality=0.3)
-    assert speed(CostAware("eagle", 8), 4, world, 400, 4000) >= 0.98
+    """They find the caches full of the drafter's data. A drafter that loses looks as if it paid."""
+    for seed in range(4):
+        world = SpecWorld(seed=seed, step_seconds=tiled_seconds, cold=COLD, quality=0.7)
+        assert speed(CostAware("eagle", 8), 4, world, 400, 4000) >= 0.98
 
 
 def test_plain_decoding_comes_first_then_drafts():
     selector, world = CostAware("eagle", 8), SpecWorld()
     world.start([1 << 40] * 4)
-    kinds = [world.step(selector)[0].kind for _ in range(20)]
-    assert kinds == ["none"] * 10 + ["eagle"] * 10
+    kinds = [world.step(selector)[0].kind for _ in range(30)]
+    assert kinds == ["none"] * 20 + ["eagle"] * 10
 
 
 def test_a_hybrid_plays_its_trained_part_alone_too():

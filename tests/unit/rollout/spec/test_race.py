@@ -119,13 +119,13 @@ def test_rests_only_between_spans_of_plain_decoding_and_until_a_trial_is_due():
 
 def test_a_rest_that_ended_with_its_regime_does_not_count():
     race = Race(1)
-    for _ in range(10):
+    for _ in range(20):
         race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
     assert race.rest() == 64
     race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.time == 11
+    assert race.time == 21
     race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False, stayed=False)
-    assert race.time == 12
+    assert race.time == 22
 
 
 def test_steps_of_an_arm_that_another_rank_chose_count_for_that_arm():
