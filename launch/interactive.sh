@@ -37,9 +37,13 @@ set_network
 case "$1" in -*) ;; *) enter_directory_of "$1" ;; esac
 set_srun_words
 # Where the ranks note their exit code, for srun says 137 when it killed the others. They must see it: not in /tmp.
-notes="$(mktemp -d "$PWD/.megatron-tlt-exit-XXXXXX")" || die "cannot write in $PWD, where the ranks' exit code is noted"
-trap 'rm -rf "$notes"' EXIT
-export MEGATRON_TLT_ATTEMPT="$notes"
+where="${LOGS:-${SLURM_SUBMIT_DIR:-$PWD}}"
+if notes="$(mktemp -d "$where/.megatron-tlt-exit-XXXXXX")"; then
+    trap 'rm -rf "$notes"' EXIT
+    export MEGATRON_TLT_ATTEMPT="$notes"
+else
+    say "cannot write in $where: the exit code will be srun's, 137 where the ranks' is 1 or 2"
+fi
 srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
     "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null &
 step=$!
@@ -49,4 +53,4 @@ for name in HUP TERM USR1; do
     trap "kill -$name $step 2>/dev/null || true" "$name"
 done
 wait_for "$step"
-exit "$(exit_code "$rc" "$(read_number "$notes/exit" "")")"
+exit "$(exit_code "$rc" "$(read_number "${notes:-/nonexistent}/exit" "")")"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.build import build_backend, generate_file, generate_problems
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm_build import build_trtllm
 from megatron_tlt.bank import NoBank, Rollout, RolloutBank
@@ -34,7 +34,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
-from megatron_tlt.preflight import check_on
+from megatron_tlt.preflight import check_on, without_megatron
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.run_lock import RunLock
 from megatron_tlt.stopping import StopKeeper
@@ -139,7 +139,8 @@ def run_export(config: Config, world: World, out: Path, dtype: str | None) -> No
 
     check_on(_without_drafter(config), world)
     run_dir = Path(config.train.run_dir)
-    if problems := export_problems(out, run_dir, str(config.checkpoint.resume)):
+    found = export_problems(out, run_dir, str(config.checkpoint.resume)) if world.is_main else []
+    if problems := world.broadcast_object(found):  # only rank 0 writes, perhaps where others see nothing
         raise ConfigError(problems)
     policy = MegatronPolicy(
         world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps
@@ -168,7 +169,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the config's held-out prompts; prints and optionally writes JSON."""
     if config.data.eval is None:
         raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
-    check_on(config, world)
+    check_on(without_megatron(config), world)
     tokenizer = open_tokenizer(config)
     rewards = RewardPool(config.rewards)
     backend = open_backend(config, world, tokenizer)
@@ -192,6 +193,8 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
 def run_generate(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
     """`megatron-tlt generate`. Several ranks are one tensor-parallel engine. Collective."""
     world.enter("generate")
+    if problems := generate_problems(args.model, args.prompts):
+        raise ConfigError(problems)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,

@@ -122,7 +122,7 @@ def _warm_up(config: Config, world: World, args: argparse.Namespace) -> DrafterW
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
-    from megatron_tlt.preflight import check_on
+    from megatron_tlt.preflight import check_on, without_megatron
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.warmup import DrafterWarmUp
     from megatron_tlt.warmup3 import Eagle3WarmUp
@@ -134,7 +134,7 @@ def _warm_up(config: Config, world: World, args: argparse.Namespace) -> DrafterW
     if config.rollout.backend != "embedded":
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
-    check_on(config, world)
+    check_on(without_megatron(config), world)
     backend = open_backend(config, world, open_tokenizer(config))
     world.enter("load")
     path = config.model.path

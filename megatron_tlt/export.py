@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.actor.checkpoint_files import reveal, scratch_beside
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
@@ -50,11 +51,14 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
 def export_problems(out: Path, run_dir: Path, resume: str) -> list[ConfigProblem]:
     """What keeps the run in `run_dir` from being written as `out`, as far as can be told without loading it."""
     problems = []
-    if out.exists() or out.is_symlink():
-        allowed = "exists: an export is never written over something, name a new directory"
-        problems.append(ConfigProblem("--out", str(out), allowed))
-    elif not out.parent.is_dir():
-        problems.append(ConfigProblem("--out", str(out), f"{out.parent} does not exist: make it first"))
+    try:
+        if out.exists() or out.is_symlink():
+            allowed = "exists: an export is never written over something, name a new directory"
+            problems.append(ConfigProblem("--out", str(out), allowed))
+        elif not out.parent.is_dir():
+            problems.append(ConfigProblem("--out", str(out), f"{out.parent} does not exist: make it first"))
+    except OSError as error:
+        problems.append(ConfigProblem("--out", str(out), str(error)))
     if resume == "auto" and not (run_dir / "checkpoints").is_dir():
         problems.append(ConfigProblem("train.run_dir", str(run_dir), "must be a run with checkpoints"))
     return problems
@@ -70,17 +74,15 @@ def write_run(
 ) -> None:
     """`write_hf` and, with the state of one, `write_drafter` below it. `out` appears whole or not at all. Collective.
 
-    A killed process leaves `.NAME.unfinished` behind. Raises CheckpointError, OSError.
+    A killed process leaves `.NAME.unfinished-*` behind. Raises CheckpointError, OSError.
     """
-    scratch = out.with_name(f".{out.name}.unfinished")
-    if world.is_main:
-        shutil.rmtree(scratch, ignore_errors=True)
+    scratch = scratch_beside(out) if world.is_main else out  # only rank 0 writes
     try:
         write_hf(policy, world, model, scratch, dtype)
         if world.is_main:
             if drafter is not None:
                 write_drafter(drafter, policy, scratch / "drafter")
-            scratch.rename(out)
+            reveal(scratch, out)
     except BaseException:
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
+from megatron_tlt.interfaces import TOKENIZER_FILES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import shards
 from megatron_tlt.planning.report import find_problems, render_check
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from megatron_tlt.config.checks import Device
     from megatron_tlt.distributed.world import World
 
-_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 _DRAFTER_PATH = "rollout.speculation.drafter_path"
 
 
@@ -44,11 +44,18 @@ def check_on(config: Config | SftConfig, world: World) -> None:
     problems = missing_files(config) + tokenizer_problems(config)
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems += find_problems(config, shape, world.size, device, positions) + weight_problems(config, shape)
+    problems += find_problems(config, shape, world.size, device, positions)
+    # One rank looks, and all hear the same: there are many files, and a run that goes on may be removing them.
+    problems += world.broadcast_object(weight_problems(config, shape) if world.is_main else [])
     if isinstance(config, Config):
         problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
+
+
+def without_megatron(config: Config) -> Config:
+    """For what starts from `model.path` in any case: evaluation, and the training of a drafter beforehand."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"megatron_path": None})})
 
 
 def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
@@ -87,7 +94,7 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     field, source = "path", Path(config.model.path)
     if config.model.tokenizer:
         field, source = "tokenizer", Path(config.model.tokenizer)
-    if not source.is_dir() or any(any(source.glob(kind)) for kind in _TOKENIZERS):
+    if not source.is_dir() or any(any(source.glob(name)) for name in TOKENIZER_FILES):
         return []
     allowed = (
         "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
@@ -111,7 +118,7 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
             from megatron_tlt.actor.megatron_dir import MegatronDir
 
             MegatronDir(model.megatron_path).check(shape)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         if model.megatron_path is None:
             return [ConfigProblem("model.path", model.path, str(error))]
         return [ConfigProblem("model.megatron_path", model.megatron_path, str(error))]

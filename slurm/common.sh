@@ -106,6 +106,12 @@ wait_for() {
         wait "$1" && rc=0 || rc=$?
         kill -0 "$1" 2>/dev/null || break
     done
+    # The child may have ended between a trapped signal and the question: bash then still knows its code.
+    if [ "$rc" -gt 128 ]; then
+        local last=0
+        wait "$1" 2>/dev/null || last=$?
+        [ "$last" -eq 127 ] || rc="$last"
+    fi
 }
 
 # Runs the ranks to their end; sets rc.
@@ -122,8 +128,12 @@ run_step() {
     local noted
     noted="$(read_number "$attempt/exit" "")"
     if [ "$rc" -eq 0 ] && [ -z "$noted" ] && [ "${ranks_note_exit:-0}" = 1 ]; then
-        say "srun ended with 0, but the ranks have not said that they are done: taken for a failure"
-        rc=1
+        if is_requeued || [ "$(job_fact JobState)" != RUNNING ]; then
+            say "srun ended with 0, but the ranks have not said that they are done: taken for a failure"
+            rc=1
+        else
+            say "the ranks could not note their end in $attempt: srun's 0 is believed"
+        fi
     fi
     rc="$(exit_code "$rc" "$noted")"
 }
@@ -150,6 +160,7 @@ is_requeued() {
 is_being_ended() {
     local started ended limit
     [ "$(job_fact JobState)" != RUNNING ] || return 1
+    [ "$(job_fact StartTime)" != Unknown ] || return 0
     started="$(date -d "$(job_fact StartTime)" +%s)" ended="$(date -d "$(job_fact EndTime)" +%s)"
     limit="$(hours_of "$(job_fact TimeLimit)")"
     [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,23 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def scratch_beside(out: Path) -> Path:
+    """A new directory beside `out`, `.NAME.unfinished-*`, for `reveal`. Its mode is that of any other."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.parent))
+    umask = os.umask(0)
+    os.umask(umask)
+    scratch.chmod(0o777 & ~umask)  # mkdtemp makes it private
+    return scratch
+
+
+def reveal(scratch: Path, out: Path) -> None:
+    """Gives `scratch` its name once it is on the disk. Raises CheckpointError if `out` is there by now."""
+    for path in scratch.rglob("*"):
+        sync(path)
+    sync(scratch)
+    if out.exists():
+        raise CheckpointError(f"{out} has appeared in the meantime: it is left as it is")
+    os.rename(scratch, out)
+    sync(out.parent)

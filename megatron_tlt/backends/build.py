@@ -17,7 +17,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.decoder import TorchDecoder
@@ -123,6 +123,17 @@ def build_backend(
     )
 
 
+def generate_problems(model_dir: Path, in_jsonl: Path) -> list[ConfigProblem]:
+    """What of `megatron-tlt generate`'s input is not there."""
+    problems = []
+    if not (model_dir / "config.json").is_file():
+        allowed = "must be a Hugging Face directory with a config.json"
+        problems.append(ConfigProblem("--model", str(model_dir), allowed))
+    if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
+        problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
+    return problems
+
+
 def generate_file(
     model_dir: str | Path,
     in_jsonl: str | Path,
@@ -149,6 +160,10 @@ def generate_file(
     )
     context = max(len(p.token_ids) for p in prompts) + params.max_tokens
     limit = ModelConfig.from_hf(model_dir).max_position_embeddings
+    if context - params.max_tokens >= limit:
+        longest = max(prompts, key=lambda p: len(p.token_ids))
+        count = len(longest.token_ids)
+        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
     if context > limit:
         allowed = f"at most {limit - context + params.max_tokens}: the longest prompt and its answer must fit in the "
         raise ConfigError.of("max_tokens", params.max_tokens, allowed + f"model's {limit} positions")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_tlt.actor.checkpoint_files import sync
+from megatron_tlt.actor.checkpoint_files import reveal, scratch_beside
 from megatron_tlt.convert.ranks import Ranks, together
 from megatron_tlt.errors import CheckpointError
 
@@ -38,31 +36,18 @@ def appearing(out: Path, ranks: Ranks) -> Iterator[Path]:
     scratch: Path | None = None
     with together(ranks):
         if ranks.is_main:
-            scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.parent))
-            umask = os.umask(0)
-            os.umask(umask)
-            scratch.chmod(0o777 & ~umask)  # mkdtemp makes it private
+            scratch = scratch_beside(out)
     scratch = Path(ranks.broadcast_object(str(scratch)))
     try:
         with together(ranks):
             yield scratch
         with together(ranks):
             if ranks.is_main:
-                _publish(scratch, out)
+                reveal(scratch, out)
     except BaseException:
         if ranks.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
         raise
-
-
-def _publish(scratch: Path, out: Path) -> None:
-    for path in scratch.rglob("*"):
-        sync(path)
-    sync(scratch)
-    if out.exists():
-        raise CheckpointError(f"{out} has appeared in the meantime: it is left as it is")
-    os.rename(scratch, out)
-    sync(out.parent)
 
 
 def gib(num_bytes: float) -> str:

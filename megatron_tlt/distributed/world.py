@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.distributed.heap import on_fresh_heap
+from megatron_tlt.distributed.heap import on_clean_heap
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import DistributedError
 
@@ -184,7 +184,8 @@ def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
-    on_fresh_heap(lambda: importlib.import_module("mpi4py.MPI"))
+    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin answers
+        on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()

@@ -61,11 +61,12 @@ def test_export_is_never_written_over_something(run):
 
 
 def test_wrong_arguments_of_generate_are_all_told(run):
-    wrong = ["--n", 0, "--temperature", -1, "--top-p", 2, "--max-tokens", 0, "--prompts", run / "none"]
-    done = command(1, "generate", "--model", run / "none", "--out", run / "a", *wrong, check=False)
-    assert done.returncode == 2
-    for name in ("model", "n", "temperature", "top-p", "max-tokens", "prompts"):
-        assert f"  --{name} = " in done.stdout
+    files = ["--model", run / "none", "--prompts", run / "none", "--out", run / "a"]
+    numbers = ["--n", 0, "--temperature", -1, "--top-p", 2, "--max-tokens", 0]
+    for wrong, names in (([], ("model", "prompts")), (numbers, ("n", "temperature", "top-p", "max-tokens"))):
+        done = command(1, "generate", *files, *wrong, check=False)
+        assert done.returncode == 2
+        assert all(f"  --{name} = " in done.stdout for name in names), done.stdout
     prompts = run / "one.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     arguments = ["--model", run / "model", "--prompts", prompts, "--out", run / "a", "--max-tokens", 99999]

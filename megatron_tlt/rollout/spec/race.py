@@ -167,7 +167,7 @@ class Race:
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
-            self._cold, self._changes = max(self._cold, _COLD), self._changes + 1
+            self._cold, self._changes = max(self._cold, _cold_steps(arm)), self._changes + 1
         self.time += worth / self.top
         self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
         if self._cold:

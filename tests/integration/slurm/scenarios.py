@@ -154,7 +154,9 @@ def node_down(scene: Scene) -> Scene:
     scene.after_steps(2)
     node = f"NodeName={scene.cluster.facts(scene.job)['NodeList']}"
     scene.cluster.run("scontrol", "update", node, "State=DOWN", "Reason=test")
+    deadline = time.monotonic() + PATIENCE_S
     while scene.cluster.facts(scene.job)["JobState"] not in ENDED:
+        assert time.monotonic() < deadline, scene.output()
         if "held" in scene.cluster.facts(scene.job)["Reason"]:
             scene.cluster.run("scontrol", "release", scene.job)
         time.sleep(1)
