@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0
 def add_status(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "show what every rank of a run does, the worst first"
-    about = f"{text}. Exit status: 0 running, finished or saved, 1 crashed, hung or lost, 2 nothing is known."
+    about = f"{text}. Exit status: 0 running, finished, saved or ended, 1 crashed, hung or lost, 2 nothing is known."
     command = commands.add_parser("status", help=text, description=about)
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="train.run_dir of the run")
     command.add_argument("--json", action="store_true", help="as JSON, all ranks")
