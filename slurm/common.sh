@@ -100,17 +100,18 @@ sweep_nodes() {
         --output="$attempt/sweep.log" bash -c "$sweep" </dev/null || say "cannot sweep /dev/shm; going on"
 }
 
-# Waits for the end of a child; sets rc.
+# Waits for the end of a child; sets rc, to 1 and `lost` where its code is not known.
 wait_for() {
     while :; do # `wait` comes back from every trapped signal
         wait "$1" && rc=0 || rc=$?
         kill -0 "$1" 2>/dev/null || break
     done
-    # The child may have ended between a trapped signal and the question: bash then still knows its code.
+    # A child that ends at the same time as a signal comes is gone without its code: bash 5.2 then says 127 or -1.
+    lost=0
     if [ "$rc" -gt 128 ]; then
         local last=0
         wait "$1" 2>/dev/null || last=$?
-        [ "$last" -eq 127 ] || rc="$last"
+        if [ "$last" = 127 ] || [ "$last" = -1 ]; then rc=1 lost=1; else rc="$last"; fi
     fi
 }
 
@@ -141,8 +142,9 @@ run_step() {
 read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 
 # The code that the ranks wanted, where srun lost it: it says 137 when it killed the others after the first rank had left,
-# and 0 after a node has failed (measured). What they noted themselves is $2, empty if nothing.
-exit_code() { if [ "${2:-0}" -ne 0 ]; then echo "$2"; else echo "$1"; fi; }
+# and 0 after a node has failed (measured). What they noted themselves is $2, empty if nothing; it counts as well where
+# bash has lost srun's.
+exit_code() { if [ "${2:-0}" -ne 0 ] || { [ "${lost:-0}" = 1 ] && [ -n "$2" ]; }; then echo "$2"; else echo "$1"; fi; }
 
 # "JobState" and the like of this job.
 job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }

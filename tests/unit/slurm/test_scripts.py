@@ -107,3 +107,47 @@ def test_with_a_container_the_configuration_is_checked_here():
 def test_a_job_number_alone_is_no_job(script):
     done = run(script, "configs/quickstart.yaml", SLURM_JOB_ID="7")
     assert done.returncode == 2 and "this is no job of Slurm's: unset SLURM_JOB_ID" in done.stderr
+
+
+def in_common(script, job="", node_answers=True):
+    """What shell code prints that uses slurm/common.sh, where `scontrol show job` says `job`."""
+    told = f"printf '%s\\n' '{job}'" if node_answers else "return 1"
+    whole = f". {ROOT}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
+    done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "requeued"),
+    [("RUNNING", 1, "no"), ("RUNNING", 2, "yes"), ("PENDING", 1, "yes"), ("COMPLETING", 1, "no")],
+)
+def test_a_job_that_slurm_has_requeued_is_known(state, restarts, requeued):
+    facts = f"JobId=7 JobState={state} Reason=None Restarts={restarts} StartTime=Unknown"
+    assert in_common("is_requeued && echo yes || echo no", facts) == requeued
+
+
+def test_a_job_that_waits_for_its_next_start_is_being_ended():
+    facts = "JobState=COMPLETING StartTime=Unknown EndTime=Unknown TimeLimit=01:00:00"
+    assert in_common("is_being_ended && echo yes || echo no", facts) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("srun", "noted", "code"),
+    [(137, "2", "2"), (0, "75", "75"), (0, "0", "0"), (1, "", "1"), (137, "0", "137")],
+)
+def test_the_exit_code_is_what_the_ranks_noted(srun, noted, code):
+    assert in_common(f"exit_code {srun} '{noted}'") == code
+
+
+def test_a_signal_that_comes_when_the_child_has_just_ended_does_not_change_its_code():
+    """`wait` comes back with 138, and then the child is mostly gone, and its code with it."""
+    script = (
+        "trap : USR1; (sleep 0.1; kill -USR1 $$; exit 3) & wait_for $!; echo $rc $lost $(exit_code $rc 0)"
+    )
+    said = {in_common(script) for _ in range(8)}
+    assert said and said <= {"1 1 0", "3 0 3"}
+
+
+def test_a_signal_does_not_end_the_waiting():
+    script = "trap : USR1; (sleep 0.1; kill -USR1 $$; sleep 0.3; exit 3) & wait_for $!; echo $rc $lost"
+    assert in_common(script) == "3 0"
