@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import time
 
-_EPOCH, _STARTED = time.time(), time.perf_counter()
+_TRIES = 32
+
+
+def _read_both() -> tuple[float, float]:
+    """(`time`, `perf_counter`) of one moment: of the try in which least time went by, for any may be interrupted."""
+    tries = []
+    for _ in range(_TRIES):
+        before = time.perf_counter()
+        epoch = time.time()
+        after = time.perf_counter()
+        tries.append((after - before, epoch, (before + after) / 2))
+    _, epoch, moment = min(tries)
+    return epoch, moment
+
+
+_EPOCH, _STARTED = _read_both()
 
 
 def wall_seconds() -> float:

@@ -25,6 +25,7 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 EAGER = IdlePolicy(min_tail_seconds=0.0)
 STEP_S = 0.004
+CLOCKS_AGREE_S = 0.001  # each process has read the wall clock once, and it may be slewed between two starts
 
 
 def step() -> dict[str, float]:
@@ -50,7 +51,9 @@ def check(report: WindowReport) -> list[WindowReport]:
     assert report.tokens == 7 * report.steps
     assert report.training_seconds <= report.idle_seconds
     reports = WORLD.allgather(report)
-    assert min(r.left_at for r in reports) >= max(r.entered_at for r in reports), "left before all were done"
+    assert min(r.left_at for r in reports) > max(r.entered_at for r in reports) - CLOCKS_AGREE_S, (
+        "left before all were done"
+    )
     return reports
 
 

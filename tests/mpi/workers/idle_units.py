@@ -18,6 +18,7 @@ from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, Unit
 
 UNIT = 2
+CLOCKS_AGREE_S = 0.001  # see idle_ranks.py
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def main() -> None:
             time.sleep(0.002)
         report = window.run(step_fn)
         reports = world.all_gather_object(report)
-        assert min(r.left_at for r in reports) >= max(r.entered_at for r in reports)
+        assert min(r.left_at for r in reports) > max(r.entered_at for r in reports) - CLOCKS_AGREE_S
         for first in range(0, world.size, UNIT):
             one, two = reports[first], reports[first + 1]
             assert abs(one.steps - two.steps) <= (how == "fails"), "ranks of a unit stepped differently"
