@@ -234,20 +234,14 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _generate_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     """Numbers that argparse cannot refuse. Files are looked for on the ranks."""
-    allowed = {
-        "n": (args.n >= 1, "must be >= 1"),
-        "temperature": (args.temperature >= 0, "must be >= 0"),
-        "top_k": (args.top_k >= 0, "must be >= 0 (0: off)"),
-        "top_p": (0 < args.top_p <= 1, "must be in (0, 1]"),
-        "min_p": (0 <= args.min_p <= 1, "must be in [0, 1]"),
-        "max_tokens": (args.max_tokens >= 1, "must be >= 1"),
-    }
-    problems = []
-    for name, (is_good, text) in allowed.items():
-        value = getattr(args, name)
-        if not is_good:
-            problems.append(ConfigProblem(f"--{name.replace('_', '-')}", value, text))
-    return problems
+    from megatron_tlt.types import SamplingParams
+
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+    wrong = [(name, value, ">= 1") for name in ("n", "max_tokens") if (value := getattr(args, name)) < 1]
+    return [
+        ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
+        for name, value, allowed in (*wrong, *sampling.out_of_range())
+    ]
 
 
 def _on_every_rank(section: Any, threads: int | None, body: Callable[[World], int | None]) -> int:

@@ -75,10 +75,6 @@ class ModelShape(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-# What the files of a Hugging Face tokenizer are called, of any age.
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-
-
 class Tokenizer(Protocol):
     """The part of a tokenizer that engines and rewards use."""
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.tokenizer_files import has_tokenizer
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
-from megatron_tlt.interfaces import TOKENIZER_FILES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import shards
 from megatron_tlt.planning.report import find_problems, render_check
@@ -94,7 +94,7 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     field, source = "path", Path(config.model.path)
     if config.model.tokenizer:
         field, source = "tokenizer", Path(config.model.tokenizer)
-    if not source.is_dir() or any(any(source.glob(name)) for name in TOKENIZER_FILES):
+    if not source.is_dir() or has_tokenizer(source):
         return []
     allowed = (
         "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from torch import Tensor
 
@@ -32,6 +34,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+
+    def out_of_range(self) -> Iterator[tuple[str, float, str]]:
+        """(field, value, what it must be) of temperature and masks that cannot be."""
+        if not self.temperature >= 0:
+            yield "temperature", self.temperature, ">= 0"
+        if not self.top_k >= 0:
+            yield "top_k", self.top_k, ">= 0 (0: off)"
+        if not 0 < self.top_p <= 1:
+            yield "top_p", self.top_p, "in (0, 1]"
+        if not 0 <= self.min_p <= 1:
+            yield "min_p", self.min_p, "in [0, 1]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle_base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
-    from megatron_tlt.types import EngineStats, SamplingParams
+    from megatron_tlt.types import EngineStats, Prompt, SamplingParams
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -158,16 +158,7 @@ def generate_file(
     rollout = options.get("rollout", RolloutSection()).model_copy(
         update={"tp": tp.size if tp is not None else 1}
     )
-    context = max(len(p.token_ids) for p in prompts) + params.max_tokens
-    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
-    if context - params.max_tokens >= limit:
-        longest = max(prompts, key=lambda p: len(p.token_ids))
-        count = len(longest.token_ids)
-        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
-    if context > limit:
-        allowed = f"at most {limit - context + params.max_tokens}: the longest prompt and its answer must fit in the "
-        raise ConfigError.of("max_tokens", params.max_tokens, allowed + f"model's {limit} positions")
-    model = ModelSection(path=str(model_dir), max_context=context)
+    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
     backend = build_backend(
         rollout, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=rollout.tp, load_weights=True
     )
@@ -180,6 +171,22 @@ def generate_file(
             write_atomically(Path(stats_path), [stats_report(stats, backend)])
     backend.close()
     return stats
+
+
+def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: str | Path) -> int:
+    """Tokens of the longest prompt and its answer. Raises DataError, ConfigError if the model has fewer positions."""
+    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    count = len(longest.token_ids)
+    room = limit - count
+    if room < 1:
+        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
+    if params.max_tokens > room:
+        allowed = (
+            f"at most {room}: the longest prompt and its answer must fit in the model's {limit} positions"
+        )
+        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
+    return count + params.max_tokens
 
 
 def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:

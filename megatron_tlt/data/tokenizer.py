@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from megatron_tlt.data.tokenizer_files import has_tokenizer
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.interfaces import TOKENIZER_FILES
 
 
 class HFTokenizer:
@@ -25,9 +25,7 @@ class HFTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
-        if not any(
-            any(directory.glob(name)) for name in TOKENIZER_FILES
-        ):  # of config.json alone it makes an empty one
+        if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         self._eos = _eos_ids(directory, self._tokenizer)
 

@@ -333,15 +333,8 @@ class Engine:
             raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
         if not all(params.stop):
             raise BackendError(f"{name}: an empty stop string would end every answer")
-        ranges = {
-            "temperature": (params.temperature >= 0, params.temperature, ">= 0"),
-            "top_k": (params.top_k >= 0, params.top_k, ">= 0 (0: off)"),
-            "top_p": (0 < params.top_p <= 1, params.top_p, "in (0, 1]"),
-            "min_p": (0 <= params.min_p <= 1, params.min_p, "in [0, 1]"),
-        }
-        for field, (is_valid, value, allowed) in ranges.items():
-            if not is_valid:
-                raise BackendError(f"{name}: {field} = {value} must be {allowed}")
+        for field, value, allowed in params.out_of_range():
+            raise BackendError(f"{name}: {field} = {value} must be {allowed}")
 
 
 def _return_to_system(device: torch.device) -> None:
