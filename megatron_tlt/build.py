@@ -20,12 +20,14 @@ from megatron_tlt.bank import NoBank, Rollout, RolloutBank
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import (
     GroupTensorParallel,
     SingleRank,
     TensorParallel,
     agree_on,
 )
+from megatron_tlt.drafter.sharing import Sharing
 from megatron_tlt.errors import CheckpointError, ConfigError, RunDirectoryError
 from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.idle.policy import IdlePolicy
@@ -337,7 +339,10 @@ def _upkeep(
     )
     uuid = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
     sync = BucketedSync(config.sync, backend, world)
-    options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid))
+    online, (replica, _) = config.drafter.online, rollout_replica(world.rank, tp.size)
+    shared = int(min(online.share_mib, online.buffer_mib) * 2**20)
+    sharing = Sharing(replica, world.size // tp.size, tp.size, shared)
+    options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
     return DrafterUpkeep(world, backend, sync, window, trainer, options)
 
 

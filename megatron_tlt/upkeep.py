@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_tlt.drafter.sharing import Sharing, unwrap, wrap
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 from megatron_tlt.models.config import EMBED, HEAD
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.buffer import FeatureBuffer
     from megatron_tlt.drafter.online import OnlineTrainer
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
     from megatron_tlt.types import Sample
@@ -49,6 +51,8 @@ class Options:
     """Whether the engines draft with a trained drafter."""
     gpu: GpuMonitor = field(default_factory=lambda: GpuMonitor(None))
     """Only reports."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """Of answers to train on, between replicas."""
 
 
 class DrafterUpkeep:
@@ -70,6 +74,7 @@ class DrafterUpkeep:
         self._world, self._backend, self._sync, self._window = world, backend, sync, window
         self._lengths = np.array([_FIRST_GUESS])  # of the last rollout's answers, ascending
         self._figures: dict[str, float] = {}
+        self._exchanges = 0  # of answers to train on
         # Merges behind the drafter that the engines have; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
 
@@ -147,12 +152,27 @@ class DrafterUpkeep:
         elif (report.disabled or report.rolled_back) and self._window.disabled_reason is None:
             failed = ", ".join(map(str, report.disabled)) or "every rank"
             self._window.disabled_reason = f"it failed on rank {failed}"  # which has said so itself
+        if self._active is not None:
+            self._share(trainer.buffer)
         self._add({f"drafter/buffer/{name}": value for name, value in trainer.buffer.metrics().items()})
         metrics = {"drafter/version": float(trainer.version)}
         metrics["drafter/trained_tokens"] = float(trainer.trained_tokens)
         metrics["drafter/disabled"] = float(self._world.size if report.rolled_back else len(report.disabled))
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
+
+    def _share(self, buffer: FeatureBuffer) -> None:
+        """Long answers of some replicas to all others. Collective."""
+        sharing, mine = self._options.sharing, None
+        senders = sharing.senders(self._exchanges)
+        self._exchanges += 1
+        if sharing.replica in senders and self._options.speaks:
+            mine = wrap(buffer.longest(sharing.bytes // len(senders)))
+        for sender in senders:
+            parcel = self._world.broadcast_object(mine, sender * sharing.ranks)
+            if parcel is not None and sender != sharing.replica:
+                for key, answer in unwrap(parcel):
+                    buffer.take(key, answer)
 
     def push(self, policy: Policy, watch: Watch = iter) -> dict[str, float]:
         """Policy and, if the engines have another, drafter into every engine: both or none. Collective.

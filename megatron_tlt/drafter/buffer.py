@@ -40,6 +40,7 @@ class BufferCounters:
     dropped_short: int = 0  # the shorter half of a step that is over
     dropped_empty: int = 0  # no answer token to predict
     cut: int = 0  # larger than the whole budget: only their ends were kept, or not even those
+    taken: int = 0  # of other replicas
 
 
 @dataclass(slots=True)
@@ -123,6 +124,9 @@ class FeatureBuffer:
             self.counters.dropped_by_budget += 1
             return
         sequence.hidden = _alone(sequence.hidden)
+        self._keep(key, sequence)
+
+    def _keep(self, key: Key, sequence: DraftSequence) -> None:
         lot = float(np.random.default_rng((self._seed, *key)).random())
         entry = _Entry(key, sequence, self._step, _size(sequence), lot)
         self._entries[key] = entry
@@ -130,6 +134,30 @@ class FeatureBuffer:
         self._order[True] = []  # this step's epoch begins anew with the new answer in it
         self._is_drawn = False
         self._fit()
+
+    def longest(self, budget_bytes: int) -> list[tuple[Key, DraftSequence]]:
+        """This step's answers that are held, longest first, as many as fit; the end of the first that does not."""
+        found: list[tuple[Key, DraftSequence]] = []
+        ours = [e for e in self._entries.values() if e.step == self._step]
+        for entry in sorted(ours, key=lambda e: (-e.sequence.length, e.key)):
+            sequence, size = entry.sequence, entry.size
+            if size > budget_bytes:
+                sequence = _ending(sequence, budget_bytes * sequence.length // size)
+            if sequence.num_bases and _size(sequence) <= budget_bytes:
+                found.append((entry.key, sequence))
+            if size > budget_bytes:
+                break
+            budget_bytes -= size
+        return found
+
+    def take(self, key: Key, sequence: DraftSequence) -> None:
+        """Takes an answer of another replica in, behind this step's own: they say what lengths there were.
+
+        Only between the end of a step and `begin_step`, after which the shorter half of the step is gone.
+        """
+        self.counters.taken += 1
+        if key not in self._entries and _size(sequence) <= self._budget:
+            self._keep(key, sequence)
 
     def _fit(self) -> None:
         excess = self._bytes - self._budget
@@ -272,7 +300,7 @@ def _ending(sequence: DraftSequence, size: int) -> DraftSequence:
         sequence.token_ids[begin:].clone(),
         sequence.hidden[begin:].clone(),
         max(1, sequence.prompt_len - begin),
-        offset=begin,
+        offset=sequence.offset + begin,
         key=sequence.key,
         answer_at=sequence.answer_start,
         policy_version=sequence.policy_version,

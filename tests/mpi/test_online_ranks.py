@@ -1,4 +1,6 @@
-"""Replicas of the drafter on real ranks: merged into the weighted mean, and units that train as one rank would."""
+"""Replicas of the drafter on real ranks: merged into the weighted mean, units that train as one rank would, and long
+answers that they give each other.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +22,10 @@ def test_a_unit_trains_as_one_rank_would(ranks: int) -> None:
     """Four ranks: two units of two, merged."""
     done = run_ranks(ranks, "tests/mpi/workers/online_ranks.py", "unit")
     assert done.stdout.count("one unit") == ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)])
+def test_replicas_give_each_other_answers(ranks: int) -> None:
+    """Four ranks: two replicas of two."""
+    done = run_ranks(ranks, "tests/mpi/workers/online_ranks.py", "share")
+    assert done.stdout.count("shared on rank") == ranks

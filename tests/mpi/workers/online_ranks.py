@@ -1,4 +1,4 @@
-"""`OnlineTrainer` on the ranks of a world; argv[1] is "merge" or "unit". Each rank prints a line if all is well."""
+"""`OnlineTrainer` on the ranks of a world; argv[1]: "merge", "unit" or "share". A rank prints a line if all is well."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.sharing import Sharing
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
+from megatron_tlt.idle.policy import IdlePolicy
+from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
+from megatron_tlt.upkeep import DrafterUpkeep, Options
 from tests.helpers.online import everything, online_trainer
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
@@ -133,9 +137,42 @@ def fail_together(t, world: World) -> None:
     assert t.merge(dist.all_reduce, world.rank, world.size).disabled == tuple(range(world.size))
 
 
+def share(world: World) -> None:
+    """Replicas (pairs of ranks, if there are four) with answers of their own; later one of them has failed."""
+    ranks = 2 if world.size == 4 else 1
+    replica, replicas = world.rank // ranks, world.size // ranks
+    lengths = [(60, 8, 9), (30, 20, 10)][replica % 2]
+    trainer = online_trainer(lengths=lengths, first_prompt=100 * replica)
+    options = Options(speaks=world.rank % ranks == 0, sharing=Sharing(replica, replicas, ranks, 1 << 20))
+    window = IdleWindow(SoloCoordinator(), IdlePolicy())
+    upkeep = DrafterUpkeep(world, None, None, window, trainer, options)
+    answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
+    for turn in range(replicas):
+        upkeep.merge()
+        given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
+        assert held(trainer) == sorted(p for r in given | {replica} for p in answers[r]), (
+            "one sender at a time"
+        )
+    trainer.begin_step(1)
+    drawn = [[piece.token_ids.tolist() for piece in trainer.buffer.sample(64) or []] for _ in range(9)]
+    peers = world.all_gather_object((replica, drawn))
+    assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a unit draws the same"
+    if world.rank == world.size - 1:
+        trainer.disable("made to fail")
+    before = held(trainer)
+    upkeep.merge()
+    assert held(trainer) == before and upkeep._active is None, "nothing is shared once training has ended"
+    print(f"shared on rank {world.rank}\n", end="", flush=True)
+
+
+def held(trainer) -> list[int]:
+    """Prompts of the answers in the buffer."""
+    return sorted(key[1] for key in trainer.buffer._entries)
+
+
 def main() -> None:
     world = World.start(DistributedSection(), threads=1)
-    {"merge": merge, "unit": unit}[sys.argv[1]](world)
+    {"merge": merge, "unit": unit, "share": share}[sys.argv[1]](world)
     world.close()
 
 

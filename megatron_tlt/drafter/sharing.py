@@ -1,0 +1,91 @@
+"""What engine replicas give each other of a step's answers, when all ranks meet.
+
+A replica trains while it waits because its own answers were short, and the long ones that others still work on are what
+it would have to learn from. So after a step some replicas, in turns, hand their longest answers to all others, who
+train on them in the steps to come. Bytes are bounded for the receiver, whatever the number of replicas.
+
+Legend: N answers, T tokens of all of them, R rows of hidden states of all of them, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.drafter.batching import DraftSequence
+from megatron_tlt.drafter.buffer import Key
+
+_LEAST_BYTES = 4 << 20  # of one sender: a few windows of a large policy; below that, fewer send at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who gives, and how much. The same on every rank but for `replica`."""
+
+    replica: int = 0
+    replicas: int = 1
+    ranks: int = 1
+    """Of one replica; its first one speaks for it."""
+    bytes: int = 0
+    """That a rank receives after a step, at most; 0: nothing is shared."""
+
+    def senders(self, turn: int) -> list[int]:
+        """Replicas that give in exchange number `turn`; none if there is nobody to give to."""
+        if self.replicas == 1 or not self.bytes:
+            return []
+        count = min(self.replicas, max(1, self.bytes // _LEAST_BYTES))
+        return sorted((turn * count + i) % self.replicas for i in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """N answers in three pieces, which travel faster than 2 N tensors do."""
+
+    keys: list[Key]
+    about: list[tuple[int, int, int, int, int, int]]
+    """Tokens, rows of hidden states, prompt tokens, offset, place of the answer, sampling key; of each."""
+    tokens: Tensor  # [T] int64
+    hidden: Tensor  # [R, H]
+
+
+def wrap(answers: Sequence[tuple[Key, DraftSequence]]) -> Parcel | None:
+    """One parcel of them; None if there are none."""
+    if not answers:
+        return None
+    found = [s for _, s in answers]
+    return Parcel(
+        [key for key, _ in answers],
+        [(s.length, len(s.hidden), s.prompt_len, s.offset, s.answer_start, s.key) for s in found],
+        torch.cat([s.token_ids for s in found]),
+        torch.cat([s.hidden for s in found]),
+    )
+
+
+def unwrap(parcel: Parcel) -> Iterator[tuple[Key, DraftSequence]]:
+    """What `wrap` was given, one after the other; nobody else holds their memory."""
+    tokens, rows = _ends([a[0] for a in parcel.about]), _ends([a[1] for a in parcel.about])
+    spans = zip(parcel.keys, parcel.about, pairwise(tokens), pairwise(rows), strict=True)
+    for key, (_, _, prompt_len, offset, answer_at, sampling_key), (a, b), (c, d) in spans:
+        yield (
+            key,
+            DraftSequence(
+                parcel.tokens[a:b].clone(),
+                parcel.hidden[c:d].clone(),
+                prompt_len,
+                offset=offset,
+                key=sampling_key,
+                answer_at=answer_at,
+                policy_version=key[0],
+            ),
+        )
+
+
+def _ends(counts: Sequence[int]) -> list[int]:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return ends

@@ -1,0 +1,104 @@
+"""What replicas give each other: whole answers, in turns, within a bound."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.sharing import Sharing, unwrap, wrap
+from tests.helpers.features import random_chunk
+from tests.helpers.tiny_drafters import FAMILIES
+
+CONFIG = FAMILIES["llama"]
+MIB = 1 << 20
+
+
+def buffer(lengths, version: int = 0, first: int = 0) -> FeatureBuffer:
+    b = FeatureBuffer(64 * MIB, 64, 1, 0)
+    b.begin_step(version)
+    for i, length in enumerate(lengths):
+        b.add(random_chunk(CONFIG, length, first + i, version))
+    return b
+
+
+def size_of(length: int) -> int:
+    return 8 * length + 4 * CONFIG.hidden_size * (length - 1)
+
+
+def test_the_longest_answers_of_the_step_are_given_whole() -> None:
+    b = buffer([9, 30, 12, 25])
+    b.begin_step(1)
+    for i, length in enumerate((7, 40, 20)):
+        b.add(random_chunk(CONFIG, length, 10 + i, 1))
+    answers = dict(b.longest(MIB))
+    assert [key[0] for key in answers] == [1, 1, 1]
+    assert [s.length for s in answers.values()] == [40, 20, 7]
+    assert [s.length for _, s in b.longest(size_of(40) + size_of(20))] == [40, 20]
+
+
+def test_of_an_answer_that_does_not_fit_the_end_is_given() -> None:
+    b = buffer([9, 30])
+    room = size_of(30) // 2
+    ((key, cut),) = b.longest(room)
+    (whole,) = (s for k, s in b.longest(MIB) if k == key)
+    assert 10 <= cut.length <= 15 and cut.offset == 30 - cut.length
+    assert torch.equal(cut.token_ids, whole.token_ids[cut.offset :])
+    assert torch.equal(cut.hidden, whole.hidden[cut.offset :])
+    assert cut.token_ids.nbytes + cut.hidden.nbytes <= room
+    assert b.longest(0) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
+    b = buffer([9, 30, 12], version=3)
+    for entry in b._entries.values():
+        entry.sequence.hidden = entry.sequence.hidden.to(dtype)
+    sent = b.longest(size_of(30) + size_of(12) // 2)
+    arrived = list(unwrap(pickle.loads(pickle.dumps(wrap(sent)))))
+    assert [key for key, _ in arrived] == [key for key, _ in sent] and len(sent) >= 2
+    for (_, mine), (_, theirs) in zip(sent, arrived, strict=True):
+        assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.hidden, theirs.hidden)
+        assert theirs.hidden.dtype == dtype and theirs.policy_version == 3
+        names = ("prompt_len", "offset", "key", "answer_start", "num_bases")
+        assert all(getattr(mine, name) == getattr(theirs, name) for name in names)
+        assert theirs.hidden.untyped_storage().nbytes() == theirs.hidden.nbytes
+    assert wrap([]) is None
+
+
+def test_taken_answers_are_trained_on_but_do_not_say_what_lengths_there_were() -> None:
+    b = buffer([8, 10, 12, 14])
+    for key, answer in buffer([9, 40, 50], first=100).longest(MIB):
+        b.take(key, answer)
+        b.take(key, answer)  # once more: nothing new
+    assert len(b) == 7 and b.counters.taken == 6
+    b.begin_step(1)  # the median of this rank's own answers is 11
+    assert sorted(e.sequence.length for e in b._entries.values()) == [12, 14, 40, 50]
+    drawn = {s.length for _ in range(20) for s in b.sample(64) or []}
+    assert {40, 50} <= drawn
+
+
+def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
+    b = FeatureBuffer(size_of(20), 64, 1, 0)
+    b.begin_step(0)
+    for key, answer in buffer([40, 20]).longest(MIB):
+        b.take(key, answer)
+    assert [e.sequence.length for e in b._entries.values()] == [20]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 7, 512])
+@pytest.mark.parametrize("mib", [1, 4, 16, 64])
+def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:
+    sharing = Sharing(0, replicas, 1, mib * MIB)
+    turns = [sharing.senders(turn) for turn in range(replicas)]
+    count = min(replicas, max(1, mib // 4))
+    assert all(len(set(turn)) == len(turn) == count and max(turn) < replicas for turn in turns)
+    counted = [sum(r in turn for turn in turns) for r in range(replicas)]
+    assert max(counted) == min(counted) == count
+    assert sharing.bytes // count >= min(mib, 4) * MIB  # a sender has enough for something long
+
+
+def test_nobody_sends_to_nobody() -> None:
+    assert Sharing(0, 1, 1, MIB).senders(0) == [] and Sharing(0, 2, 1, 0).senders(0) == []
