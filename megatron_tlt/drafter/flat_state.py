@@ -30,7 +30,7 @@ class FlatState:
         for parameter in self.parameters:
             state = optimizer.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.zeros((), device=parameter.device)  # where fused AdamW wants it
                 for name in _MOMENTS:
                     state[name] = torch.zeros_like(parameter)
 
