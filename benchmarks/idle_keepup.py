@@ -1,14 +1,14 @@
 """`bench_idle.py`'s part keepup: accepted length by RL step of four drafters, on the workload of `keepup.yaml`.
 
-Answers never depend on the drafter, so that in one step all four draft the same answers:
+Answers never depend on the drafter, so that in one step the first two draft the same answers, and so do the last two:
 
     frozen        warmed up on short sums only (`keepup-drafter.yaml`), and left so
     trained       the same file, trained in idle time
     from random   random weights, trained in idle time
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
-The last two run for as many steps as are needed to say whether 10 are enough, of twice the questions: who knows nothing
-needs more to learn from.
+The last two run for as many steps as are needed to say whether 10 are enough, of twice the questions (half as many gave
+the same: docs/log.md).
 """
 
 from __future__ import annotations

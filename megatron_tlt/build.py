@@ -340,7 +340,7 @@ def _upkeep(
     uuid = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
     sync = BucketedSync(config.sync, backend, world)
     online, (replica, _) = config.drafter.online, rollout_replica(world.rank, tp.size)
-    shared = int(min(online.share_mib, online.buffer_mib) * 2**20)
+    shared = int(min(online.share_mib, online.buffer_mib) * 2**20) if online.max_age else 0
     sharing = Sharing(replica, world.size // tp.size, tp.size, shared)
     options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
     return DrafterUpkeep(world, backend, sync, window, trainer, options)

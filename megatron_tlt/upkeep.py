@@ -74,7 +74,6 @@ class DrafterUpkeep:
         self._world, self._backend, self._sync, self._window = world, backend, sync, window
         self._lengths = np.array([_FIRST_GUESS])  # of the last rollout's answers, ascending
         self._figures: dict[str, float] = {}
-        self._exchanges = 0  # of answers to train on
         # Merges behind the drafter that the engines have; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
 
@@ -141,7 +140,7 @@ class DrafterUpkeep:
         return report
 
     def merge(self) -> dict[str, float]:
-        """One drafter of all replicas' again. Collective. Returns metrics."""
+        """One drafter of all replicas' again, and answers for all of them to train on. Collective. Returns metrics."""
         trainer = self.trainer
         if trainer is None:
             return {}
@@ -153,7 +152,7 @@ class DrafterUpkeep:
             failed = ", ".join(map(str, report.disabled)) or "every rank"
             self._window.disabled_reason = f"it failed on rank {failed}"  # which has said so itself
         if self._active is not None:
-            self._share(trainer.buffer)
+            self._share(trainer.buffer, trainer.version)
         self._add({f"drafter/buffer/{name}": value for name, value in trainer.buffer.metrics().items()})
         metrics = {"drafter/version": float(trainer.version)}
         metrics["drafter/trained_tokens"] = float(trainer.trained_tokens)
@@ -161,11 +160,10 @@ class DrafterUpkeep:
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
 
-    def _share(self, buffer: FeatureBuffer) -> None:
-        """Long answers of some replicas to all others. Collective."""
+    def _share(self, buffer: FeatureBuffer, turn: int) -> None:
+        """Long answers of some replicas to all others. Collective; `turn` is the same on all ranks."""
         sharing, mine = self._options.sharing, None
-        senders = sharing.senders(self._exchanges)
-        self._exchanges += 1
+        senders = sharing.senders(turn)
         if sharing.replica in senders and self._options.speaks:
             mine = wrap(buffer.longest(sharing.bytes // len(senders)))
         for sender in senders:

@@ -49,11 +49,13 @@ class OnlineSection(Section):
     buffer_mib: PositiveFloat = 64.0
     """Memory of one rank for hidden states and tokens to train on, in MiB."""
     share_mib: NonNegativeFloat = 16.0
-    """What a rank receives of the other replicas' longest answers after a step, in MiB, never more than buffer_mib: who
-    waits had short ones, and drafts are wanted for the long ones. Large policies need more, an answer of 10,000 tokens
-    of 4096 bf16 numbers has 80. 0: each replica trains on its own answers only."""
+    """What replicas give each other after a step of the longest answers that they hold, in MiB in all, never more
+    than buffer_mib: who waits had short ones, and drafts are wanted for the long ones. Up to four replicas send at a
+    time, in turns; of an answer that does not fit, the end is sent. 0: each replica trains on its own answers only,
+    as with max_age 0."""
     max_age: NonNegativeInt = 2
-    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own."""
+    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own, and nothing
+    of other replicas, which comes when a step is over."""
     fp8: Literal["off", "te", "torchao", "emulate"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
     compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, nothing gets faster. What

@@ -4,10 +4,12 @@ A rank that runs dry early has had short answers, so this step's alone would tea
 only. Beside them stand the longer half of the previous steps' answers (their shorter half is dropped as soon as a
 step begins), and they are drawn as often as it takes for long answers to have the share of tokens that they had in
 the previous step, at most every second time. Once each of this step's answers has been drawn, all that is held is drawn
-alike: a few answers again and again would be learned by heart, and the rest forgotten.
+alike: a few answers again and again would be learned by heart, and the rest forgotten. Long answers of other replicas
+(`take`, once a step is over) count as previous ones, and as long ones that there were.
 
-When the budget is short: the oldest version goes first, its shortest answers first; this step's own go by lot, each
-with the same chance whenever it came, so that what stays is a fair sample of the lengths.
+When the budget is short: the oldest version goes first, its shortest answers first; this step's go by lot, each with
+the same chance whenever it came, so that what stays of its own is a fair sample of the lengths. An answer of which
+only the end is held is as long as it was.
 
 Legend: L tokens of an answer with its prompt, H hidden size.
 """
@@ -40,7 +42,7 @@ class BufferCounters:
     dropped_short: int = 0  # the shorter half of a step that is over
     dropped_empty: int = 0  # no answer token to predict
     cut: int = 0  # larger than the whole budget: only their ends were kept, or not even those
-    taken: int = 0  # of other replicas
+    taken: int = 0  # of other replicas, and held
 
 
 @dataclass(slots=True)
@@ -50,6 +52,11 @@ class _Entry:
     step: int
     size: int  # bytes
     lot: float  # in [0, 1), a function of seed and key
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the whole answer and its prompt, also where only its end is held."""
+        return self.sequence.offset + self.sequence.length
 
 
 class FeatureBuffer:
@@ -66,6 +73,7 @@ class FeatureBuffer:
         self._owed = 0.0  # samples of previous steps that are due
         self._is_drawn = False  # each of this step's answers, at least once
         self._offered: list[int] = []  # lengths of this step's answers, kept or not
+        self._taken: list[int] = []  # and of other replicas' answers
         self._median, self._long_share = (
             0.0,
             0.0,
@@ -83,10 +91,14 @@ class FeatureBuffer:
         if self._offered:
             lengths = np.array(self._offered)
             self._median = float(np.median(lengths))
+            lengths = np.append(
+                lengths, self._taken
+            )  # of all: or whoever had short ones would hardly draw long ones
             self._long_share = float(lengths[lengths >= self._median].sum() / lengths.sum())
         over = [e for e in self._entries.values() if e.step == self._step]
-        short = [e for e in over if e.sequence.length < self._median] if self._offered else []
+        short = [e for e in over if e.reach < self._median] if self._offered else []
         self.counters.dropped_short += self._drop(short)
+        self._taken = []
         self._step, self._offered, self._owed, self._is_drawn = self._step + 1, [], 0.0, False
         self._order = {True: [], False: []}
         self.evict(policy_version)
@@ -136,10 +148,10 @@ class FeatureBuffer:
         self._fit()
 
     def longest(self, budget_bytes: int) -> list[tuple[Key, DraftSequence]]:
-        """This step's answers that are held, longest first, as many as fit; the end of the first that does not."""
+        """This step's answers that are held, longest first, as many as fit; of the first that does not, the end."""
         found: list[tuple[Key, DraftSequence]] = []
         ours = [e for e in self._entries.values() if e.step == self._step]
-        for entry in sorted(ours, key=lambda e: (-e.sequence.length, e.key)):
+        for entry in sorted(ours, key=lambda e: (-e.reach, e.key)):
             sequence, size = entry.sequence, entry.size
             if size > budget_bytes:
                 sequence = _ending(sequence, budget_bytes * sequence.length // size)
@@ -151,13 +163,15 @@ class FeatureBuffer:
         return found
 
     def take(self, key: Key, sequence: DraftSequence) -> None:
-        """Takes an answer of another replica in, behind this step's own: they say what lengths there were.
+        """Takes an answer of another replica in, if it is new and fits.
 
-        Only between the end of a step and `begin_step`, after which the shorter half of the step is gone.
+        Only between the end of a step and `begin_step`, which drops it if it is shorter than this step's median.
         """
+        if key in self._entries or _size(sequence) > self._budget:
+            return
         self.counters.taken += 1
-        if key not in self._entries and _size(sequence) <= self._budget:
-            self._keep(key, sequence)
+        self._taken.append(sequence.offset + sequence.length)
+        self._keep(key, sequence)
 
     def _fit(self) -> None:
         excess = self._bytes - self._budget
@@ -174,7 +188,7 @@ class FeatureBuffer:
     def _worth(self, entry: _Entry) -> tuple[bool, int, float, Key]:
         """Least first."""
         ours = entry.step == self._step
-        return ours, 0 if ours else entry.key[0], entry.lot if ours else entry.sequence.length, entry.key
+        return ours, 0 if ours else entry.key[0], entry.lot if ours else entry.reach, entry.key
 
     def _drop(self, entries: Sequence[_Entry]) -> int:
         """Frees them, also from the orders of running epochs; their number."""
@@ -211,13 +225,13 @@ class FeatureBuffer:
 
     def _share_of_before(self) -> float:
         """Which share of the samples previous steps give."""
-        now = [e.sequence.length for e in self._entries.values() if e.step == self._step]
+        now = [e for e in self._entries.values() if e.step == self._step]
         if len(now) == len(self._entries):
             return 0.0
-        tokens = sum(now)
+        tokens = sum(e.sequence.length for e in now)
         if self._is_drawn or not tokens:
             return 1.0 - tokens / sum(e.sequence.length for e in self._entries.values())
-        long = sum(n for n in now if n >= self._median) / tokens
+        long = sum(e.sequence.length for e in now if e.reach >= self._median) / tokens
         missing = (self._long_share - long) / max(1e-9, 1.0 - long)
         return min(_MOST_FROM_BEFORE, max(0.0, missing))
 

@@ -1,8 +1,8 @@
 """What engine replicas give each other of a step's answers, when all ranks meet.
 
-A replica trains while it waits because its own answers were short, and the long ones that others still work on are what
-it would have to learn from. So after a step some replicas, in turns, hand their longest answers to all others, who
-train on them in the steps to come. Bytes are bounded for the receiver, whatever the number of replicas.
+A replica trains while it waits because its own answers were short, and the long ones that others still work on are
+what it would have to learn from. So after a step some replicas, in turns, hand the longest answers that they hold to
+all others, who train on them in the steps to come. Bytes are bounded, whatever the number of replicas.
 
 Legend: N answers, T tokens of all of them, R rows of hidden states of all of them, H hidden size.
 """
@@ -19,7 +19,10 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.buffer import Key
 
-_LEAST_BYTES = 4 << 20  # of one sender: a few windows of a large policy; below that, fewer send at a time
+_LEAST_BYTES = 4 << 20  # of one sender; below that, fewer send at a time
+_MOST_SENDERS = (
+    4  # the more bytes there are, the longer are the answers, not the more numerous those who send
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,13 @@ class Sharing:
     ranks: int = 1
     """Of one replica; its first one speaks for it."""
     bytes: int = 0
-    """That a rank receives after a step, at most; 0: nothing is shared."""
+    """That is sent after a step, in all; 0: nothing is shared."""
 
     def senders(self, turn: int) -> list[int]:
         """Replicas that give in exchange number `turn`; none if there is nobody to give to."""
         if self.replicas == 1 or not self.bytes:
             return []
-        count = min(self.replicas, max(1, self.bytes // _LEAST_BYTES))
+        count = min(self.replicas, _MOST_SENDERS, max(1, self.bytes // _LEAST_BYTES))
         return sorted((turn * count + i) % self.replicas for i in range(count))
 
 

@@ -59,7 +59,7 @@ class DrafterTrainer:
             ],
             lr=section.lr,
             betas=(0.9, 0.95),
-            fused=True,  # a step of a small drafter is as much overhead as arithmetic
+            fused=True,  # the step of a small drafter is mostly overhead
         )
         self.trained_steps = 0
 

@@ -16,7 +16,8 @@ from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
 from megatron_tlt.upkeep import DrafterUpkeep, Options
-from tests.helpers.online import everything, online_trainer
+from tests.helpers.features import random_chunk
+from tests.helpers.online import CONFIG, everything, online_trainer
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
@@ -148,6 +149,7 @@ def share(world: World) -> None:
     upkeep = DrafterUpkeep(world, None, None, window, trainer, options)
     answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
     for turn in range(replicas):
+        trainer.version = turn
         upkeep.merge()
         given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
         assert held(trainer) == sorted(p for r in given | {replica} for p in answers[r]), (
@@ -159,6 +161,7 @@ def share(world: World) -> None:
     assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a unit draws the same"
     if world.rank == world.size - 1:
         trainer.disable("made to fail")
+    trainer.buffer.add(random_chunk(CONFIG, 70, 1000 + replica, 1))
     before = held(trainer)
     upkeep.merge()
     assert held(trainer) == before and upkeep._active is None, "nothing is shared once training has ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,12 +54,16 @@ def test_of_an_answer_that_does_not_fit_the_end_is_given() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
-    b = buffer([9, 30, 12], version=3)
-    for entry in b._entries.values():
-        entry.sequence.hidden = entry.sequence.hidden.to(dtype)
-    sent = b.longest(size_of(30) + size_of(12) // 2)
+    b = FeatureBuffer(64 * MIB, 64, 1, 0)
+    b.begin_step(3)
+    for i, length in enumerate((9, 30, 12)):
+        chunk = random_chunk(CONFIG, length, i, 3)
+        b.add(replace(chunk, hidden=chunk.hidden.to(dtype)))
+    room = b.bytes - 100
+    sent = b.longest(room)
+    assert len(sent) == 3 and sum(s.token_ids.nbytes + s.hidden.nbytes for _, s in sent) <= room
     arrived = list(unwrap(pickle.loads(pickle.dumps(wrap(sent)))))
-    assert [key for key, _ in arrived] == [key for key, _ in sent] and len(sent) >= 2
+    assert [key for key, _ in arrived] == [key for key, _ in sent]
     for (_, mine), (_, theirs) in zip(sent, arrived, strict=True):
         assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.hidden, theirs.hidden)
         assert theirs.hidden.dtype == dtype and theirs.policy_version == 3
@@ -68,16 +73,38 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     assert wrap([]) is None
 
 
-def test_taken_answers_are_trained_on_but_do_not_say_what_lengths_there_were() -> None:
-    b = buffer([8, 10, 12, 14])
-    for key, answer in buffer([9, 40, 50], first=100).longest(MIB):
+def lengths_of(b: FeatureBuffer) -> list[int]:
+    return sorted(e.sequence.length for e in b._entries.values())
+
+
+def test_taken_answers_do_not_move_the_median_and_are_drawn() -> None:
+    own, given = [8, 10, 12, 14], [9, 40, 50, 60]  # medians: 11 alone, 13 together
+    b = buffer(own)
+    for key, answer in buffer(given, first=100).longest(MIB):
         b.take(key, answer)
         b.take(key, answer)  # once more: nothing new
-    assert len(b) == 7 and b.counters.taken == 6
-    b.begin_step(1)  # the median of this rank's own answers is 11
-    assert sorted(e.sequence.length for e in b._entries.values()) == [12, 14, 40, 50]
-    drawn = {s.length for _ in range(20) for s in b.sample(64) or []}
-    assert {40, 50} <= drawn
+    assert len(b) == 8 and b.counters.taken == 4
+    b.begin_step(1)
+    assert lengths_of(b) == [12, 14, 40, 50, 60]
+    for i, length in enumerate(own * 20):  # short ones again, too many to draw each
+        b.add(random_chunk(CONFIG, length, 1000 + i, 1))
+    drawn = [s for _ in range(20) for s in b.sample(64) or []]
+    assert {40, 50, 60} <= {s.length for s in drawn} and any(s.policy_version == 1 for s in drawn)
+
+
+def test_the_end_of_a_long_answer_counts_as_long() -> None:
+    """Cut by its own replica for its buffer, cut again to be sent, and longer than what it is given to."""
+    sender = FeatureBuffer(size_of(40), 30, 1, 0)
+    sender.begin_step(0)
+    chunk = random_chunk(CONFIG, 100, 100, 0)
+    sender.add(chunk)
+    ((key, cut),) = sender.longest(size_of(20))
+    assert 15 <= cut.length <= 20 and cut.offset == 100 - cut.length
+    assert cut.token_ids.tolist() == chunk.token_ids[cut.offset :].tolist()
+    b = buffer([30, 40, 50])
+    b.take(key, cut)
+    b.begin_step(1)
+    assert lengths_of(b) == [cut.length, 40, 50]
 
 
 def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
@@ -93,7 +120,7 @@ def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
 def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:
     sharing = Sharing(0, replicas, 1, mib * MIB)
     turns = [sharing.senders(turn) for turn in range(replicas)]
-    count = min(replicas, max(1, mib // 4))
+    count = min(replicas, 4, max(1, mib // 4))
     assert all(len(set(turn)) == len(turn) == count and max(turn) < replicas for turn in turns)
     counted = [sum(r in turn for turn in turns) for r in range(replicas)]
     assert max(counted) == min(counted) == count
