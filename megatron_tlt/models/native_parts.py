@@ -34,15 +34,15 @@ class Arena:
     """
 
     def __init__(self, size: int):
-        whole = align(size) if size < _LARGE_PAGE else -(-size // _LARGE_PAGE) * _LARGE_PAGE + _LARGE_PAGE
-        # Private: mmap's default is shared, to which Linux gives large pages only where an administrator says so.
-        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        page = mmap.PAGESIZE if size < _LARGE_PAGE else _LARGE_PAGE
+        # One more: the mapping may begin within a page. Private: mmap's default is shared, to which Linux gives large
+        # pages only where an administrator says so.
+        memory = mmap.mmap(-1, align(size, page) + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages: only slower
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        self._all = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
-        if size >= _LARGE_PAGE:  # a page cannot begin anywhere else
-            self._all = self._all[-self._all.data_ptr() % _LARGE_PAGE :]
+        mapped = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+        self._all = mapped[-mapped.data_ptr() % page :]
         self._used = 0
 
     def take(self, size: int) -> Tensor:
@@ -57,9 +57,9 @@ def pad(n: int) -> int:
     return -(-n // 64) * 64
 
 
-def align(n: int) -> int:
+def align(n: int, page: int = mmap.PAGESIZE) -> int:
     """`n` bytes up to whole pages."""
-    return -(-n // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-n // page) * page
 
 
 def check_support(config: ModelConfig, dtype: torch.dtype) -> None:
