@@ -27,6 +27,11 @@ TINY_WARM_UP = {
 }
 
 
+def copy_run(run_dir: Path, target: Path) -> Path:
+    """A copy of a run that was killed. Without status/: the dead rank's sidecar may be writing there still."""
+    return Path(shutil.copytree(run_dir, target, ignore=shutil.ignore_patterns("status")))
+
+
 def run_drafter(ranks: int, *arguments: object, **options):
     """`megatron-tlt drafter ARGUMENTS` on so many ranks; see `run_ranks`."""
     return run_ranks(ranks, ["-m", "megatron_tlt", "drafter"], *map(str, arguments), **options)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.forked import ForkServer
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import assert_same_checkpoint, copy_run, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
@@ -88,8 +88,7 @@ def test_killed_in_a_rollout_resumed_with_and_without_the_bank(one, dead, resume
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for folder in (run_dir, run_dir / "bank", file.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    without = tmp_path / "without"
-    shutil.copytree(run_dir, without)
+    without = copy_run(run_dir, tmp_path / "without")
     shutil.rmtree(without / "bank")
     (without / "lock").unlink()
     for folder in (run_dir, without):
@@ -129,8 +128,8 @@ def test_other_sampling_makes_the_bank_stale(dead, resumed):
 
 
 def test_a_torn_bank_and_a_fresh_start(one, dead, resumed, tmp_path):
-    run_dir, fresh = dead(1, 9), tmp_path / "fresh"
-    shutil.copytree(run_dir, fresh)
+    run_dir = dead(1, 9)
+    fresh = copy_run(run_dir, tmp_path / "fresh")
     (file,) = (run_dir / "bank").rglob("*.bank")
     file.write_bytes(file.read_bytes()[:-3])
     resumed(run_dir)
