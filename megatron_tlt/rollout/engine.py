@@ -185,6 +185,8 @@ class Engine:
             result = self.runner.forward(batch)
             speculator.told_mixed()
             return result
+        if speculator.rests():
+            return self.runner.forward(batch)
         self.runner.copy_blocks(batch)  # before anybody drafts from the copies
         draft = speculator.plan()
         planned = time.perf_counter()

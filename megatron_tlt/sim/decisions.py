@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.rollout.spec.selector import regime_of
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.speculation import Speculation, Tally
 
@@ -136,7 +137,7 @@ class Decider:
         if self._config.rollout.speculation.drafter == "none" or (most is not None and running > most):
             settle, steps = 0, 1
         else:
-            regime = running.bit_length()
+            regime = regime_of(running)
             window = self._window
             first = first or window is _RESTING
             settle = 0 if not first else window.again if regime in self._seen else window.settled

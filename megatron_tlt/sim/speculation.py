@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.spec.selector import StrategySelector
+from megatron_tlt.rollout.spec.selector import Rests, StrategySelector
 from megatron_tlt.rollout.spec.strategy import build_selector
 from megatron_tlt.sim.acceptance import Acceptance
 from megatron_tlt.sim.cost_model import CostModel
@@ -60,7 +60,7 @@ class Speculation:
         self.acceptance = {
             kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "eagle", "hybrid")
         }
-        self._rest = (0, 0)
+        self._rests = Rests()
         self._plain_above = config.plain_above
         self._is_resting = False
         self._most_rows = config.rollout.max_batched_tokens
@@ -96,14 +96,12 @@ class Speculation:
         if self._plain_above is not None and running > self._plain_above:
             self._is_resting = True
             return NO_DRAFT
-        left, regime = self._rest
-        self._is_resting = left > 0 and regime == running.bit_length()
-        self._rest = (left - 1, regime) if self._is_resting else (0, 0)
+        self._is_resting = self._rests.take(running)
         if self._is_resting:
             return NO_DRAFT
         strategy = self._selector.select(running)
         if strategy.kind == "none":
-            self._rest = self._selector.rest(running), running.bit_length()
+            self._rests.grant(running, self._selector.rest(running))
         return strategy
 
     def _draft(

@@ -37,7 +37,7 @@ class OracleDrafter:
         assert request.slot not in self.live
         self.live[request.slot] = list(request.output)
 
-    def follow(self, rows: RunningRows) -> None:
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         assert len(self.live) == rows.num_rows
         for row in range(rows.num_rows):
             slot, length = int(rows.slots[row]), int(rows.output_len[row])

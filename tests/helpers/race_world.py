@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,11 @@ import numpy as np
 
 @dataclass
 class RaceWorld:
-    """Steps of arm i are worth tokens of mean `worth[i](time)` and cost `spent[i]`, after a change `cold` more."""
+    """Steps of arm i are worth tokens of mean `worth[i](time)` and cost `spent[i]`, after a change `cold` more.
+
+    `crowd`: others use the processor's cache. Plain steps warm it, and are up to `1 + crowd` times as long until it
+    is warm; drafts, which read it seldom, lose it slowly, and become a tenth of that slower.
+    """
 
     worth: list
     spent: list
@@ -19,6 +24,8 @@ class RaceWorld:
     outliers: float = 0.0  # share of steps that a neighbour makes 5 to 50 times as long to the reader
     cold: float = 3.0  # plain steps that a change of arms costs
     drift: object = None  # factor on what the reader sees, a function of the clock
+    crowd: float = 0.0
+    warmth: float = 1.0  # of the cache
     clock: float = 0.0
     done: float = 0.0
     last: int = 0
@@ -36,7 +43,7 @@ class RaceWorld:
         arm = race.playing
         mean = self.gain(arm) * self.spent[arm]
         tokens = mean if arm == 0 else mean * max(0.0, self.rng.normal(1.0, self.luck / running**0.5))
-        took = self.spent[arm] + (self.cold if arm != self.last else 0.0)
+        took = self.spent[arm] * self._crowding(arm) + (self.cold if arm != self.last else 0.0)
         self.clock, self.done = self.clock + took, self.done + tokens
         rest = race.rest()
         seen = took * self.rng.lognormal(0.0, self.noise)
@@ -47,6 +54,13 @@ class RaceWorld:
         race.observe(arm, running, tokens, seen, self.spent[arm], 1.0, arm != self.last)
         self.clock, self.done, self.last = self.clock + rest, self.done + rest * self.gain(0), arm
         return arm
+
+    def _crowding(self, arm):
+        """How many times as long a step is; moves the cache."""
+        factor = 1 + self.crowd * (1 - self.warmth if arm == 0 else -0.1 * self.warmth)
+        goal, time = (1.0, 18.0) if arm == 0 else (0.0, 40.0)
+        self.warmth += (goal - self.warmth) * (1 - math.exp(-self.spent[arm] * factor / time))
+        return factor
 
     def run(self, race, until, running=4):
         """Until the clock shows so many plain steps more. Returns work done over time."""

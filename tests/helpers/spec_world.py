@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_tlt.rollout.spec.selector import Rests
 from megatron_tlt.rollout.spec.survival import Calibrator
 from megatron_tlt.types import DraftStrategy
 
@@ -67,7 +68,7 @@ class SpecWorld:
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
-        self.calibrator = Calibrator(DEPTHS, BUCKETS)
+        self.calibrator, self.rests = Calibrator(DEPTHS, BUCKETS), Rests()
         self.lengths = np.zeros(0, np.int64)
         self.level = np.zeros(0)
 
@@ -115,12 +116,9 @@ class SpecWorld:
             seconds = self.plain_seconds(B)
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
-            rest = selector.rest(B)
+            self.rests.grant(B, selector.rest(B))
             selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, self.timed(seconds))
-            for _ in range(rest):  # unobserved, while there are about as many requests
-                still = len(self.lengths)
-                if still.bit_length() != B.bit_length():
-                    break
+            while (still := len(self.lengths)) and self.rests.take(still):
                 self.behind += 1
                 self._emit(np.ones(still, np.int32), self.plain_seconds(still))
             return strategy, None

@@ -26,8 +26,11 @@ class Drafter(Protocol):
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
-    def follow(self, rows: RunningRows) -> None:
-        """Reads what the B rows have drawn since the last call, in `rows.outputs`. Mutates the drafter."""
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` needs it to draft.
+
+        Mutates the drafter.
+        """
 
     def stop(self, request: Request) -> None:
         """`request` is about to leave its row, which holds all that it has drawn. Mutates the drafter."""

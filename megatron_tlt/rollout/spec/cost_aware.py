@@ -21,6 +21,7 @@ import numpy as np
 from megatron_tlt.rollout.spec.admission import best_of_all, best_of_chain
 from megatron_tlt.rollout.spec.costs import DraftCosts, StepCosts
 from megatron_tlt.rollout.spec.race import PLAIN, Race
+from megatron_tlt.rollout.spec.selector import regime_of
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 _LENGTHS = (2, 5, 8, 11)  # drafted tokens of the strategies that feed all of them
@@ -61,7 +62,7 @@ class CostAware:
         self._races: dict[int, Race] = {}
         self._prices: dict[int, _Prices] = {}
         self._drafted = 0  # tokens in the trunks of the present step's draft
-        self._last_kind, self._last_race = "none", 0
+        self._last_kind = "none"
         self._steps = 0
 
     def select(self, running: int) -> DraftStrategy:
@@ -111,7 +112,6 @@ class CostAware:
         """See `StrategySelector.observe`."""
         race, arm = self._race(running), self._arm(strategy)
         changed, self._last_kind = strategy.kind != self._last_kind, strategy.kind
-        stayed, self._last_race = running.bit_length() == self._last_race, running.bit_length()
         self._steps += 1
         often = race.is_trial or race.time < _YOUNG or self._steps % _SELDOM == 0
         if not self.step_costs.is_known or (often and not race.is_cold and not changed):
@@ -122,7 +122,7 @@ class CostAware:
         prices, fed = self._priced(running), rows_fed - running
         spent = (draft_seconds + step_seconds) / prices.plain
         usual = prices.cost_list[min(fed, len(prices.cost_list) - 1)] / prices.plain
-        race.observe(arm, running, tokens / running, spent, usual, fed / running, changed, stayed)
+        race.observe(arm, running, tokens / running, spent, usual, fed / running, changed)
 
     # Prices
 
@@ -131,7 +131,7 @@ class CostAware:
 
     def _race(self, running: int) -> Race:
         """The regime's, which begins when it is first met."""
-        key = running.bit_length()
+        key = regime_of(running)
         race = self._races.get(key)
         if race is None:
             race = self._new_race(key)

@@ -122,7 +122,7 @@ class EagleDrafter:
         cached = int(self._rows.positions[request.row])
         self._synced[request.slot], self._first[request.slot] = cached - 1, 1
 
-    def follow(self, rows: RunningRows) -> None:
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """Nothing: `propose` reads what it has missed."""
 
     def stop(self, request: Request) -> None:

@@ -47,9 +47,10 @@ class HybridDrafter:
         self.suffix.start(request)
         self.eagle.start(request)
 
-    def follow(self, rows: RunningRows) -> None:
-        """See `Drafter.follow`."""
-        self.suffix.follow(rows)
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        """See `Drafter.follow`. Nobody reads the tries while the eagle part drafts alone."""
+        if strategy.kind != "eagle":
+            self.suffix.follow(rows, strategy)
 
     def stop(self, request: Request) -> None:
         """See `Drafter.stop`."""

@@ -29,6 +29,7 @@ _UNSURE = 0.85  # ... which are those whose gain is this share of the best one's
 _LEAD = 1.02  # an arm must be faster by so much to take over
 _COLD = 2  # steps after a change of arms that tell of the change: drafters catch up, caches fill
 _COLD_PLAIN = 12  # and of plain ones: what drafts have put out of the caches comes back slowly (docs/log.md)
+_SETTLE = 64.0  # plain steps of time until caches are as an arm leaves them, if it may be the best
 _TRIAL = (6, 24)  # steps of a trial, and request-steps, at least
 _CLOSE, _LONG = 0.9, 4  # arms within this share of the best lose little: longer trials for them
 _HOPELESS = 0.6  # share of the best's gain below which a trial is broken off
@@ -115,7 +116,7 @@ class Race:
         self._usual: list[float] = []  # of the span's steps that count, and what they took over it
         self._ratios: list[float] = []
         self._worth = self._cold_loss = 0.0
-        self._cold, self._changes = _cold_steps(PLAIN), 0
+        self._cold, self._settle, self._changes = _cold_steps(PLAIN), 0.0, 0
         self._resting = self._rested = (
             0  # steps of a rest that begins with this step, and of one that is over
         )
@@ -154,15 +155,13 @@ class Race:
         usual: float,
         fed: float,
         changed: bool,
-        stayed: bool = True,
     ) -> None:
         """A step of `arm` that fed `fed` drafted nodes a request. Mutates the race.
 
         `usual`: what a step of so many rows takes, about, up to a factor. `changed`: the step before was of another
-        kind, perhaps in another regime. `stayed`: it was of this regime.
+        kind, perhaps in another regime.
         """
-        if stayed:  # a rest that ended with the regime may have been short: it does not count
-            self.time += self._rested
+        self.time += self._rested
         self._rested, self._resting = self._resting, 0
         if arm != self.playing:  # another rank decides
             self._begin(arm)
@@ -170,12 +169,8 @@ class Race:
             self._cold, self._changes = max(self._cold, _cold_steps(arm)), self._changes + 1
         self.time += worth / self.top
         self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
-        if self._cold:
-            self._cold -= 1
-            self._cold_loss += spent - worth / self.top
-            if not self._cold and self._bill_to is not None and arm == self.best:
-                self._bill(self._bill_to, min(self._cold_loss, _DEAR))
-                self._bill_to = None
+        if self.is_cold:
+            self._warm_up(arm, worth, spent)
             return
         self._worth += worth
         self._usual.append(usual)
@@ -184,9 +179,17 @@ class Race:
         if steps >= self._length(running) or (self.is_trial and self._is_hopeless(steps, running)):
             self._close(steps, running)
 
+    def _warm_up(self, arm: int, worth: float, spent: float) -> None:
+        """A step that only tells what the change of arms took. The trial before pays for the way back, too."""
+        self._cold, self._settle = max(0, self._cold - 1), self._settle - spent
+        self._cold_loss += spent - worth / self.top
+        if not self.is_cold and self._bill_to is not None and arm == self.best:
+            self._bill(self._bill_to, min(self._cold_loss, _DEAR))
+            self._bill_to = None
+
     def rest(self) -> int:
-        """Plain steps to make without a look at them, after this one; counted if the regime then still is."""
-        if self.playing != PLAIN or self.is_trial or self._cold or self._usual:
+        """Plain steps to make without a look at them, after this one. Counts them, when the one after them comes."""
+        if self.playing != PLAIN or self.is_trial or self.is_cold or self._usual:
             return 0
         due = min((arm.due for arm in self.arms[1:]), default=self.time + _REST)
         steps = max(0, min(_REST, int(due - self.time)))
@@ -201,12 +204,18 @@ class Race:
     @property
     def is_cold(self) -> bool:
         """Whether the next step only tells of a change of arms."""
-        return self._cold > 0
+        return self._cold > 0 or self._settle > 0
 
     def _begin(self, arm: int) -> None:
-        self._cold = _cold_steps(arm) if arm != self.playing else 0
+        if arm != self.playing:
+            self._cold = _cold_steps(arm)
+            self._settle = _SETTLE if self._is_close(arm) else 0.0
         self.playing, self._usual, self._ratios = arm, [], []
         self._worth, self._cold_loss, self._changes = 0.0, 0.0, 0
+
+    def _is_close(self, arm: int) -> bool:
+        """Whether an arm that has been played is so near the best that a change's aftermath could decide."""
+        return self.arms[arm].steps > 0 and self.arms[arm].gain >= _UNSURE * self.top
 
     def _length(self, running: int) -> int:
         arm = self.arms[self.playing]

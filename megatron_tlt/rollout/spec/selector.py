@@ -19,6 +19,30 @@ from megatron_tlt.rollout.spec.admission import best_of_each
 from megatron_tlt.types import DraftStrategy
 
 
+def regime_of(running: int) -> int:
+    """Which regime of running requests a step belongs to: they double."""
+    return running.bit_length()
+
+
+class Rests:
+    """Plain steps that a selector granted: of one regime, used up whatever comes in between (a request that ends)."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}
+
+    def grant(self, running: int, steps: int) -> None:
+        """So many plain steps to come, in the regime of `running` requests."""
+        self._left[regime_of(running)] = steps
+
+    def take(self, running: int) -> bool:
+        """Whether a step of `running` requests is one of them. Counts it."""
+        regime = regime_of(running)
+        left = self._left.get(regime, 0)
+        if left:
+            self._left[regime] = left - 1
+        return left > 0
+
+
 class StrategySelector(Protocol):
     """Decides once per decoding step; steps with prompt chunks are not its business.
 
@@ -30,7 +54,7 @@ class StrategySelector(Protocol):
         """The strategy for a step of `running` >= 1 requests; `NO_DRAFT` for plain decoding."""
 
     def rest(self, running: int) -> int:
-        """Asked when `select` chose plain decoding: how many steps more of `running` requests to make so, unobserved.
+        """Asked when `select` chose plain decoding: how many more steps to make so, unobserved (see `Rests`).
 
         Mutates the selector, which counts on them.
         """

@@ -22,6 +22,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.selector import Rests
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats
 
@@ -80,30 +81,35 @@ class Speculator:
         self._by_position = PositionRates() if by_position else None
         self._strategy, self._draft_seconds, self._began = NO_DRAFT, 0.0, 0.0
         self._step: _Step | None = None
-        self._rest, self._is_resting = (
-            [0, 0],
-            False,
-        )  # plain steps to come unobserved, and with about how many rows
+        self._rests = Rests()
         self._clock = clock
         self._ones = np.ones(len(rows.limit), np.int32)
+
+    def rests(self) -> bool:
+        """Whether the next decoding step is plain and nobody's to learn from: neither planned nor told. Counts it."""
+        if not self._rests.take(self._rows.num_rows):
+            return False
+        if self._step is not None:
+            self._settle(self._clock())
+        self._strategy = NO_DRAFT
+        self._counters.plain(0.0)
+        return True
 
     def plan(self) -> Draft | None:
         """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
         if self._step is not None:
             self._settle(self._clock())
         rows = self._rows
-        if self._may_rest(rows.num_rows):
-            return None
         self._began = self._clock()  # what the selector learns at times is no part of a step
         has_rested = self._strategy.kind == "none"
         strategy = self._agree_strategy(self.selector.select(rows.num_rows))
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
             if self._tp.size == 1:  # ranks' selectors agree on strategies only
-                self._rest = [self.selector.rest(rows.num_rows), rows.num_rows.bit_length()]
+                self._rests.grant(rows.num_rows, self.selector.rest(rows.num_rows))
             return None
         started = self._clock()
-        self.drafter.follow(rows)
+        self.drafter.follow(rows, strategy)
         if has_rested:  # what was said in steps that nobody drafted in is no part of this one
             followed = self._clock()
             self._began, started = self._began + followed - started, followed
@@ -111,13 +117,6 @@ class Speculator:
         draft = self._propose(rows, lengths, strategy)
         self._draft_seconds = self._clock() - started
         return draft if draft.num_nodes else None
-
-    def _may_rest(self, running: int) -> bool:
-        """Whether this is a plain step that the selector need not hear of. Counts it."""
-        left, regime = self._rest
-        self._is_resting = left > 0 and regime == running.bit_length()
-        self._rest[0] = left - 1 if self._is_resting else 0
-        return self._is_resting
 
     def _wanted(self, strategy: DraftStrategy) -> np.ndarray:
         """Nodes int32 [B] that each row may draft: an answer's last token is never drafted but drawn."""
@@ -162,8 +161,6 @@ class Speculator:
                 self.trace.note(draft, accepted, self._rows)
         else:
             self._counters.plain(self._draft_seconds)
-            if self._is_resting:
-                return
         self._step = _Step(strategy, fed, counts, self._draft_seconds, self._began, self._clock())
 
     def told_mixed(self) -> None:

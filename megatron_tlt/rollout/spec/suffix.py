@@ -124,7 +124,7 @@ class SuffixDrafter:
         self._read(request.row, 1)
         self._handles[request.slot] = _NONE
 
-    def follow(self, rows: RunningRows) -> None:
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
         assert rows is self._rows
         self._read(0, rows.num_rows)

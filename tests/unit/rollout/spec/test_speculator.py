@@ -24,7 +24,7 @@ class World:
 
     def __init__(self) -> None:
         self.now, self.follows = 0.0, 0
-        self.strategy = NO_DRAFT
+        self.strategy, self.resting = NO_DRAFT, 0
         self.observed: list[tuple[str, float, float]] = []
         self.rows = RunningRows(4, 16, 4, 50)
         self.speculator = Speculator(
@@ -39,12 +39,12 @@ class World:
         return self.strategy
 
     def rest(self, running: int) -> int:
-        return 0
+        return self.resting
 
     def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
         return np.ones(len(survival), bool)
 
-    def follow(self, rows: RunningRows) -> None:
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         self.follows += 1
         self.now += 50.0
 
@@ -94,3 +94,28 @@ def test_what_was_missed_is_no_part_of_the_step_that_reads_it() -> None:
         ("none", 0.0, 11.0),
         ("slow", 3.0, 11.0),
     ]
+
+
+def test_a_rest_is_neither_planned_nor_told_but_counted() -> None:
+    world = World()
+    assert not world.speculator.rests()
+    world.resting = 3
+    world.step(NO_DRAFT)
+    asked = world.now
+    assert [world.speculator.rests() for _ in range(4)] == [True, True, True, False]
+    assert world.observed == [("none", 0.0, 11.0)]  # the step before the rest
+    assert world.now == asked
+    assert world.speculator.take_stats().steps_by_strategy == {"none": 4}
+
+
+def test_a_rest_goes_on_after_steps_of_another_regime() -> None:
+    world = World()
+    world.resting = 2
+    world.step(NO_DRAFT)
+    other = make_request(1, [1, 2], [3])
+    other.params = SamplingParams(max_tokens=40)
+    assert world.speculator.rests()
+    world.rows.start(other, [1], 2, 2)
+    assert not world.speculator.rests()
+    world.rows.stop(other)
+    assert [world.speculator.rests() for _ in range(2)] == [True, False]
