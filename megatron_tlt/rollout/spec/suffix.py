@@ -81,6 +81,7 @@ class SuffixDrafter:
         self._common = self._handle(self._lib.tlt_suffix_trie(self._pool))
         self._questions: dict[str | int, _Question] = {}
         self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
+        self._unread: dict[int, Request] = {}  # started since the last `follow`, by Request.order
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
         self._told = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that the tries have
         self._calibration = MatchRates()
@@ -103,7 +104,26 @@ class SuffixDrafter:
         return size
 
     def start(self, request: Request) -> None:
-        """See `Drafter.start`. A request that was preempted goes on with what its tries have of it."""
+        """See `Drafter.start`. Its tokens are read when somebody wants a draft: nobody may, in this whole rollout."""
+        self._unread[request.order] = request
+        self._handles[request.slot] = _NONE
+
+    def stop(self, request: Request) -> None:
+        """See `Drafter.stop`. What the request said stays: its siblings read it."""
+        if request.order not in self._unread:  # otherwise its `output` will hold all
+            self._read(request.row, 1)
+        self._handles[request.slot] = _NONE
+
+    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
+        assert rows is self._rows
+        for request in self._unread.values():
+            self._admit(request)
+        self._unread.clear()
+        self._read(0, rows.num_rows)
+
+    def _admit(self, request: Request) -> None:
+        """Gives a request its tries. One that was preempted goes on with what they have of it."""
         known = self._sequences.get(request.order)
         if known is None:
             question = self._question(request)
@@ -111,23 +131,14 @@ class SuffixDrafter:
             common = self._sequence(self._common, question.common_prompt)
             known = (question.trie, own, self._common, common)
             self._sequences[request.order] = known
-        self._handles[request.slot] = known
         output = np.asarray(request.output, np.int32)
         for trie, sequence in (known[:2], known[2:]):
             if sequence != _NONE:
                 have = self._lib.tlt_suffix_length(self._pool, trie, sequence)
                 self._append(trie, sequence, output[have:])
-        self._told[request.slot] = len(output)
-
-    def stop(self, request: Request) -> None:
-        """See `Drafter.stop`. What the request said stays: its siblings read it."""
-        self._read(request.row, 1)
-        self._handles[request.slot] = _NONE
-
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
-        assert rows is self._rows
-        self._read(0, rows.num_rows)
+        if request.slot >= 0:
+            self._handles[request.slot] = known
+            self._told[request.slot] = len(output)
 
     def _read(self, first: int, count: int) -> None:
         """Tells the tries what the rows from `first` on have drawn since."""
@@ -164,11 +175,15 @@ class SuffixDrafter:
             self._calibration.observe(draft.feature, reached, accepted)
 
     def end_generate(self) -> None:
-        """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes."""
+        """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes.
+
+        Answers that were never read, because no draft was wanted, are not in it.
+        """
         for question in self._questions.values():
             self._lib.tlt_suffix_drop(self._pool, question.trie)
         self._questions.clear()
         self._sequences.clear()
+        self._unread.clear()
         self._handles[:] = _NONE
         if _COMMON_SHARE * self.num_bytes > self._most_bytes:
             self._handle(self._lib.tlt_suffix_renew(self._pool, self._common))

@@ -71,7 +71,7 @@ def test_whatever_was_missed_is_read_when_it_is_wanted() -> None:
 
 
 def test_a_request_that_went_on_elsewhere_catches_up() -> None:
-    """Its output grew while it had no row here: `start` reads the rest."""
+    """Its output grew while it had no row here: the rest is read."""
     table = Table()
     request = make_request(0, [1, 2, 3], [0])
     table.admit(request)
@@ -121,6 +121,7 @@ def test_after_a_call_the_form_of_answers_is_still_known() -> None:
     first = make_request(0, [1, 2, 3], [0], name="one")
     table.admit(first)
     table.extend([[4, 5, 6, 5, 4]])
+    table.propose()
     before = table.drafter.num_bytes
     table.stop(first)
     table.drafter.end_generate()
@@ -194,6 +195,35 @@ def test_adversarial_text_costs_no_more_than_other(name: str) -> None:
     assert pool.append(sequence, text[:1]) == 0
 
 
+def test_nothing_is_read_until_a_draft_is_wanted() -> None:
+    """Then all is, also of requests that have come and gone, or had to leave in between."""
+    table = Table()
+    gone, left, here = (make_request(order, [1, 2, 3], [0]) for order in range(3))
+    for request in (gone, left, here):
+        table.admit(request)
+    empty = table.drafter.num_bytes
+    table.extend([[4, 6, 6, 1], [5, 5, 2], [4]])
+    for request in (gone, left):
+        table.stop(request)
+    table.start(left)
+    table.extend([[6], [2, 3]])
+    assert table.drafter.num_bytes == empty
+    assert check_against_naive(table, table.propose(), CHAIN) > 0
+    assert table.drafter.num_bytes > empty
+
+
+def test_what_nobody_wanted_is_forgotten() -> None:
+    table = Table()
+    empty, request = table.drafter.num_bytes, make_request(0, [1, 2, 3], [0])
+    table.admit(request)
+    table.extend([[4, 5, 6, 5, 4]])
+    table.stop(request)
+    table.drafter.end_generate()
+    table.rows.start(request, [0], 3, 0)
+    table.drafter.follow(table.rows, CHAIN)
+    assert table.drafter.num_bytes == empty and table.rows.num_rows == 1
+
+
 def test_invalid_input_is_refused_and_changes_nothing() -> None:
     table = Table()
     table.admit(make_request(0, [1, 2, 3], [0]))
@@ -207,8 +237,10 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
         assert (table.drafter._told == told).all()
         table.rows.output_len[0] = 1
     assert table.propose().tokens.tolist() == before
-    with pytest.raises(BackendError, match="outside the vocabulary"):
-        table.start(make_request(1, [1, V], [0], name="other"))
+    table.start(make_request(1, [1, V], [0], name="other"))
+    for _ in range(2):
+        with pytest.raises(BackendError, match="outside the vocabulary"):
+            table.propose()
     pool = Pool(3)
     assert pool.append(pool.sequence(), [V]) == BAD_TOKEN
     assert pool.append(99, [1]) == BAD_HANDLE
