@@ -45,7 +45,10 @@ class HiddenPages:
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i]; all sources are read before anything is written."""
         blocks = self.data.view(self.num_blocks, self.block_size, -1)
-        blocks[list(dst)] = blocks[list(src)]
+        if len(src) == 1:  # as nearly always; in a quarter of the time
+            blocks[dst[0]].copy_(blocks[src[0]])
+        else:
+            blocks[list(dst)] = blocks[list(src)]
 
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies slot src[i] to dst[i]; all sources are read before anything is written."""

@@ -22,10 +22,14 @@ class RaceWorld:
     luck: float = 0.5  # deviation of a request's tokens over their mean
     noise: float = 0.05
     outliers: float = 0.0  # share of steps that a neighbour makes 5 to 50 times as long to the reader
+    bursts: float = (
+        0.0  # share of the time in which neighbours make all steps 2.5 times as long to the reader
+    )
     cold: float = 3.0  # plain steps that a change of arms costs
     drift: object = None  # factor on what the reader sees, a function of the clock
     crowd: float = 0.0
     warmth: float = 1.0  # of the cache
+    burst_ends: float = 0.0
     clock: float = 0.0
     done: float = 0.0
     last: int = 0
@@ -51,9 +55,18 @@ class RaceWorld:
             seen *= self.drift(self.clock)
         if self.rng.random() < self.outliers:
             seen *= self.rng.uniform(5, 50)
+        if self.bursts:
+            seen *= self._burst(took)
         race.observe(arm, running, tokens, seen, self.spent[arm], 1.0, arm != self.last)
         self.clock, self.done, self.last = self.clock + rest, self.done + rest * self.gain(0), arm
         return arm
+
+    def _burst(self, took):
+        """2.5 in a burst, which lasts about 30 plain steps; 1 otherwise."""
+        going = self.clock < self.burst_ends
+        if not going and self.rng.random() < took * self.bursts / 30:
+            self.burst_ends = self.clock + self.rng.exponential(30)
+        return 2.5 if going else 1.0
 
     def _crowding(self, arm):
         """How many times as long a step is; moves the cache."""

@@ -33,7 +33,7 @@ _SELDOM, _YOUNG = (
     256,
 )  # of the best arm's steps costs are learned from every fourth, after so many in a regime
 _SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
-_VERSION = 3  # of the state
+_VERSION = 4  # of the state
 
 
 class _Prices:
@@ -118,7 +118,7 @@ class CostAware:
             self.step_costs.observe(running, rows_fed, step_seconds)
             if strategy.kind != "none":
                 self._draft_costs[strategy.kind].observe(running, self._drafted, draft_seconds)
-        tokens = int(emitted[0]) if running == 1 else int(emitted.sum())
+        tokens = running if strategy.kind == "none" else int(emitted.sum())
         prices, fed = self._priced(running), rows_fed - running
         spent = (draft_seconds + step_seconds) / prices.plain
         usual = prices.cost_list[min(fed, len(prices.cost_list) - 1)] / prices.plain

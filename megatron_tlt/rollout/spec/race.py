@@ -36,13 +36,16 @@ _HOPELESS = 0.6  # share of the best's gain below which a trial is broken off
 _OUTLIER = (
     2.0  # a step takes at most so many times what it should, by its span's median: the rest was others' doing
 )
+_BURST = (
+    1.25  # and at most so many times what the arm's steps usually take over that: a neighbour's busy moment
+)
 _DEAR = 32.0  # plain steps that a change of arms is billed with at most
 _MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over
 _FADE = 0.8  # of an arm's mean is kept at a trial, at most
 _CHANGED = 1.25  # a span that is so far off the mean is left out; two in a row make half of it forgotten
 _GUESS = 0.9  # of a guessed gain is believed when the best arm is chosen
 _PRIOR = 8.0  # plain steps that a neighbouring regime's experience weighs
-_REST = 64  # plain steps at most that nobody looks at
+_REST = 128  # plain steps at most that nobody looks at
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Arm:
     due: float = 0.0  # the regime's time from which on it may be tried
     fed: float = 1.0  # drafted nodes fed a request, fading mean
     lost: float = 0.0  # by the last trial
+    pace: float = 0.0  # what its steps take over what they should; 0 while unknown
     is_doubted: bool = False  # the last span was far off the mean, and left out
 
     @property
@@ -68,11 +72,19 @@ class Arm:
         """`gain`, less what a guess may be off."""
         return self.gain if self.steps else _GUESS * self.gain
 
+    def keep_pace(self, pace: float, keep: float) -> None:
+        """The steps of a span took `pace` times what they should. Mutates `pace`, slowly: bursts pass."""
+        if self.pace:
+            pace = min(max(pace, self.pace / _BURST), self.pace * _BURST)
+            self.pace *= (pace / self.pace) ** min(1.0, 4 * (1 - keep))
+        else:
+            self.pace = pace
+
     def add(self, worth: float, spent: float, steps: int, keep: float) -> None:
         """One more span of `steps` steps. Mutates the sums."""
         if not self.steps:
             keep = 0.25  # all that is known yet is a guess
-        elif not 1 / _CHANGED < worth / spent / self.gain < _CHANGED:
+        elif self.steps > steps and not 1 / _CHANGED < worth / spent / self.gain < _CHANGED:
             self.is_doubted = not self.is_doubted
             if self.is_doubted:
                 return
@@ -103,6 +115,7 @@ class Race:
         brings a request hardly depend on how many requests run. What the step costs does, so that is predicted.
         """
         self.arms = [Arm() for _ in range(arms)]
+        self.arms[PLAIN].pace = 1.0  # its steps are the unit
         self.time = 0.0  # in plain steps
         self._key, self._others, self._predict = key, {} if others is None else others, predict
         for at in range(arms):
@@ -170,7 +183,7 @@ class Race:
         self.time += worth / self.top
         self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
         if self.is_cold:
-            self._warm_up(arm, worth, spent)
+            self._warm_up(arm, worth, spent if self._cold else min(spent, self._most() * usual))
             return
         self._worth += worth
         self._usual.append(usual)
@@ -183,6 +196,8 @@ class Race:
         """A step that only tells what the change of arms took. The trial before pays for the way back, too."""
         self._cold, self._settle = max(0, self._cold - 1), self._settle - spent
         self._cold_loss += spent - worth / self.top
+        if self._cold_loss > (1 - _HOPELESS) * _SETTLE:
+            self._settle = 0.0
         if not self.is_cold and self._bill_to is not None and arm == self.best:
             self._bill(self._bill_to, min(self._cold_loss, _DEAR))
             self._bill_to = None
@@ -214,8 +229,9 @@ class Race:
         self._worth, self._cold_loss, self._changes = 0.0, 0.0, 0
 
     def _is_close(self, arm: int) -> bool:
-        """Whether an arm that has been played is so near the best that a change's aftermath could decide."""
-        return self.arms[arm].steps > 0 and self.arms[arm].gain >= _UNSURE * self.top
+        """Whether an arm that has been played may be so near the best that a change's aftermath could decide."""
+        known = self.arms[arm]
+        return known.steps > 0 and known.gain >= (_UNSURE if known.trials > 1 else _HOPELESS) * self.top
 
     def _length(self, running: int) -> int:
         arm = self.arms[self.playing]
@@ -229,12 +245,17 @@ class Race:
 
     def _paid(self) -> float:
         """What the span took, without outliers."""
-        most = _OUTLIER * median_low(self._ratios)
+        most = min(_OUTLIER * median_low(self._ratios), self._most())
         return sum(min(ratio, most) * usual for ratio, usual in zip(self._ratios, self._usual, strict=True))
+
+    def _most(self) -> float:
+        """What a step of the playing arm is believed to take at most, over what it should."""
+        return _BURST * self.arms[self.playing].pace or float("inf")
 
     def _close(self, steps: int, running: int) -> None:
         arm, spent = self.arms[self.playing], self._paid()
         keep = max(0.5, 1.0 - max(steps * running / _MEMORY[0], steps / _MEMORY[1]))
+        arm.keep_pace(median_low(self._ratios), min(keep, _FADE) if self.is_trial else keep)
         if self.is_trial:
             arm.trials += 1
             lost = spent - self._worth / self.top
@@ -270,7 +291,7 @@ class Race:
     def state_dict(self) -> list[float | int | list[float | int]]:
         """Time, best arm, and each arm's numbers."""
         arms: list[list[float | int]] = [
-            [a.worth, a.spent, a.steps, a.trials, a.due, a.fed, a.lost] for a in self.arms
+            [a.worth, a.spent, a.steps, a.trials, a.due, a.fed, a.lost, a.pace] for a in self.arms
         ]
         return [self.time, self.best, *arms]
 
@@ -281,8 +302,8 @@ class Race:
         self.time, self.best = float(time), best
         for at, numbers in enumerate(arms):
             assert isinstance(numbers, list)
-            worth, spent, count, trials, due, fed, lost = numbers
-            self.arms[at] = Arm(worth, spent, count, int(trials), due, fed, lost)
+            worth, spent, count, trials, due, fed, lost, pace = numbers
+            self.arms[at] = Arm(worth, spent, count, int(trials), due, fed, lost, pace)
         self._bill_to = None
         self._begin(self.best)
         self._cold = _cold_steps(best)

@@ -38,16 +38,18 @@ def test_where_every_draft_loses_it_is_plain_decoding_but_for_two_percent(runnin
     assert world.run(race, 20000, running) > 0.98
 
 
-@pytest.mark.parametrize("best", [0.94, 0.98, 1.05, 1.1, 2.0])
-def test_what_a_change_leaves_in_the_caches_decides_nothing(best):
-    """On a processor shared with others plain steps are slow for a while after drafts, and drafts fast after them."""
+@pytest.mark.parametrize("bursts", [0.0, 0.05])
+@pytest.mark.parametrize("best", [0.85, 0.94, 1.05, 1.15, 2.0])
+def test_on_a_processor_shared_with_others(best, bursts):
+    """Plain steps are slow for a while after drafts, drafts fast after them; and a busy neighbour is nobody's fault."""
     worth = [1, 5 * best, 4 * 0.95 * best, 9 * 0.97 * best]
     speeds = []
     for seed in range(4):
-        world, race = RaceWorld(worth, [1, 5, 4, 9], seed=seed, noise=0.1, crowd=0.8), Race(4)
+        world = RaceWorld(worth, [1, 5, 4, 9], seed=seed, noise=0.1, crowd=0.8, bursts=bursts)
+        race = Race(4)
         world.run(race, 2000, 2)
         speeds.append(world.run(race, 30000, 2))
-    assert sum(speeds) / 4 > 0.98 * max(1.0, best)
+    assert sum(speeds) / 4 > 0.97 * max(1.0, best)
 
 
 def test_a_change_is_followed():
@@ -125,7 +127,7 @@ def test_rests_only_between_spans_of_plain_decoding_and_until_a_trial_is_due():
         assert not rests[-1] or (playing == 0 and not trial)
         step = world.spent[playing]
         race.observe(playing, 4, world.gain(playing) * step, step, step, 0.0, False)
-    assert max(rests) == 64 and sum(rests) > 3 * len(rests)
+    assert max(rests) == 128 and sum(rests) > 3 * len(rests)
     assert race.time > time + 0.99 * sum(rests)
 
 
@@ -133,11 +135,11 @@ def test_a_rest_counts_when_it_is_over():
     race = Race(1)
     for _ in range(20):
         race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.rest() == 64
+    assert race.rest() == 128
     race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
     assert race.time == 21
     race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.time == 21 + 64 + 1
+    assert race.time == 21 + 128 + 1
 
 
 def test_steps_of_an_arm_that_another_rank_chose_count_for_that_arm():
