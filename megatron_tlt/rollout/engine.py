@@ -182,9 +182,8 @@ class Engine:
         if speculator is None:
             return self.runner.forward(batch)
         if not batch.is_decode:
-            result = self.runner.forward(batch)
-            speculator.told_mixed()
-            return result
+            speculator.pause()
+            return self.runner.forward(batch)
         if speculator.rests():
             return self.runner.forward(batch)
         self.runner.copy_blocks(batch)  # before anybody drafts from the copies

@@ -55,12 +55,13 @@ class Speculation:
         self._costs, self._section = costs, section
         self._rng = np.random.default_rng(seed)
         self._selector: StrategySelector | None = None
+        self._clock = 0.0
         if section.drafter != "none":
             self._selector = build_selector(section, section.drafter)
+            self._rests = Rests(self._selector, lambda: self._clock)
         self.acceptance = {
             kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "eagle", "hybrid")
         }
-        self._rests = Rests()
         self._plain_above = config.plain_above
         self._is_resting = False
         self._most_rows = config.rollout.max_batched_tokens
@@ -79,6 +80,18 @@ class Speculation:
         `left` int [B]: tokens each request may still draw; `reserve`: `Scheduler.reserve`. None: no limit.
         """
         strategy = self._select(running)
+        seconds, emitted = self._decode(strategy, running, cached, left, reserve)
+        self._clock += seconds
+        return seconds, emitted
+
+    def _decode(
+        self,
+        strategy: DraftStrategy,
+        running: int,
+        cached: float,
+        left: np.ndarray | None,
+        reserve: Reserve | None,
+    ) -> tuple[float, np.ndarray]:
         if strategy.kind == "none" or self._selector is None:
             seconds = self._costs.step(running, running, cached, False)
             emitted = np.ones(running, np.int64)
@@ -94,6 +107,7 @@ class Speculation:
         if self._selector is None:
             return NO_DRAFT
         if self._plain_above is not None and running > self._plain_above:
+            self._rests.end()
             self._is_resting = True
             return NO_DRAFT
         self._is_resting = self._rests.take(running)
@@ -101,7 +115,7 @@ class Speculation:
             return NO_DRAFT
         strategy = self._selector.select(running)
         if strategy.kind == "none":
-            self._rests.grant(running, self._selector.rest(running))
+            self._rests.ask(running)
         return strategy
 
     def _draft(

@@ -110,7 +110,13 @@ class RandomSelector:
         self.emitted = self.rows = 0
 
     def rest(self, running: int) -> int:
-        return 0
+        return self.random.choice((0, 3))
+
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        assert 0 < len(seconds) <= 3
+        assert min(seconds) >= 0
+        self.emitted += running * len(seconds)
+        self.rows += running * len(seconds)
 
     def select(self, running: int) -> DraftStrategy:
         if self.random.random() < 0.2:

@@ -48,18 +48,31 @@ class RaceWorld:
         mean = self.gain(arm) * self.spent[arm]
         tokens = mean if arm == 0 else mean * max(0.0, self.rng.normal(1.0, self.luck / running**0.5))
         took = self.spent[arm] * self._crowding(arm) + (self.cold if arm != self.last else 0.0)
-        self.clock, self.done = self.clock + took, self.done + tokens
-        rest = race.rest()
+        rest = race.rest(running)
+        race.observe(arm, running, tokens, self._seen(took), self.spent[arm], 1.0, arm != self.last)
+        self.clock, self.done, self.last = self.clock + took, self.done + tokens, arm
+        if rest:
+            self._rest(race, running, rest)
+        return arm
+
+    def _rest(self, race, running, steps):
+        """Plain steps that are looked at together."""
+        took, seen = 0.0, []
+        for _ in range(steps):
+            one = self._crowding(0)
+            took += one
+            seen.append(self._seen(one))
+        race.observe_rest(running, seen, False)
+        self.clock, self.done = self.clock + took, self.done + steps * self.gain(0)
+
+    def _seen(self, took):
+        """What the reader's clock says."""
         seen = took * self.rng.lognormal(0.0, self.noise)
         if self.drift is not None:
             seen *= self.drift(self.clock)
         if self.rng.random() < self.outliers:
             seen *= self.rng.uniform(5, 50)
-        if self.bursts:
-            seen *= self._burst(took)
-        race.observe(arm, running, tokens, seen, self.spent[arm], 1.0, arm != self.last)
-        self.clock, self.done, self.last = self.clock + rest, self.done + rest * self.gain(0), arm
-        return arm
+        return seen * self._burst(took) if self.bursts else seen
 
     def _burst(self, took):
         """2.5 in a burst, which lasts about 30 plain steps; 1 otherwise."""

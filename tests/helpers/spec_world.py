@@ -62,13 +62,15 @@ class SpecWorld:
     outliers: float = 0.03
     by_position: bool = False
     clock: float = 0.0
+    seen: float = 0.0  # of the time, by those who look at rests
+    rests: tuple | None = None
     tokens: int = 0
     warm: int = 0  # plain steps in a row
     behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
-        self.calibrator, self.rests = Calibrator(DEPTHS, BUCKETS), Rests()
+        self.calibrator = Calibrator(DEPTHS, BUCKETS)
         self.lengths = np.zeros(0, np.int64)
         self.level = np.zeros(0)
 
@@ -116,11 +118,14 @@ class SpecWorld:
             seconds = self.plain_seconds(B)
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
-            self.rests.grant(B, selector.rest(B))
+            rests = self.rests_of(selector)
+            rests.ask(B)
             selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, self.timed(seconds))
-            while (still := len(self.lengths)) and self.rests.take(still):
+            while (still := len(self.lengths)) and rests.take(still):
                 self.behind += 1
-                self._emit(np.ones(still, np.int32), self.plain_seconds(still))
+                seconds = self.plain_seconds(still)
+                self.seen += self.timed(seconds)
+                self._emit(np.ones(still, np.int32), seconds)
             return strategy, None
         gaps, bucket, survival, lengths, drafting = self.propose(strategy)
         L = strategy.draft_len
@@ -145,6 +150,12 @@ class SpecWorld:
         self._emit(counts, drafting + seconds)
         selector.observe(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds))
         return strategy, keep
+
+    def rests_of(self, selector):
+        """What `selector` has granted: each has its own."""
+        if self.rests is None or self.rests[0] is not selector:
+            self.rests = selector, Rests(selector, lambda: self.seen)
+        return self.rests[1]
 
     def plain_seconds(self, B):
         """Of the next plain step."""

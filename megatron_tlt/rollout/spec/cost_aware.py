@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,16 @@ class CostAware:
 
     def rest(self, running: int) -> int:
         """See `StrategySelector.rest`."""
-        return self._race(running).rest() if self.step_costs.is_known else 0
+        return self._race(running).rest(running) if self.step_costs.is_known else 0
+
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        """See `StrategySelector.observe_rest`."""
+        race = self._race(running)
+        changed, self._last_kind = self._last_kind != "none", "none"
+        if not race.is_cold and not changed:
+            self.step_costs.observe(running, running, median(seconds))
+        plain = self._priced(running).plain
+        race.observe_rest(running, [s / plain for s in seconds], changed)
 
     def admit(
         self,

@@ -14,6 +14,7 @@ No clock, no torch. Source of the comparison by whole spans: measured, docs/log.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
@@ -45,7 +46,8 @@ _FADE = 0.8  # of an arm's mean is kept at a trial, at most
 _CHANGED = 1.25  # a span that is so far off the mean is left out; two in a row make half of it forgotten
 _GUESS = 0.9  # of a guessed gain is believed when the best arm is chosen
 _PRIOR = 8.0  # plain steps that a neighbouring regime's experience weighs
-_REST = 128  # plain steps at most that nobody looks at
+_REST = 128  # plain steps at most that nobody plans
+_ALIKE = 16  # steps that a span of more plain ones counts for when means fade
 
 
 @dataclass(slots=True)
@@ -130,9 +132,6 @@ class Race:
         self._ratios: list[float] = []
         self._worth = self._cold_loss = 0.0
         self._cold, self._settle, self._changes = _cold_steps(PLAIN), 0.0, 0
-        self._resting = self._rested = (
-            0  # steps of a rest that begins with this step, and of one that is over
-        )
 
     def _nearest(self) -> list[Race]:
         """The other races, the nearest regime's first."""
@@ -174,27 +173,37 @@ class Race:
         `usual`: what a step of so many rows takes, about, up to a factor. `changed`: the step before was of another
         kind, perhaps in another regime.
         """
-        self.time += self._rested
-        self._rested, self._resting = self._resting, 0
+        self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
+        self._observe(arm, running, worth, [spent], usual, changed)
+
+    def observe_rest(self, running: int, spent: list[float], changed: bool) -> None:
+        """As many plain steps in a row. Mutates the race."""
+        self._observe(PLAIN, running, 1.0, spent, 1.0, changed)
+
+    def _observe(
+        self, arm: int, running: int, worth: float, spent: list[float], usual: float, changed: bool
+    ) -> None:
+        """Steps that are alike but for what they took."""
+        steps = len(spent)
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
             self._cold, self._changes = max(self._cold, _cold_steps(arm)), self._changes + 1
-        self.time += worth / self.top
-        self.arms[arm].fed += (fed - self.arms[arm].fed) / 16
+        self.time += steps * worth / self.top
         if self.is_cold:
-            self._warm_up(arm, worth, spent if self._cold else min(spent, self._most() * usual))
+            most = float("inf") if self._cold else self._most() * usual
+            self._warm_up(arm, steps * worth, sum(min(s, most) for s in spent), steps)
             return
-        self._worth += worth
-        self._usual.append(usual)
-        self._ratios.append(spent / usual)
+        self._worth += steps * worth
+        self._usual += [usual] * steps
+        self._ratios += [s / usual for s in spent]
         steps = len(self._usual)
         if steps >= self._length(running) or (self.is_trial and self._is_hopeless(steps, running)):
             self._close(steps, running)
 
-    def _warm_up(self, arm: int, worth: float, spent: float) -> None:
-        """A step that only tells what the change of arms took. The trial before pays for the way back, too."""
-        self._cold, self._settle = max(0, self._cold - 1), self._settle - spent
+    def _warm_up(self, arm: int, worth: float, spent: float, steps: int) -> None:
+        """Steps that only tell what the change of arms took. The trial before pays for the way back, too."""
+        self._cold, self._settle = max(0, self._cold - steps), self._settle - spent
         self._cold_loss += spent - worth / self.top
         if self._cold_loss > (1 - _HOPELESS) * _SETTLE:
             self._settle = 0.0
@@ -202,14 +211,19 @@ class Race:
             self._bill(self._bill_to, min(self._cold_loss, _DEAR))
             self._bill_to = None
 
-    def rest(self) -> int:
-        """Plain steps to make without a look at them, after this one. Counts them, when the one after them comes."""
-        if self.playing != PLAIN or self.is_trial or self.is_cold or self._usual:
+    def rest(self, running: int) -> int:
+        """Plain steps to make after this one before somebody looks: until the span's end or a trial at least."""
+        if self.playing != PLAIN:
             return 0
-        due = min((arm.due for arm in self.arms[1:]), default=self.time + _REST)
-        steps = max(0, min(_REST, int(due - self.time)))
-        self._resting = steps
-        return steps
+        if self.is_cold:
+            return max(self._cold, math.ceil(self._settle)) - 1
+        steps = self._length(running) - len(self._usual)
+        if not self.is_trial:
+            steps = max(steps, min(_REST, int(self._next_due() - self.time)))
+        return steps - 1
+
+    def _next_due(self) -> float:
+        return min((arm.due for arm in self.arms[1:]), default=float("inf"))
 
     @property
     def is_trial(self) -> bool:
@@ -254,7 +268,8 @@ class Race:
 
     def _close(self, steps: int, running: int) -> None:
         arm, spent = self.arms[self.playing], self._paid()
-        keep = max(0.5, 1.0 - max(steps * running / _MEMORY[0], steps / _MEMORY[1]))
+        news = min(steps, _ALIKE) if self.playing == PLAIN and not self.is_trial else steps
+        keep = max(0.5, 1.0 - max(news * running / _MEMORY[0], news / _MEMORY[1]))
         arm.keep_pace(median_low(self._ratios), min(keep, _FADE) if self.is_trial else keep)
         if self.is_trial:
             arm.trials += 1

@@ -10,7 +10,7 @@ Legend: B running rows (requests), N drafted nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,25 +24,6 @@ def regime_of(running: int) -> int:
     return running.bit_length()
 
 
-class Rests:
-    """Plain steps that a selector granted: of one regime, used up whatever comes in between (a request that ends)."""
-
-    def __init__(self) -> None:
-        self._left: dict[int, int] = {}
-
-    def grant(self, running: int, steps: int) -> None:
-        """So many plain steps to come, in the regime of `running` requests."""
-        self._left[regime_of(running)] = steps
-
-    def take(self, running: int) -> bool:
-        """Whether a step of `running` requests is one of them. Counts it."""
-        regime = regime_of(running)
-        left = self._left.get(regime, 0)
-        if left:
-            self._left[regime] = left - 1
-        return left > 0
-
-
 class StrategySelector(Protocol):
     """Decides once per decoding step; steps with prompt chunks are not its business.
 
@@ -54,10 +35,10 @@ class StrategySelector(Protocol):
         """The strategy for a step of `running` >= 1 requests; `NO_DRAFT` for plain decoding."""
 
     def rest(self, running: int) -> int:
-        """Asked when `select` chose plain decoding: how many more steps to make so, unobserved (see `Rests`).
+        """Asked when `select` chose plain decoding: how many more steps may be made so without asking. See `Rests`."""
 
-        Mutates the selector, which counts on them.
-        """
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        """Some of these, in a row and all of `running` requests, took `seconds` each. Mutates the selector."""
 
     def admit(
         self,
@@ -95,12 +76,55 @@ class StrategySelector(Protocol):
         """Takes `state_dict`'s. Ignores that of another selector."""
 
 
+class Rests:
+    """Plain steps that nobody plans: only timed, which is cheaper, and does not make them slower than they are.
+
+    What a selector grants holds for one regime, whatever comes in between (a request that ends).
+    """
+
+    def __init__(self, selector: StrategySelector, clock: Callable[[], float]):
+        """`selector` grants rests, and is told how many seconds of `clock` their steps took."""
+        self._selector, self._clock = selector, clock
+        self._left: dict[int, int] = {}
+        self._running, self._began = 0, 0.0  # requests of the step under way, 0: none is; when it began
+        self._seconds: list[float] = []  # of the steps in a row that are over
+
+    def ask(self, running: int) -> None:
+        """After a plain step of `running` requests was chosen."""
+        self._left[regime_of(running)] = self._selector.rest(running)
+
+    def take(self, running: int) -> bool:
+        """Whether the step of `running` requests that begins now is part of a rest. Counts it, or ends the rest."""
+        regime = regime_of(running)
+        left = self._left.get(regime, 0)
+        if running != self._running or not left:
+            self.end()
+        if not left:
+            return False
+        self._left[regime] = left - 1
+        now = self._clock()
+        if self._running:
+            self._seconds.append(now - self._began)
+        self._running, self._began = running, now
+        return True
+
+    def end(self) -> None:
+        """What comes now is no such step. Tells the selector of those that were."""
+        if self._running:
+            seconds = [*self._seconds, self._clock() - self._began]
+            running, self._running, self._seconds = self._running, 0, []
+            self._selector.observe_rest(running, seconds)
+
+
 class WholeStrategies:
     """What selectors share that only choose among strategies: no rests, and as many nodes as the strategy says."""
 
     def rest(self, running: int) -> int:
         """See `StrategySelector.rest`: none."""
         return 0
+
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        """See `StrategySelector.observe_rest`: never called, for there are no rests."""
 
     def admit(
         self,

@@ -81,16 +81,16 @@ class Speculator:
         self._by_position = PositionRates() if by_position else None
         self._strategy, self._draft_seconds, self._began = NO_DRAFT, 0.0, 0.0
         self._step: _Step | None = None
-        self._rests = Rests()
+        self._rests = Rests(selector, clock)
         self._clock = clock
         self._ones = np.ones(len(rows.limit), np.int32)
 
     def rests(self) -> bool:
-        """Whether the next decoding step is plain and nobody's to learn from: neither planned nor told. Counts it."""
-        if not self._rests.take(self._rows.num_rows):
-            return False
+        """Whether the decoding step that begins is plain and neither planned nor told. Counts it."""
         if self._step is not None:
             self._settle(self._clock())
+        if not self._rests.take(self._rows.num_rows):
+            return False
         self._strategy = NO_DRAFT
         self._counters.plain(0.0)
         return True
@@ -106,7 +106,7 @@ class Speculator:
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
             if self._tp.size == 1:  # ranks' selectors agree on strategies only
-                self._rests.grant(rows.num_rows, self.selector.rest(rows.num_rows))
+                self._rests.ask(rows.num_rows)
             return None
         started = self._clock()
         self.drafter.follow(rows, strategy)
@@ -163,9 +163,10 @@ class Speculator:
             self._counters.plain(self._draft_seconds)
         self._step = _Step(strategy, fed, counts, self._draft_seconds, self._began, self._clock())
 
-    def told_mixed(self) -> None:
-        """A step had prefill chunks: it is nobody's to learn from."""
+    def pause(self) -> None:
+        """A step with prefill chunks begins: it is nobody's to learn from."""
         self._settle()
+        self._rests.end()
 
     def _settle(self, now: float | None = None) -> None:
         """Tells the selector of the last step, which ended `now`, or when `told` did."""
@@ -192,7 +193,7 @@ class Speculator:
 
     def end_generate(self) -> None:
         """No request is left: what was kept for siblings can go."""
-        self._settle()
+        self.pause()
         self.drafter.end_generate()
 
     def state_dict(self) -> dict[str, Any]:

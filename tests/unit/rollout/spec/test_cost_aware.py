@@ -120,8 +120,9 @@ def test_plain_steps_after_drafts_are_not_taken_for_what_plain_decoding_costs():
 def test_plain_decoding_comes_first_then_drafts():
     selector, world = CostAware("eagle", 8), SpecWorld()
     world.start([1 << 40] * 4)
-    kinds = [world.step(selector)[0].kind for _ in range(30)]
-    assert kinds == ["none"] * 20 + ["eagle"] * 10
+    kinds = [world.step(selector)[0].kind for _ in range(13)]  # two steps and two rests
+    assert kinds == ["none"] * 3 + ["eagle"] * 10
+    assert world.clock > 20 * world.step_seconds(4, 4)
 
 
 def test_a_hybrid_plays_its_trained_part_alone_too():

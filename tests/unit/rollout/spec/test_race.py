@@ -116,30 +116,28 @@ def test_what_steps_cost_here_decides_which_arm_a_new_regime_begins_with():
     assert new.arms[3].gain == pytest.approx(4 / 4.5, rel=0.1)
 
 
-def test_rests_only_between_spans_of_plain_decoding_and_until_a_trial_is_due():
+def test_rests_are_plain_and_end_when_a_trial_is_due():
     world, race = RaceWorld([1, 0.5], [1, 2.0], seed=6), Race(2)
-    assert race.rest() == 0  # nothing is known yet
+    assert race.rest(4) == 11  # nothing is known yet: caches fill
     world.run(race, 3000)
-    rests, time = [], race.time
-    for _ in range(2000):
-        playing, trial = race.playing, race.is_trial
-        rests.append(race.rest())
-        assert not rests[-1] or (playing == 0 and not trial)
-        step = world.spent[playing]
-        race.observe(playing, 4, world.gain(playing) * step, step, step, 0.0, False)
-    assert max(rests) == 128 and sum(rests) > 3 * len(rests)
-    assert race.time > time + 0.99 * sum(rests)
+    rests, trials = [], race.arms[1].trials
+    for _ in range(400):
+        plain, due = race.playing == 0, race.time >= race.arms[1].due
+        rests.append(race.rest(4))
+        assert rests[-1] == 0 or plain
+        assert rests[-1] < 12 or not due
+        world.step(race)
+    assert 100 < max(rests) < 128 and race.arms[1].trials > trials
 
 
-def test_a_rest_counts_when_it_is_over():
-    race = Race(1)
-    for _ in range(20):
-        race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.rest() == 128
-    race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.time == 21
-    race.observe(0, 4, 1.0, 1.0, 1.0, 0.0, False)
-    assert race.time == 21 + 128 + 1
+def test_a_rest_tells_as_much_as_its_steps_one_by_one():
+    races, spent = [Race(1), Race(1)], [1.0, 1.25, 0.75, 1.0]
+    for i in range(36):
+        races[0].observe(0, 4, 1.0, spent[i % 4], 1.0, 0.0, False)
+    for steps in (12, 8, 16):
+        races[1].observe_rest(4, (9 * spent)[:steps], False)
+    assert races[0].time == races[1].time == 36
+    assert races[0].arms[0].gain == pytest.approx(races[1].arms[0].gain) == 1.0
 
 
 def test_steps_of_an_arm_that_another_rank_chose_count_for_that_arm():

@@ -25,6 +25,7 @@ class World:
     def __init__(self) -> None:
         self.now, self.follows = 0.0, 0
         self.strategy, self.resting = NO_DRAFT, 0
+        self.rested: list[tuple[int, list[float]]] = []
         self.observed: list[tuple[str, float, float]] = []
         self.rows = RunningRows(4, 16, 4, 50)
         self.speculator = Speculator(
@@ -41,8 +42,14 @@ class World:
     def rest(self, running: int) -> int:
         return self.resting
 
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        self.rested.append((running, seconds))
+
     def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
         return np.ones(len(survival), bool)
+
+    def end_generate(self) -> None:
+        pass
 
     def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         self.follows += 1
@@ -68,6 +75,11 @@ class World:
             accepted = Accepted(one, np.zeros(1, np.int32), yes, yes)
             result.counts = one
         self.speculator.told(draft, accepted, result, 10.0)
+
+    def rest_one(self) -> bool:
+        rests = self.speculator.rests()
+        self.now += 7.0
+        return rests
 
 
 def test_nobody_follows_while_nobody_drafts() -> None:
@@ -96,15 +108,13 @@ def test_what_was_missed_is_no_part_of_the_step_that_reads_it() -> None:
     ]
 
 
-def test_a_rest_is_neither_planned_nor_told_but_counted() -> None:
+def test_a_rest_is_not_planned_but_counted_and_timed() -> None:
     world = World()
     assert not world.speculator.rests()
     world.resting = 3
     world.step(NO_DRAFT)
-    asked = world.now
-    assert [world.speculator.rests() for _ in range(4)] == [True, True, True, False]
-    assert world.observed == [("none", 0.0, 11.0)]  # the step before the rest
-    assert world.now == asked
+    assert [world.rest_one() for _ in range(4)] == [True, True, True, False]
+    assert world.observed == [("none", 0.0, 11.0)] and world.rested == [(1, [7.0] * 3)]
     assert world.speculator.take_stats().steps_by_strategy == {"none": 4}
 
 
@@ -114,8 +124,20 @@ def test_a_rest_goes_on_after_steps_of_another_regime() -> None:
     world.step(NO_DRAFT)
     other = make_request(1, [1, 2], [3])
     other.params = SamplingParams(max_tokens=40)
-    assert world.speculator.rests()
+    assert world.rest_one()
     world.rows.start(other, [1], 2, 2)
-    assert not world.speculator.rests()
+    assert not world.rest_one()
     world.rows.stop(other)
-    assert [world.speculator.rests() for _ in range(2)] == [True, False]
+    assert [world.rest_one() for _ in range(2)] == [True, False]
+    assert world.rested == [(1, [7.0])] * 2
+
+
+def test_what_is_no_decoding_step_is_no_part_of_a_rest() -> None:
+    world = World()
+    world.resting = 5
+    world.step(NO_DRAFT)
+    for end in (world.speculator.pause, world.speculator.end_generate):
+        assert world.rest_one() and world.rest_one()
+        end()
+        world.now += 1000.0
+    assert world.rested == [(1, [7.0, 7.0])] * 2
