@@ -88,6 +88,9 @@ class Recorder:
             self.survivals.append(survival[depths == 1].copy())
         return np.ones(len(survival), bool)
 
+    def observe_rest(self, running: int, seconds: list[float]) -> None:
+        """Never called: see `rest`."""
+
     def observe(
         self,
         strategy: DraftStrategy,

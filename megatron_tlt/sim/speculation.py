@@ -1,6 +1,6 @@
 """A decoding step with the production selector: what it decides, what that costs, what comes out. Torch-free.
 
-    select -> (rest) -> draft -> admit -> observe          the order of `rollout.spec.speculator.Speculator`
+    (rest, or) select -> draft -> admit -> observe          the order of `rollout.spec.speculator.Speculator`
 
 The selector is `rollout.spec.strategy.build_selector`'s own, told virtual seconds; only the drafts are drawn
 (`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows, N drafted nodes.

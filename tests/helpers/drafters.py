@@ -106,17 +106,15 @@ class RandomSelector:
 
     def __init__(self, kind: str, longest: int, topk: int, seed: int = 0):
         self.kind, self.longest, self.topk = kind, longest, topk
-        self.random = random.Random(seed)
+        self.random, self.rests = random.Random(seed), random.Random(seed + 1)
         self.emitted = self.rows = 0
 
     def rest(self, running: int) -> int:
-        return self.random.choice((0, 3))
+        return self.rests.choice((0, 0, 3))
 
     def observe_rest(self, running: int, seconds: list[float]) -> None:
         assert 0 < len(seconds) <= 3
         assert min(seconds) >= 0
-        self.emitted += running * len(seconds)
-        self.rows += running * len(seconds)
 
     def select(self, running: int) -> DraftStrategy:
         if self.random.random() < 0.2:

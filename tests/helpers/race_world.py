@@ -57,13 +57,12 @@ class RaceWorld:
 
     def _rest(self, race, running, steps):
         """Plain steps that are looked at together."""
-        took, seen = 0.0, []
+        seen = []
         for _ in range(steps):
-            one = self._crowding(0)
-            took += one
-            seen.append(self._seen(one))
+            took = self._crowding(0)
+            seen.append(self._seen(took))
+            self.clock, self.done = self.clock + took, self.done + self.gain(0)
         race.observe_rest(running, seen, False)
-        self.clock, self.done = self.clock + took, self.done + steps * self.gain(0)
 
     def _seen(self, took):
         """What the reader's clock says."""

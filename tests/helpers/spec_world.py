@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_tlt.rollout.spec.selector import Rests
 from megatron_tlt.rollout.spec.survival import Calibrator
-from megatron_tlt.types import DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 DEPTHS, BUCKETS, WIDTH = 8, 32, 0.25
 
@@ -112,20 +112,18 @@ class SpecWorld:
 
     def step(self, selector):
         """One decoding step under `selector`. Returns its strategy and the mask of fed nodes (None if plain)."""
-        B = len(self.lengths)
-        strategy = selector.select(B)
+        B, rests = len(self.lengths), self.rests_of(selector)
+        is_rest = rests.take(B)
+        strategy = NO_DRAFT if is_rest else selector.select(B)
         if strategy.kind == "none":
             seconds = self.plain_seconds(B)
+            seen = self.timed(seconds)
+            self.seen += seen
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
-            rests = self.rests_of(selector)
-            rests.ask(B)
-            selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, self.timed(seconds))
-            while (still := len(self.lengths)) and rests.take(still):
-                self.behind += 1
-                seconds = self.plain_seconds(still)
-                self.seen += self.timed(seconds)
-                self._emit(np.ones(still, np.int32), seconds)
+            if not is_rest:
+                rests.ask(B)
+                selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, seen)
             return strategy, None
         gaps, bucket, survival, lengths, drafting = self.propose(strategy)
         L = strategy.draft_len
@@ -188,5 +186,6 @@ class SpecWorld:
         started = self.clock
         while len(self.lengths):
             self.step(selector)
+        self.rests_of(selector).end()
         running = (np.array(lengths)[:, None] > np.arange(max(lengths))).sum(0)
         return self.clock - started, sum(float(self.step_seconds(B, B)) for B in running)

@@ -100,7 +100,7 @@ def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path)
     one = size_kib(whole / "run/checkpoints/step-000001")
     with small_disk(tmp_path / "run/checkpoints", 16 * one) as resize:
         done = faulty("read-only:3", whole / "tiny.yaml", tmp_path / "run", NOW)
-        assert done.returncode == 1, done.stdout
+        assert done.returncode in (1, 9), done.stdout  # 9: mpiexec killed a rank that was aborting, too
         assert "CheckpointError: cannot write" in done.stdout and "Read-only file system" in done.stdout
         assert "Traceback" not in done.stdout
         resize(16 * one)

@@ -33,6 +33,7 @@ _SELDOM, _YOUNG = (
     4,
     256,
 )  # of the best arm's steps costs are learned from every fourth, after so many in a regime
+_CHUNK = 16  # steps of a rest that make one measurement of costs
 _SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
 _VERSION = 4  # of the state
 
@@ -80,12 +81,12 @@ class CostAware:
 
     def observe_rest(self, running: int, seconds: list[float]) -> None:
         """See `StrategySelector.observe_rest`."""
-        race = self._race(running)
+        race, plain = self._race(running), self._priced(running).plain
         changed, self._last_kind = self._last_kind != "none", "none"
-        if not race.is_cold and not changed:
-            self.step_costs.observe(running, running, median(seconds))
-        plain = self._priced(running).plain
+        first = len(seconds) if race.is_cold else _CHUNK if changed else 0  # that caches are warm for
         race.observe_rest(running, [s / plain for s in seconds], changed)
+        for at in range(first, len(seconds), _CHUNK):
+            self.step_costs.observe(running, running, median(seconds[at : at + _CHUNK]))
 
     def admit(
         self,

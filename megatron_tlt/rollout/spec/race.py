@@ -38,10 +38,11 @@ _OUTLIER = (
     2.0  # a step takes at most so many times what it should, by its span's median: the rest was others' doing
 )
 _BURST = (
-    1.25  # and at most so many times what the arm's steps usually take over that: a neighbour's busy moment
+    1.25  # and a span so many times what the arm's usually do: beyond, a neighbour was busy (docs/log.md)
 )
+_TICK = 1e-9  # plain steps: a clock may not have moved
 _DEAR = 32.0  # plain steps that a change of arms is billed with at most
-_MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over
+_MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over (see `_ALIKE`)
 _FADE = 0.8  # of an arm's mean is kept at a trial, at most
 _CHANGED = 1.25  # a span that is so far off the mean is left out; two in a row make half of it forgotten
 _GUESS = 0.9  # of a guessed gain is believed when the best arm is chosen
@@ -184,26 +185,28 @@ class Race:
         self, arm: int, running: int, worth: float, spent: list[float], usual: float, changed: bool
     ) -> None:
         """Steps that are alike but for what they took."""
-        steps = len(spent)
         if arm != self.playing:  # another rank decides
             self._begin(arm)
         if changed and self._changes < 4:  # who changes at every step must be judged by such steps
             self._cold, self._changes = max(self._cold, _cold_steps(arm)), self._changes + 1
-        self.time += steps * worth / self.top
-        if self.is_cold:
-            most = float("inf") if self._cold else self._most() * usual
-            self._warm_up(arm, steps * worth, sum(min(s, most) for s in spent), steps)
+        self.time += len(spent) * worth / self.top
+        for at, took in enumerate(spent):
+            if not self.is_cold:
+                spent = spent[at:]
+                break
+            self._warm_up(arm, worth, took if self._cold else min(took, self._most() * usual))
+        else:
             return
-        self._worth += steps * worth
-        self._usual += [usual] * steps
-        self._ratios += [s / usual for s in spent]
+        self._worth += len(spent) * worth
+        self._usual += [usual] * len(spent)
+        self._ratios += [took / usual for took in spent]
         steps = len(self._usual)
         if steps >= self._length(running) or (self.is_trial and self._is_hopeless(steps, running)):
             self._close(steps, running)
 
-    def _warm_up(self, arm: int, worth: float, spent: float, steps: int) -> None:
-        """Steps that only tell what the change of arms took. The trial before pays for the way back, too."""
-        self._cold, self._settle = max(0, self._cold - steps), self._settle - spent
+    def _warm_up(self, arm: int, worth: float, spent: float) -> None:
+        """A step that only tells what the change of arms took. The trial before pays for the way back, too."""
+        self._cold, self._settle = max(0, self._cold - 1), self._settle - spent
         self._cold_loss += spent - worth / self.top
         if self._cold_loss > (1 - _HOPELESS) * _SETTLE:
             self._settle = 0.0
@@ -219,7 +222,7 @@ class Race:
             return max(self._cold, math.ceil(self._settle)) - 1
         steps = self._length(running) - len(self._usual)
         if not self.is_trial:
-            steps = max(steps, min(_REST, int(self._next_due() - self.time)))
+            steps = max(steps, int(min(_REST, (self._next_due() - self.time) * self.top)))
         return steps - 1
 
     def _next_due(self) -> float:
@@ -245,7 +248,7 @@ class Race:
     def _is_close(self, arm: int) -> bool:
         """Whether an arm that has been played may be so near the best that a change's aftermath could decide."""
         known = self.arms[arm]
-        return known.steps > 0 and known.gain >= (_UNSURE if known.trials > 1 else _HOPELESS) * self.top
+        return known.steps > 0 and known.gain >= (_HOPELESS if arm == PLAIN else _UNSURE) * self.top
 
     def _length(self, running: int) -> int:
         arm = self.arms[self.playing]
@@ -258,19 +261,24 @@ class Race:
         return steps >= 2 and steps * running >= 8 and self._worth < _HOPELESS * self.top * self._paid()
 
     def _paid(self) -> float:
+        """What the span took, without outliers and bursts. Of the whole span: an arm's own steps may well differ."""
+        return min(self._plainly(), self._most() * sum(self._usual)) + _TICK
+
+    def _plainly(self) -> float:
         """What the span took, without outliers."""
-        most = min(_OUTLIER * median_low(self._ratios), self._most())
+        most = _OUTLIER * median_low(self._ratios)
         return sum(min(ratio, most) * usual for ratio, usual in zip(self._ratios, self._usual, strict=True))
 
     def _most(self) -> float:
-        """What a step of the playing arm is believed to take at most, over what it should."""
+        """What steps of the playing arm are believed to take at most, over what they should."""
         return _BURST * self.arms[self.playing].pace or float("inf")
 
     def _close(self, steps: int, running: int) -> None:
         arm, spent = self.arms[self.playing], self._paid()
         news = min(steps, _ALIKE) if self.playing == PLAIN and not self.is_trial else steps
         keep = max(0.5, 1.0 - max(news * running / _MEMORY[0], news / _MEMORY[1]))
-        arm.keep_pace(median_low(self._ratios), min(keep, _FADE) if self.is_trial else keep)
+        pace = (self._plainly() + _TICK) / sum(self._usual)
+        arm.keep_pace(pace, min(keep, _FADE) if self.is_trial else keep)
         if self.is_trial:
             arm.trials += 1
             lost = spent - self._worth / self.top

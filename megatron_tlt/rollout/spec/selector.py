@@ -11,12 +11,15 @@ Legend: B running rows (requests), N drafted nodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median_low
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_tlt.rollout.spec.admission import best_of_each
 from megatron_tlt.types import DraftStrategy
+
+_AWAY = 4  # times what steps of a rest usually take
 
 
 def regime_of(running: int) -> int:
@@ -84,21 +87,21 @@ class Rests:
 
     def __init__(self, selector: StrategySelector, clock: Callable[[], float]):
         """`selector` grants rests, and is told how many seconds of `clock` their steps took."""
-        self._selector, self._clock = selector, clock
+        self.selector, self._clock = selector, clock
         self._left: dict[int, int] = {}
         self._running, self._began = 0, 0.0  # requests of the step under way, 0: none is; when it began
         self._seconds: list[float] = []  # of the steps in a row that are over
 
     def ask(self, running: int) -> None:
         """After a plain step of `running` requests was chosen."""
-        self._left[regime_of(running)] = self._selector.rest(running)
+        self._left[regime_of(running)] = self.selector.rest(running)
 
     def take(self, running: int) -> bool:
         """Whether the step of `running` requests that begins now is part of a rest. Counts it, or ends the rest."""
         regime = regime_of(running)
-        left = self._left.get(regime, 0)
-        if running != self._running or not left:
+        if running != self._running or not self._left.get(regime):
             self.end()
+        left = self._left.get(regime, 0)
         if not left:
             return False
         self._left[regime] = left - 1
@@ -109,11 +112,20 @@ class Rests:
         return True
 
     def end(self) -> None:
-        """What comes now is no such step. Tells the selector of those that were."""
-        if self._running:
-            seconds = [*self._seconds, self._clock() - self._began]
-            running, self._running, self._seconds = self._running, 0, []
-            self._selector.observe_rest(running, seconds)
+        """What comes now is no such step. Tells the selector of those that were, after which it may want no more."""
+        running, seconds = self._running, self._seconds
+        if running:
+            seconds.append(self._clock() - self._began)
+            self._running, self._seconds = 0, []
+            most = _AWAY * median_low(seconds)  # beyond, the engine waited for its caller
+            self.selector.observe_rest(running, [min(s, most) for s in seconds])
+            regime = regime_of(running)
+            self._left[regime] = min(self._left[regime], self.selector.rest(running))
+
+    def forget(self) -> None:
+        """The selector is another, or has learned something else: nothing is granted."""
+        self._left.clear()
+        self._running, self._seconds = 0, []
 
 
 class WholeStrategies:

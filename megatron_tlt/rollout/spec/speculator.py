@@ -73,7 +73,7 @@ class Speculator:
         `by_position`: decisions must not know the drafted tokens (block verification), so survival is the mean
         acceptance at each position. `clock`: seconds that strategies are compared by.
         """
-        self.drafter, self.selector, self.verifier, self.eagle = drafter, selector, verifier, eagle
+        self.drafter, self.verifier, self.eagle = drafter, verifier, eagle
         self.trace: DraftTrace | None = None  # who wants to know what was drafted for some answers
         self._counters = SpeculationCounters()
         self._rows, self._reserve, self._tp = rows, reserve, tp
@@ -84,6 +84,15 @@ class Speculator:
         self._rests = Rests(selector, clock)
         self._clock = clock
         self._ones = np.ones(len(rows.limit), np.int32)
+
+    @property
+    def selector(self) -> StrategySelector:
+        """Who decides. Another one starts without what this one granted."""
+        return self._rests.selector
+
+    @selector.setter
+    def selector(self, selector: StrategySelector) -> None:
+        self._rests = Rests(selector, self._clock)
 
     def rests(self) -> bool:
         """Whether the decoding step that begins is plain and neither planned nor told. Counts it."""
@@ -101,7 +110,7 @@ class Speculator:
             self._settle(self._clock())
         rows = self._rows
         self._began = self._clock()  # what the selector learns at times is no part of a step
-        has_rested = self._strategy.kind == "none"
+        last_kind = self._strategy.kind
         strategy = self._agree_strategy(self.selector.select(rows.num_rows))
         self._strategy, self._draft_seconds = strategy, 0.0
         if strategy.kind == "none":
@@ -110,7 +119,7 @@ class Speculator:
             return None
         started = self._clock()
         self.drafter.follow(rows, strategy)
-        if has_rested:  # what was said in steps that nobody drafted in is no part of this one
+        if strategy.kind != last_kind:  # what was said while this one did not draft is no part of the step
             followed = self._clock()
             self._began, started = self._began + followed - started, followed
         lengths = self._reserve(self._wanted(strategy)) // strategy.topk
@@ -207,6 +216,7 @@ class Speculator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s, if it is of this kind of drafter."""
         if state["drafter"] == self.drafter.kind:
+            self._rests.forget()
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])
 

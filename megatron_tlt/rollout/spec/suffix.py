@@ -115,7 +115,7 @@ class SuffixDrafter:
         self._handles[request.slot] = _NONE
 
     def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; then nothing is taken."""
+        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; no row's is taken then."""
         assert rows is self._rows
         for request in self._unread.values():
             self._admit(request)

@@ -23,6 +23,9 @@ class Part:
         counts = lengths.astype(np.int32)
         return Draft(counts, tokens, np.array(survivals, np.float32), depths, None, feature)
 
+    def follow(self, rows, strategy):
+        self.followed = strategy.kind
+
     def observe(self, draft, reached, accepted):
         self.learned = reached.tolist()
 
@@ -77,3 +80,12 @@ def test_eagle_is_tried_again_after_long_silence():
         drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
     assert 2 <= len(drafter.eagle.asked) <= 4
     assert drafter._promise[1] > 0.4  # on its way to 3.2
+
+
+def test_tries_are_followed_where_they_are_read():
+    drafter = hybrid()
+    drafter.follow(Rows, DraftStrategy("eagle", 4))
+    assert not hasattr(drafter.suffix, "followed")
+    for kind in ("hybrid", "suffix"):
+        drafter.follow(Rows, DraftStrategy(kind, 4))
+        assert drafter.suffix.followed == kind
