@@ -80,18 +80,6 @@ class Speculation:
         `left` int [B]: tokens each request may still draw; `reserve`: `Scheduler.reserve`. None: no limit.
         """
         strategy = self._select(running)
-        seconds, emitted = self._decode(strategy, running, cached, left, reserve)
-        self._clock += seconds
-        return seconds, emitted
-
-    def _decode(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        cached: float,
-        left: np.ndarray | None,
-        reserve: Reserve | None,
-    ) -> tuple[float, np.ndarray]:
         if strategy.kind == "none" or self._selector is None:
             seconds = self._costs.step(running, running, cached, False)
             emitted = np.ones(running, np.int64)
@@ -148,6 +136,7 @@ class Speculation:
         return drafting + verifying, emitted
 
     def _count(self, name: str, seconds: float, running: int, emitted: np.ndarray, drafted: bool) -> None:
+        self._clock += seconds
         tally, tokens = self.tally, int(emitted.sum())
         tally.steps[name] += 1
         tally.seconds += seconds

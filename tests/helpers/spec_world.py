@@ -63,7 +63,7 @@ class SpecWorld:
     by_position: bool = False
     clock: float = 0.0
     seen: float = 0.0  # of the time, by those who look at rests
-    rests: tuple | None = None
+    rests: Rests | None = None
     tokens: int = 0
     warm: int = 0  # plain steps in a row
     behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -151,9 +151,9 @@ class SpecWorld:
 
     def rests_of(self, selector):
         """What `selector` has granted: each has its own."""
-        if self.rests is None or self.rests[0] is not selector:
-            self.rests = selector, Rests(selector, lambda: self.seen)
-        return self.rests[1]
+        if self.rests is None or self.rests.selector is not selector:
+            self.rests = Rests(selector, lambda: self.seen)
+        return self.rests
 
     def plain_seconds(self, B):
         """Of the next plain step."""

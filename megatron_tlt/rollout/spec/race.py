@@ -40,7 +40,7 @@ _OUTLIER = (
 _BURST = (
     1.25  # and a span so many times what the arm's usually do: beyond, a neighbour was busy (docs/log.md)
 )
-_TICK = 1e-9  # plain steps: a clock may not have moved
+_TICK = 1e-9  # of a pace: a clock may not have moved
 _DEAR = 32.0  # plain steps that a change of arms is billed with at most
 _MEMORY = 1024, 256  # request-steps, and steps, that a mean fades over (see `_ALIKE`)
 _FADE = 0.8  # of an arm's mean is kept at a trial, at most
@@ -222,11 +222,9 @@ class Race:
             return max(self._cold, math.ceil(self._settle)) - 1
         steps = self._length(running) - len(self._usual)
         if not self.is_trial:
-            steps = max(steps, int(min(_REST, (self._next_due() - self.time) * self.top)))
+            due = min((arm.due for arm in self.arms[1:]), default=math.inf)
+            steps = max(steps, int(min(_REST, (due - self.time) * self.top)))
         return steps - 1
-
-    def _next_due(self) -> float:
-        return min((arm.due for arm in self.arms[1:]), default=float("inf"))
 
     @property
     def is_trial(self) -> bool:
@@ -262,23 +260,23 @@ class Race:
 
     def _paid(self) -> float:
         """What the span took, without outliers and bursts. Of the whole span: an arm's own steps may well differ."""
-        return min(self._plainly(), self._most() * sum(self._usual)) + _TICK
+        return min(self._pace(), self._most()) * sum(self._usual)
 
-    def _plainly(self) -> float:
-        """What the span took, without outliers."""
+    def _pace(self) -> float:
+        """What the span took over what it should, without outliers."""
         most = _OUTLIER * median_low(self._ratios)
-        return sum(min(ratio, most) * usual for ratio, usual in zip(self._ratios, self._usual, strict=True))
+        pairs = zip(self._ratios, self._usual, strict=True)
+        return sum(min(ratio, most) * usual for ratio, usual in pairs) / sum(self._usual) + _TICK
 
     def _most(self) -> float:
         """What steps of the playing arm are believed to take at most, over what they should."""
-        return _BURST * self.arms[self.playing].pace or float("inf")
+        return _BURST * self.arms[self.playing].pace or math.inf
 
     def _close(self, steps: int, running: int) -> None:
         arm, spent = self.arms[self.playing], self._paid()
         news = min(steps, _ALIKE) if self.playing == PLAIN and not self.is_trial else steps
         keep = max(0.5, 1.0 - max(news * running / _MEMORY[0], news / _MEMORY[1]))
-        pace = (self._plainly() + _TICK) / sum(self._usual)
-        arm.keep_pace(pace, min(keep, _FADE) if self.is_trial else keep)
+        arm.keep_pace(self._pace(), min(keep, _FADE) if self.is_trial else keep)
         if self.is_trial:
             arm.trials += 1
             lost = spent - self._worth / self.top

@@ -105,9 +105,10 @@ class Speculator:
         return True
 
     def plan(self) -> Draft | None:
-        """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
-        if self._step is not None:
-            self._settle(self._clock())
+        """What the next decoding step, which is no rest (`rests`), verifies; None for plain decoding.
+
+        Mutates drafter, selector and block tables.
+        """
         rows = self._rows
         self._began = self._clock()  # what the selector learns at times is no part of a step
         last_kind = self._strategy.kind

@@ -106,7 +106,6 @@ class SuffixDrafter:
     def start(self, request: Request) -> None:
         """See `Drafter.start`. Its tokens are read when somebody wants a draft: nobody may, in this whole rollout."""
         self._unread[request.order] = request
-        self._handles[request.slot] = _NONE
 
     def stop(self, request: Request) -> None:
         """See `Drafter.stop`. What the request said stays: its siblings read it."""

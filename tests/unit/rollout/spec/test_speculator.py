@@ -66,6 +66,7 @@ class World:
 
     def step(self, strategy: DraftStrategy) -> None:
         self.strategy = strategy
+        assert not self.speculator.rests()
         draft = self.speculator.plan()
         assert (draft is not None) == (strategy is CHAIN)
         self.now += 10.0
