@@ -104,11 +104,13 @@ class EmbeddedBackend:
         on_progress: Callable[[int, int, int], None] | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
         Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_answer` gets each
-        answer as soon as it is finished.
+        answer as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: `drafts_of` still
+        tells of the `generate` before this one.
         """
         engine = self.engine
         if self._open is None and self._version == NO_WEIGHTS:
@@ -130,7 +132,7 @@ class EmbeddedBackend:
                 on_answer(samples[-1])
 
         self.resume()
-        if self.trace_prompts and engine.speculator is not None:
+        if self.trace_prompts and engine.speculator is not None and not goes_on:
             engine.speculator.trace = DraftTrace([p.prompt_id for p in prompts[: self.trace_prompts]])
         done = False
         try:
@@ -173,6 +175,23 @@ class EmbeddedBackend:
         """Tokens that each running answer has so far, int32 [B]."""
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode now."""
+        return self.engine.num_running
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests of a `generate` under way that `withdraw` can take."""
+        return self.engine.num_unstarted
+
+    def withdraw(self, count: int) -> list[tuple[int, int]]:
+        """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
+
+        To be called by its `on_progress`, with one rank an engine. Any engine gives them the same answers.
+        """
+        return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
     def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
         """From now on `sink` gets the hidden states of every finished answer; None: nobody does.

@@ -126,6 +126,21 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
 
 
+def test_dry_ranks_take_over_what_busy_ones_have_queued(folder: Path):
+    """A rank with a slow engine and room for four requests: the other answers half of its sixteen and more."""
+    few = ["idle.take_over=true", "rollout.max_running_requests=4"]
+    run(folder, [("taken", [*TRAIN, *few], "slow engine")])
+    assert_same_policy(folder, "taken")
+    taken = [row["idle/taken_over"] for row in rows(folder / "taken")]
+    assert all(6 <= count <= 15 for count in taken), taken
+    for step in range(4):  # it is busy, idle, and busy again
+        events = read_events(folder / "taken", 0)
+        states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
+        assert states[:3] == ["BUSY", "IDLE", "BUSY"]
+    answers = [[row["answers"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off")]
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.nightly
 def test_replicas_of_two_ranks_train_as_one(folder: Path):
     overrides = ["rollout.tp=2", "actor.tp=2", "cluster.ranks_per_node=4"]

@@ -1,0 +1,142 @@
+"""Queued requests of a busy replica go to one that has run dry (`idle.take_over`). Torch-free, MPI-free.
+
+    dry replica                    rank 0: the board                busy replica
+      | ---- ASK ---------------------> |                                |
+      |                                 | ---- GRANT to whom ----------> |
+      | <------------------------- GIVE, between two steps of its engine |
+      | BUSY with them, then it asks again
+      | <--- DRY ---------------------- |   nobody has a queue any more: into the done barrier
+
+Every ASK is answered once, by the GIVE of whom rank 0 chose or by DRY, and nobody enters the barrier before: so no
+message here outlives its window. An empty GIVE (the queue ran out on the way) is followed by the next ASK. What was
+taken over can be taken over again while it waits. DRY goes to those, too, who have not asked: they need not, so that
+the last one loses no time. It stays true: within a window queues only grow by gifts, and rank 0 waits for these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from megatron_tlt.idle.board import StatusBoard
+from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, Piece
+
+Give = Callable[[], tuple[Sequence[Piece], int]]
+"""Takes a share out of this replica's queue; with it, how many are left there."""
+
+
+class Send(Protocol):
+    """Brings a message of the present window to a rank, which may be this one."""
+
+    def __call__(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[Piece] = ()) -> None: ...
+
+
+def pieces_of(requests: Iterable[tuple[int, int]]) -> list[Piece]:
+    """Runs of (prompt id, sample index), in order."""
+    pieces: list[Piece] = []
+    for prompt_id, index in sorted(requests):
+        last = pieces[-1] if pieces else None
+        if last is not None and (last.prompt_id, last.first + last.count) == (prompt_id, index):
+            pieces[-1] = Piece(prompt_id, last.first, last.count + 1)
+        else:
+            pieces.append(Piece(prompt_id, index, 1))
+    return pieces
+
+
+class Takeover:
+    """One rank's part: as a dry one, as a busy one, and on rank 0 as the one that chooses."""
+
+    def __init__(self, rank: int, speakers: Sequence[int], send: Send):
+        """`speakers`: the first ranks of all replicas."""
+        self._rank, self._speakers, self._send = rank, speakers, send
+        self.give: Give = _nothing
+        self.left = 0
+        """In this rank's queue, after it gave."""
+        self.begin()
+
+    def begin(self) -> None:
+        """The next window: nothing asked, nothing known."""
+        self._asked = self._dry = self._has_told = False
+        self._came: list[Piece] = []
+        self._whole: tuple[Piece, ...] = ()
+        self._pending: deque[int] = deque()  # who asked, and has not been answered
+        # By rank, the newest report when it was chosen to give, and when somebody was chosen to give to it.
+        self._givers: dict[int, int] = {}
+        self._takers: dict[int, int] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing can come to this rank any more."""
+        return self._dry and not self._asked and not self._whole
+
+    @property
+    def must_lead(self) -> bool:
+        """On rank 0: whether there may be something to choose or to tell."""
+        return bool(self._pending) or not self._has_told
+
+    def ask(self) -> None:
+        """This replica is dry."""
+        assert not self._asked and not self._whole, "one ASK at a time"
+        if not self._dry:
+            self._asked = True
+            self._send(0, Kind.ASK)
+
+    def collect(self) -> tuple[Piece, ...]:
+        """What was given to this rank, once."""
+        whole, self._whole = self._whole, ()
+        return whole
+
+    def handle(self, message: Message) -> bool:
+        """Takes a message of the present window; True if this rank's own queue has changed by it."""
+        if message.kind is Kind.ASK:
+            self._pending.append(message.sender)
+            self._takers.pop(message.sender, None)
+        elif message.kind is Kind.DRY:
+            self._dry = True
+            self._asked &= not message.value
+        elif message.kind is Kind.GIVE:
+            self._take(message)
+        elif message.kind is Kind.GRANT:
+            pieces, self.left = self.give()
+            self._hand_over(int(message.value), pieces)
+            return True
+        return False
+
+    def lead(self, board: StatusBoard) -> None:
+        """On rank 0: chooses for each ASK the longest queue, one ASK a report of its owner; or says: none."""
+        queues, is_all = board.queues()
+        self._takers = {r: seq for r, seq in self._takers.items() if board.seq_of(r) == seq}
+        if not self._has_told and is_all and not queues and not self._takers:
+            self._has_told = True
+            for rank in set(self._speakers).difference(self._pending):
+                self._send(rank, Kind.DRY)
+        while self._pending:
+            free = [report for report in queues if self._givers.get(report.rank) != report.seq]
+            if not free and not self._has_told:
+                return
+            taker = self._pending.popleft()
+            if self._has_told:
+                self._send(taker, Kind.DRY, 1.0)
+                continue
+            giver = max(free, key=lambda report: (report.queued, -report.rank))
+            self._givers[giver.rank], self._takers[taker] = giver.seq, board.seq_of(taker)
+            self._send(giver.rank, Kind.GRANT, taker)
+
+    def _hand_over(self, taker: int, pieces: Sequence[Piece]) -> None:
+        """Sends them, many in one message; none at all in one, too."""
+        for start in range(0, max(1, len(pieces)), MAX_PIECES):
+            some = pieces[start : start + MAX_PIECES]
+            self._send(taker, Kind.GIVE, float(start + MAX_PIECES >= len(pieces)), some)
+
+    def _take(self, message: Message) -> None:
+        self._came += message.pieces
+        if not message.value:  # the others are on their way
+            return
+        self._asked, self._whole, self._came = False, tuple(self._came), []
+        if not self._whole:
+            self.ask()
+
+
+def _nothing() -> tuple[Sequence[Piece], int]:
+    return (), 0

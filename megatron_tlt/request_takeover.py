@@ -1,0 +1,82 @@
+"""Requests that wait in a busy replica's engine are answered by one that has run dry (`idle.take_over`).
+
+    replica 0   answering ============================== | .. | its groups, whole again: score ...
+    replica 1   answering ======= | ask | replica 0's == | .. | sends them home
+                                    ^ how: `idle.takeover`
+
+Answers do not depend on who gives them (keyed sampling, docs/numerics.md), and before anything is done with them they
+are where they would have been: so rewards, gradients and weights do not know of this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_tlt.bank import KeyedEngine, Rollout
+from megatron_tlt.distributed.exchange import redistribute
+from megatron_tlt.idle.policy import share_of_queue
+from megatron_tlt.idle.takeover import pieces_of
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.idle.messages import Piece
+    from megatron_tlt.rollout.engine import Progress
+    from megatron_tlt.types import Prompt, Sample
+
+
+class LendingEngine(KeyedEngine, Protocol):
+    """A keyed engine whose queue can be taken from while it answers."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_unstarted(self) -> int: ...
+    def withdraw(self, count: int) -> list[tuple[int, int]]: ...
+
+
+class RequestTakeover:
+    """One replica's part, of one rank: as the one that gives, and as the one that takes."""
+
+    def __init__(self, engine: LendingEngine, plan: Rollout, world: World):
+        self._engine, self._plan, self._world = engine, plan, world
+
+    def queued(self) -> int:
+        """Requests that it could give away."""
+        return self._engine.num_unstarted
+
+    def give(self) -> tuple[list[Piece], int]:
+        """A share of the queue, from its end, and how many are left. Mutates the queue."""
+        engine = self._engine
+        count = share_of_queue(engine.num_unstarted, engine.num_running)
+        return pieces_of(engine.withdraw(count)), engine.num_unstarted
+
+    def answer(
+        self,
+        prompts: Mapping[int, Prompt],
+        pieces: Sequence[Piece],
+        on_answer: Callable[[Sample], None] | None,
+        on_progress: Progress,
+    ) -> list[Sample]:
+        """Samples of what was given to this replica; `prompts`, by id, are those of all replicas."""
+        wanted: dict[int, set[int]] = defaultdict(set)
+        for piece in pieces:
+            wanted[piece.prompt_id].update(range(piece.first, piece.first + piece.count))
+        num_samples = self._plan.num_samples
+        have = [(at, i) for at, samples in wanted.items() for i in range(num_samples) if i not in samples]
+        theirs = [prompts[prompt_id] for prompt_id in wanted]
+        return self._engine.generate(
+            theirs, self._plan.params, num_samples, on_progress, have, on_answer, goes_on=True
+        )
+
+    def bring_home(self, samples: Sequence[Sample], home: Mapping[int, int]) -> list[Sample]:
+        """All samples of this rank's prompts, whoever made them, sorted by (prompt_id, sample_index). Collective.
+
+        `samples` are those that this rank made; `home` names the rank of each prompt id.
+        """
+        rank = self._world.rank
+        mine = [sample for sample in samples if home[sample.prompt_id] == rank]
+        others = [(s, [home[s.prompt_id]]) for s in samples if home[s.prompt_id] != rank]
+        mine += redistribute(self._world, others)
+        return sorted(mine, key=lambda sample: (sample.prompt_id, sample.sample_index))
