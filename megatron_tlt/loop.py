@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,6 +136,8 @@ class RLTrainer:
             metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
             figures = {**self.upkeep.take_figures(), **banked}
+            if self.takeover is not None:
+                figures["idle/taken_over"] = self.takeover.take_count()
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
@@ -190,11 +192,12 @@ class RLTrainer:
         for _ in range(rounds):
             asked = self.prompts.next_batch(wanted)
             prompts = asked[self.replica :: self.num_replicas]
-            with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
-                samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
-            with self._phase("idle"):
+            with self._holding():
+                with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
+                    samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
                 if self.takeover is not None and not dropped:
                     dropped = self._help(self.takeover, asked, samples)
+            with self._phase("idle"):
                 self.upkeep.wait(samples)
             self.stop.agree("rollout", dropped)
             if self.takeover is not None:
@@ -219,19 +222,27 @@ class RLTrainer:
     def _help(self, takeover: RequestTakeover, asked: Sequence[Prompt], samples: list[Sample]) -> bool:
         """Answers what busy replicas have queued, as long as one has; True if a signal cut it short.
 
-        `asked` are the prompts of all replicas. Adds to `samples`. The board's phase stays that of a dry rank: phases
-        are counted, and every rank goes through as many.
+        `asked` are the prompts of all replicas. Adds to `samples`. For the world's board all of this is the rollout:
+        there phases are counted, and every rank goes through as many.
         """
         prompts = {prompt.prompt_id: prompt for prompt in asked}
-        while pieces := self.upkeep.take_over():
+        dropped = False
+        while not dropped:
+            with self.observer.span("idle", self.progress.step):
+                pieces = self.upkeep.take_over()
+            if not pieces:
+                break
             keep = self.bank.keeper([prompts[piece.prompt_id] for piece in pieces])
             answer = partial(takeover.answer, prompts, pieces, keep)
-            with self.upkeep.helping(self.observer.on_rollout) as on_progress:
+            rollout = self.observer.span("rollout", self.progress.step)
+            with rollout, self.upkeep.helping(self.observer.on_rollout) as on_progress:
                 taken, dropped = self.stop.guarded(answer, on_progress)
             samples += taken
-            if dropped:
-                return True
-        return False
+        return dropped
+
+    def _holding(self) -> AbstractContextManager[None]:
+        """The engine's cache stays between the rollouts of one step."""
+        return nullcontext() if self.takeover is None else self.takeover.holding()
 
     def _score(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleGroup]:
         """Judged groups. Ranks of one engine hold the same samples: its first one scores them."""

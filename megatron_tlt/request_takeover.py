@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_tlt.bank import KeyedEngine, Rollout
@@ -33,6 +34,9 @@ class LendingEngine(KeyedEngine, Protocol):
     def num_running(self) -> int: ...
     @property
     def num_unstarted(self) -> int: ...
+    @property
+    def is_prefilling(self) -> bool: ...
+    def holding(self) -> AbstractContextManager[None]: ...
     def withdraw(self, count: int) -> list[tuple[int, int]]: ...
 
 
@@ -41,16 +45,26 @@ class RequestTakeover:
 
     def __init__(self, engine: LendingEngine, plan: Rollout, world: World):
         self._engine, self._plan, self._world = engine, plan, world
+        self._moved = 0
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Around the rollouts of one step: the engine keeps its cache from one to the next."""
+        return self._engine.holding()
 
     def queued(self) -> int:
-        """Requests that it could give away."""
-        return self._engine.num_unstarted
+        """Requests that it could give away; -1 where the next step may still change that: nothing runs yet, or prompts
+        are on their way into the cache.
+        """
+        engine = self._engine
+        count = engine.num_unstarted
+        is_known = engine.num_running > 0 if count else not engine.is_prefilling
+        return count if is_known else -1
 
     def give(self) -> tuple[list[Piece], int]:
         """A share of the queue, from its end, and how many are left. Mutates the queue."""
         engine = self._engine
-        count = share_of_queue(engine.num_unstarted, engine.num_running)
-        return pieces_of(engine.withdraw(count)), engine.num_unstarted
+        count = share_of_queue(max(0, self.queued()), engine.num_running)
+        return pieces_of(engine.withdraw(count)), self.queued()
 
     def answer(
         self,
@@ -78,5 +92,11 @@ class RequestTakeover:
         rank = self._world.rank
         mine = [sample for sample in samples if home[sample.prompt_id] == rank]
         others = [(s, [home[s.prompt_id]]) for s in samples if home[s.prompt_id] != rank]
+        self._moved += len(others)
         mine += redistribute(self._world, others)
         return sorted(mine, key=lambda sample: (sample.prompt_id, sample.sample_index))
+
+    def take_count(self) -> float:
+        """Answers that this rank has made for others since the last call."""
+        count, self._moved = self._moved, 0
+        return float(count)

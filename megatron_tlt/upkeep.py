@@ -109,9 +109,7 @@ class DrafterUpkeep:
         """This replica is dry: requests of busy ones, to be answered within `helping`; none when nobody has a queue any
         more.
         """
-        pieces = self._window.take_over()
-        self._add({"idle/taken_over": float(sum(piece.count for piece in pieces))})
-        return pieces
+        return self._window.take_over()
 
     @contextmanager
     def helping(self, on_progress: Progress | None = None) -> Iterator[Progress]:

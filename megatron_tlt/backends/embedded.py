@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
@@ -184,7 +185,23 @@ class EmbeddedBackend:
     @property
     def num_unstarted(self) -> int:
         """Requests of a `generate` under way that `withdraw` can take."""
-        return self.engine.num_unstarted
+        return self.engine.scheduler.num_unstarted
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompts are on their way into the cache."""
+        return self.engine.scheduler.is_prefilling
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """With `release_cache`: the cache stays from one `generate` in this block to the next."""
+        released, self._release_cache = self._release_cache, False
+        try:
+            yield
+        finally:
+            self._release_cache = released
+            if released:
+                self.release()
 
     def withdraw(self, count: int) -> list[tuple[int, int]]:
         """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).

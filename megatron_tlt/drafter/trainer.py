@@ -100,7 +100,7 @@ class DrafterTrainer:
         return metrics
 
     def _blurred(self, batch: PairBatch) -> PairBatch:
-        """The batch as the model reads it: with noise on its hidden states (so do EAGLE, 2401.15077, and TLT's warm-up).
+        """The batch as the model reads it: with noise on its hidden states (as EAGLE, 2401.15077, and TLT do).
 
         Drawn from the seed and the number of the step, so that a resumed run draws the same.
         """

@@ -45,6 +45,8 @@ class Entry:
         said = f"window {r.epoch}, heard {self.silent_seconds:.1f} s ago"
         if r.state is RankState.BUSY:
             said += f", {r.running} requests, {r.tokens_left:.0f} tokens left"
+        elif r.asks:
+            said += ", asks for work"
         elif r.steps:
             said += f", {r.steps} micro-steps"
         return f"rank {self.rank} ({said})"
@@ -115,6 +117,11 @@ class StatusBoard:
         """The number of its newest report; 0: never heard of."""
         report = self._reports[rank]
         return 0 if report is None else report.seq
+
+    def asks(self, rank: int) -> bool:
+        """Whether it was dry when last heard of, and could still take requests over."""
+        report = self._reports[rank]
+        return report is not None and report.asks
 
     def last_change(self) -> float:
         """Wall time of the newest transition of any rank of this window."""

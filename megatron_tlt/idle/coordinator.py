@@ -88,6 +88,7 @@ class IdleCoordinator:
         if has_board:
             self._board = StatusBoard(speakers if comm.rank == 0 else members, self._clock)
         self._takeover = Takeover(self.rank, speakers, self._send_work) if take_over else None
+        self._early: list[Message] = []  # of the next window
         self._outbox: dict[int, Report] = {}
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)
         self._reported_at = self._polled_at = self._answered_at = self._clock.now()
@@ -156,6 +157,9 @@ class IdleCoordinator:
         if self._board is not None:
             self._board.begin(self.epoch)
         self._report()
+        early, self._early = self._early, []
+        for message in early:
+            self._handle(message)
 
     def progress(self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0) -> None:
         """While BUSY: what is still expected of this replica, and how many of its requests another could take over.
@@ -189,6 +193,7 @@ class IdleCoordinator:
         self._barrier = self._comm.Ibarrier()
         self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, asks=False)
         if self.state is RankState.IDLE:  # since `ask_for_work`
+            self._me = replace(self._me, changed_at=self.entered_at)
             self._report()
         else:
             self.tell(RankState.IDLE)
@@ -211,7 +216,8 @@ class IdleCoordinator:
         assert self._takeover is not None, "nobody gives anything here"
         self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, asks=True)
         self.tell(RankState.IDLE)
-        self._takeover.ask()
+        self.poll(force=True)  # the answer may be there already
+        self._takeover.ask(self._me.seq)
         self.poll(force=True)
 
     def given_work(self) -> Sequence[Piece] | None:
@@ -350,6 +356,8 @@ class IdleCoordinator:
             self._last_epoch = max(self._last_epoch, epoch)
         elif kind is Kind.TAIL and epoch == self.epoch:
             self._tail_end = self._clock.now() + message.value
+        elif self._takeover is not None and epoch > self.epoch:
+            self._early.append(message)  # its rank has left a window that this one is still in
         elif self._takeover is not None and epoch == self.epoch and self._takeover.handle(message):
             self._me = replace(self._me, queued=self._takeover.left)
             self._report()  # so that rank 0 may choose this one again

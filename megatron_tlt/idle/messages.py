@@ -82,8 +82,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `value` means seconds (TAIL), wall time (OVER), a rank (GRANT), or 1 for the last of several (GIVE)
-    and for an answer (DRY).
+    """One message.
+
+    `value` means seconds (TAIL), wall time (OVER), a report's number (ASK), a rank (GRANT), 1 for the last of several
+    (GIVE) or for an answer (DRY).
     """
 
     kind: Kind

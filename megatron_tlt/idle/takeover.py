@@ -10,7 +10,8 @@
 Every ASK is answered once, by the GIVE of whom rank 0 chose or by DRY, and nobody enters the barrier before: so no
 message here outlives its window. An empty GIVE (the queue ran out on the way) is followed by the next ASK. What was
 taken over can be taken over again while it waits. DRY goes to those, too, who have not asked: they need not, so that
-the last one loses no time. It stays true: within a window queues only grow by gifts, and rank 0 waits for these.
+the last one loses no time. Queues grow by gifts only, and rank 0 waits for these; a request that is preempted before it
+has decoded may be in one again, and is then answered where it is.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class Takeover:
     def begin(self) -> None:
         """The next window: nothing asked, nothing known."""
         self._asked = self._dry = self._has_told = False
+        self._seq = 0
         self._came: list[Piece] = []
         self._whole: tuple[Piece, ...] = ()
-        self._pending: deque[int] = deque()  # who asked, and has not been answered
-        # By rank, the newest report when it was chosen to give, and when somebody was chosen to give to it.
+        # Who asked and has not been answered, with the number of the report in which it said that it is dry.
+        self._pending: deque[tuple[int, int]] = deque()
+        # By rank: its newest report when it was chosen to give; that of its ASK when somebody was chosen to give to it.
         self._givers: dict[int, int] = {}
         self._takers: dict[int, int] = {}
 
@@ -75,12 +78,13 @@ class Takeover:
         """On rank 0: whether there may be something to choose or to tell."""
         return bool(self._pending) or not self._has_told
 
-    def ask(self) -> None:
-        """This replica is dry."""
+    def ask(self, seq: int) -> None:
+        """This replica is dry, as its report number `seq` says."""
         assert not self._asked and not self._whole, "one ASK at a time"
+        self._seq = seq
         if not self._dry:
             self._asked = True
-            self._send(0, Kind.ASK)
+            self._send(0, Kind.ASK, seq)
 
     def collect(self) -> tuple[Piece, ...]:
         """What was given to this rank, once."""
@@ -90,7 +94,7 @@ class Takeover:
     def handle(self, message: Message) -> bool:
         """Takes a message of the present window; True if this rank's own queue has changed by it."""
         if message.kind is Kind.ASK:
-            self._pending.append(message.sender)
+            self._pending.append((message.sender, int(message.value)))
             self._takers.pop(message.sender, None)
         elif message.kind is Kind.DRY:
             self._dry = True
@@ -106,21 +110,21 @@ class Takeover:
     def lead(self, board: StatusBoard) -> None:
         """On rank 0: chooses for each ASK the longest queue, one ASK a report of its owner; or says: none."""
         queues, is_all = board.queues()
-        self._takers = {r: seq for r, seq in self._takers.items() if board.seq_of(r) == seq}
+        # What was given to a rank is its queue from the report on in which it is busy with it.
+        self._takers = {r: seq for r, seq in self._takers.items() if board.seq_of(r) <= seq or board.asks(r)}
         if not self._has_told and is_all and not queues and not self._takers:
             self._has_told = True
-            for rank in set(self._speakers).difference(self._pending):
+            for rank in set(self._speakers).difference(taker for taker, _ in self._pending):
                 self._send(rank, Kind.DRY)
-        while self._pending:
-            free = [report for report in queues if self._givers.get(report.rank) != report.seq]
-            if not free and not self._has_told:
-                return
-            taker = self._pending.popleft()
+        free = [report for report in queues if self._givers.get(report.rank) != report.seq]
+        free.sort(key=lambda report: (report.queued, -report.rank))
+        while self._pending and (free or self._has_told):
+            taker, seq = self._pending.popleft()
             if self._has_told:
                 self._send(taker, Kind.DRY, 1.0)
                 continue
-            giver = max(free, key=lambda report: (report.queued, -report.rank))
-            self._givers[giver.rank], self._takers[taker] = giver.seq, board.seq_of(taker)
+            giver = free.pop()
+            self._givers[giver.rank], self._takers[taker] = giver.seq, seq
             self._send(giver.rank, Kind.GRANT, taker)
 
     def _hand_over(self, taker: int, pieces: Sequence[Piece]) -> None:
@@ -135,7 +139,7 @@ class Takeover:
             return
         self._asked, self._whole, self._came = False, tuple(self._came), []
         if not self._whole:
-            self.ask()
+            self.ask(self._seq)
 
 
 def _nothing() -> tuple[Sequence[Piece], int]:

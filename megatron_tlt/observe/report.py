@@ -26,6 +26,7 @@ _SETTINGS = (
     "rollout.speculation.selector",
     "rollout.speculation.draft_len",
     "idle.train_drafter",
+    "idle.take_over",
     "train.prompts_per_step",
     "train.num_steps",
     "train.seed",

@@ -135,8 +135,16 @@ class Scheduler:
         return finished
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether prompts are on their way into the cache."""
+        return bool(self._prefilling)
+
+    @property
     def num_unstarted(self) -> int:
-        """Requests that have not decoded: they can be answered anywhere, from the prompt on, at no loss."""
+        """Requests that have not decoded: they can be answered anywhere, from the prompt on, at no loss.
+
+        Those whose prompt is just on its way into the cache do not count.
+        """
         return sum(
             _is_unstarted(r) for queue in (self._waiting, self._ready) for p in queue for r in p.children
         )
