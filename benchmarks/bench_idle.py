@@ -188,6 +188,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--keepup-steps", type=int, default=41)
+    names = list(idle_keepup.COLORS)
+    parser.add_argument("--curves", nargs="+", choices=names, default=names, help="of keepup")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all runs")
