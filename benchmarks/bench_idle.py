@@ -122,11 +122,17 @@ def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """As e2e, with a policy that does not fit the cache and few, uneven answers: decoding is bound by memory."""
-    from larger_policy import widen
+    from larger_policy import widen, widen_drafter
 
-    model = widen(ROOT / "assets/demo-policy", TAIL_MLP, args.work / "tail-policy")
+    from megatron_tlt.models.config import ModelConfig
+
+    small = ROOT / "assets/demo-policy"
+    model = widen(small, TAIL_MLP, args.work / "tail-policy")
+    shapes = (ModelConfig.from_hf(path) for path in (small, model))
+    drafter = widen_drafter(DRAFTER, *shapes, args.work / "tail-drafter")
     where = [f"model.path={model}"]
-    rows, ratios = compare(args, "tail", [*ON, *where], [*OFF, *where], args.steps, config=TAIL)
+    on = [*ON, *where, f"{SPEC}.drafter_path={drafter}"]
+    rows, ratios = compare(args, "tail", on, [*OFF, *where], args.steps, config=TAIL)
     return rows, {"tail": ratios["step"], "tail_rollout": ratios["rollout"], "tail_identical": 1.0}
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle import eagle_parameter_shapes
 from megatron_tlt.models.loader import iter_weights, save_hf
 
 Fill = Callable[[str, tuple[int, ...], Tensor | None], Tensor]
@@ -45,11 +47,23 @@ def widen(model: Path, intermediate_size: int, folder: Path) -> Path:
 
     def fill(name: str, shape: tuple[int, ...], known: Tensor | None) -> Tensor:
         assert known is not None, f"{name} is not in {model}"
-        wide = torch.zeros(shape, dtype=known.dtype)
-        wide[tuple(slice(size) for size in known.shape)] = known
-        return wide
+        return _padded(known, shape)
 
     return _write(model, folder, lambda small: replace(small, intermediate_size=intermediate_size), fill)
+
+
+def widen_drafter(drafter: Path, small: ModelConfig, large: ModelConfig, folder: Path) -> Path:
+    """The drafter of `small` as one of `large`, which is `small` with wider MLPs; as `widen`."""
+    known = load_drafter(drafter, small).weights
+    shapes = eagle_parameter_shapes(large)
+    save_drafter(folder, large, {name: _padded(known[name], shape) for name, shape in shapes.items()})
+    return folder
+
+
+def _padded(known: Tensor, shape: tuple[int, ...]) -> Tensor:
+    wide = torch.zeros(shape, dtype=known.dtype)
+    wide[tuple(slice(size) for size in known.shape)] = known
+    return wide
 
 
 def _write(model: Path, folder: Path, grow: Callable[[ModelConfig], ModelConfig], fill: Fill) -> Path:
