@@ -87,7 +87,7 @@ class IdleCoordinator:
         self._board: StatusBoard | None = None
         if has_board:
             self._board = StatusBoard(speakers if comm.rank == 0 else members, self._clock)
-        self._takeover = Takeover(self.rank, speakers, self._send_work) if take_over else None
+        self._takeover = Takeover(speakers, self._send_work) if take_over else None
         self._early: list[Message] = []  # of the next window
         self._outbox: dict[int, Report] = {}
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)

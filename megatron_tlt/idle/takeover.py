@@ -48,9 +48,9 @@ def pieces_of(requests: Iterable[tuple[int, int]]) -> list[Piece]:
 class Takeover:
     """One rank's part: as a dry one, as a busy one, and on rank 0 as the one that chooses."""
 
-    def __init__(self, rank: int, speakers: Sequence[int], send: Send):
+    def __init__(self, speakers: Sequence[int], send: Send):
         """`speakers`: the first ranks of all replicas."""
-        self._rank, self._speakers, self._send = rank, speakers, send
+        self._speakers, self._send = speakers, send
         self.give: Give = _nothing
         self.left = 0
         """In this rank's queue, after it gave."""

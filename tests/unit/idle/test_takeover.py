@@ -62,7 +62,7 @@ def board_of(*queues: int) -> StatusBoard:
 
 
 def test_a_dry_rank_asks_and_is_settled_by_the_answer_alone(sent):
-    taker = Takeover(3, range(4), sent)
+    taker = Takeover(range(4), sent)
     taker.ask(1)
     assert sent.taken() == [(0, Kind.ASK, 1, ())]
     taker.handle(message(Kind.DRY, value=0.0))  # told to all; a grant may be on its way all the same
@@ -75,7 +75,7 @@ def test_a_dry_rank_asks_and_is_settled_by_the_answer_alone(sent):
 
 
 def test_an_empty_gift_is_followed_by_the_next_question(sent):
-    taker = Takeover(3, range(4), sent)
+    taker = Takeover(range(4), sent)
     taker.ask(1)
     taker.handle(message(Kind.GIVE, 2, 1.0))
     assert sent.taken() == [(0, Kind.ASK, 1, ()), (0, Kind.ASK, 1, ())]
@@ -84,7 +84,7 @@ def test_an_empty_gift_is_followed_by_the_next_question(sent):
 
 
 def test_a_large_gift_comes_in_several_messages(sent):
-    giver, taker = Takeover(2, range(4), sent), Takeover(3, range(4), sent)
+    giver, taker = Takeover(range(4), sent), Takeover(range(4), sent)
     pieces = [Piece(i, 0, 1) for i in range(2 * MAX_PIECES + 5)]
     giver.give = lambda: (pieces, 9)
     assert giver.handle(message(Kind.GRANT, value=3.0))
@@ -103,7 +103,7 @@ def test_a_large_gift_comes_in_several_messages(sent):
 
 
 def test_rank_0_chooses_the_longest_queue_and_asks_it_once_a_report(sent):
-    leader, board = Takeover(0, range(4), sent), board_of(0, 5, 9, 0)
+    leader, board = Takeover(range(4), sent), board_of(0, 5, 9, 0)
     for rank in (0, 3):
         leader.handle(message(Kind.ASK, rank))
     leader.lead(board)
@@ -121,7 +121,7 @@ def test_rank_0_chooses_the_longest_queue_and_asks_it_once_a_report(sent):
 
 def test_what_was_given_to_a_rank_is_waited_for(sent):
     """Reports that only say that the taker is still dry, as a heartbeat does, change nothing."""
-    leader, board = Takeover(0, range(3), sent), board_of(0, 4, 0)
+    leader, board = Takeover(range(3), sent), board_of(0, 4, 0)
     leader.handle(message(Kind.ASK, 2, 3.0))  # it overtook its report number 3, and that of before
     leader.lead(board)
     assert sent.taken() == [(1, Kind.GRANT, 2, ())]
@@ -155,7 +155,7 @@ def test_an_answer_that_came_before_the_question_is_read_first():
 
 
 def test_rank_0_says_that_there_is_nothing_once_it_knows_of_all(sent):
-    leader, board = Takeover(0, range(3), sent), board_of(0, -1, 0)
+    leader, board = Takeover(range(3), sent), board_of(0, -1, 0)
     leader.handle(message(Kind.ASK, 2))
     leader.lead(board)
     assert sent.taken() == []
