@@ -9,7 +9,10 @@ import torch
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.page import Tile
+from megatron_tlt.observe.report import tiles
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
+from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows, write_config
 
@@ -133,6 +136,11 @@ def test_dry_ranks_take_over_what_busy_ones_have_queued(folder: Path):
     assert_same_policy(folder, "taken")
     taken = [row["idle/taken_over"] for row in rows(folder / "taken")]
     assert all(6 <= count <= 15 for count in taken), taken
+    said = json.loads((folder / "taken/summary.json").read_text())
+    assert said["taken_over"] == sum(taken)
+    assert Tile("taken over", f"{sum(taken):.0f}", "answers given for other ranks") in tiles(
+        read_run(folder / "taken")
+    )
     for step in range(4):  # it is busy, idle, and busy again
         events = read_events(folder / "taken", 0)
         states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
