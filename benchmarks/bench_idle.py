@@ -1,6 +1,6 @@
 """What training the drafter in idle time gives and costs: whole runs of the quickstart, side by side.
 
-    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e] [--ranks 2] --out r.json
+    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail takeover] --out r.json
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
@@ -8,6 +8,8 @@
 - keepup: accepted length by step, always drafting 5 tokens, of drafters frozen and trained (`idle_keepup.py`), on a
   workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.
+- tail: the same for a policy that does not fit the cache, with few and uneven answers (`tail.yaml`).
+- takeover: `idle.take_over` on and off, no drafter, engines with room for a few of their requests (A B A B).
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
 """
@@ -33,6 +35,9 @@ SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
 ON = [f"{SPEC}.drafter=hybrid", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
+TAIL = ROOT / "benchmarks/tail.yaml"
+TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache
+TAKEOVER_RUNNING = (8, 32)  # of 128 requests of a rank
 QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
 
 Rows = list[dict[str, Any]]
@@ -111,27 +116,72 @@ def keepup(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Seconds per step with everything on and off; the weights must be the same."""
+    rows, ratios = compare(args, "e2e", ON, OFF, args.steps)
+    return rows, {"e2e": ratios["step"], "rollout": ratios["rollout"], "identical": 1.0}
+
+
+def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
+    """As e2e, with a policy that does not fit the cache and few, uneven answers: decoding is bound by memory."""
+    from larger_policy import widen, widen_drafter
+
+    from megatron_tlt.models.config import ModelConfig
+
+    small = ROOT / "assets/demo-policy"
+    model = widen(small, TAIL_MLP, args.work / "tail-policy")
+    shapes = (ModelConfig.from_hf(path) for path in (small, model))
+    drafter = widen_drafter(DRAFTER, *shapes, args.work / "tail-drafter")
+    where = [f"model.path={model}"]
+    on = [*ON, *where, f"{SPEC}.drafter_path={drafter}"]
+    rows, ratios = compare(args, "tail", on, [*OFF, *where], args.steps, config=TAIL)
+    return rows, {"tail": ratios["step"], "tail_rollout": ratios["rollout"], "tail_identical": 1.0}
+
+
+def takeover(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
+    """Rollout and idle time with queued requests taken over and not, a few running at once; the same weights."""
+    rows, summary = [], {}
+    for running in TAKEOVER_RUNNING:
+        few = [*OFF, f"rollout.max_running_requests={running}"]
+        some, ratios = compare(args, f"takeover-{running}", [*few, "idle.take_over=true"], few, args.steps)
+        rows += [{**row, "running": running} for row in some]
+        summary |= {f"takeover_{name}_{running}": ratio for name, ratio in ratios.items()}
+    return rows, summary
+
+
+def compare(
+    args: argparse.Namespace,
+    part: str,
+    on: list[str],
+    off: list[str],
+    steps: int,
+    config: Path | None = None,
+) -> tuple[Rows, dict[str, float]]:
+    """Runs with `on` and `off` in turns: rows, and median ratios off / on of a step and of rollout with idle time.
+
+    Ends the benchmark if the final weights differ.
+    """
     from tests.helpers.runs import checkpoint_tensors
 
-    kept, ratios, shares, identical = [], [], [], True
+    kept, ratios, shares = [], [], []
     for turn in range(args.repeats):
         seconds, rollout, tensors = {}, {}, {}
-        order = [("on", ON), ("off", OFF)]
+        taken = 0.0
+        order = [("on", on), ("off", off)]
         for name, options in order if turn % 2 == 0 else order[::-1]:
-            rows = train(args, f"e2e-{name}", args.steps, options, every=args.steps)
+            rows = train(args, f"{part}-{name}", steps, options, every=steps, config=config)
             seconds[name] = sum(row["time/step"] for row in rows)
             rollout[name] = sum(row["time/rollout"] + row["time/idle"] for row in rows)
-            tensors[name] = checkpoint_tensors(args.work / f"e2e-{name}/checkpoints/step-{args.steps:06d}")
-        identical &= all(bool((tensors["off"][k] == v).all()) for k, v in tensors["on"].items())
+            taken += sum(row.get("idle/taken_over", 0.0) for row in rows)
+            tensors[name] = checkpoint_tensors(args.work / f"{part}-{name}/checkpoints/step-{steps:06d}")
+        if not all(bool((tensors["off"][k] == v).all()) for k, v in tensors["on"].items()):
+            raise SystemExit(f"{part}: the final weights differ")
         ratios.append(seconds["off"] / seconds["on"])
         shares.append(rollout["off"] / rollout["on"])
-        kept.append({"part": "e2e", "on_s": seconds["on"], "off_s": seconds["off"], "rollout": shares[-1]})
-    if not identical:
-        raise SystemExit("e2e: the final weights with everything on differ from those with everything off")
-    return kept, {"e2e": statistics.median(ratios), "rollout": statistics.median(shares), "identical": 1.0}
+        times = {"on_s": seconds["on"], "off_s": seconds["off"], "rollout": shares[-1]}
+        kept.append({"part": part, **times, "rollout_off_s": rollout["off"], "taken_over": taken})
+    return kept, {"step": statistics.median(ratios), "rollout": statistics.median(shares)}
 
 
-PARTS = {"windows": windows, "interference": interference, "keepup": keepup, "e2e": e2e}
+PARTS = {part.__name__: part for part in (windows, interference, keepup, e2e, tail, takeover)}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -144,6 +194,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--keepup-steps", type=int, default=41)
+    names = list(idle_keepup.COLORS)
+    parser.add_argument("--curves", nargs="+", choices=names, default=names, help="of keepup")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all runs")

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,33 +100,6 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
     overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
     config = load_config(args.config, overrides)
     return Side(name, build_backend(config.rollout, config.model, tokenizer=None, load_weights=True))
-
-
-def deepen(model: Path, layers: int, folder: Path) -> Path:
-    """A copy of the policy with `layers` layers, the added ones without effect: same logits, bit for bit."""
-    import torch
-
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.loader import iter_weights, save_hf
-
-    shallow = ModelConfig.from_hf(model)
-    deep = replace(shallow, num_layers=layers)
-    known, generator = dict(iter_weights(model, shallow)), torch.Generator().manual_seed(0)
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in deep.parameter_shapes().items():
-            if name in known:
-                yield name, known[name]
-            elif "o_proj" in name or "down_proj" in name:
-                yield name, torch.zeros(shape)
-            else:
-                yield name, torch.randn(shape, generator=generator) * 0.05 + (len(shape) == 1)
-
-    save_hf(folder, deep, weights())
-    for file in model.iterdir():
-        if file.name.startswith(("tokenizer", "chat_template")):
-            shutil.copy(file, folder)
-    return folder
 
 
 def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams]:
@@ -262,6 +233,8 @@ def main() -> None:
         args.strategies = ["plain", "ours", "suffix 4", "eagle 2", "eagle 4"]
     with tempfile.TemporaryDirectory() as folder:
         if args.layers:
+            from larger_policy import deepen
+
             args.model = deepen(args.model, args.layers, Path(folder))
         compare(args)
 

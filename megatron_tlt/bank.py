@@ -62,8 +62,12 @@ class KeyedEngine(Protocol):
         on_progress: Progress | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
     ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have`."""
+        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have`.
+
+        `on_answer` gets each answer; `goes_on`: it belongs to the `generate` before.
+        """
 
 
 class NoBank:
@@ -88,6 +92,10 @@ class NoBank:
     def generate(self, prompts: Sequence[Prompt], on_progress: Progress) -> list[Sample]:
         """The backend's."""
         return self._backend.generate(prompts, self._plan.params, self._plan.num_samples, on_progress)
+
+    def keeper(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
+        """Nobody."""
+        return None
 
     def end_step(self) -> dict[str, float]:
         """No figures."""
@@ -170,16 +178,17 @@ class RolloutBank:
         """
         sums = {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
         banked = self._agreed(self._read(sums)) if self._has_old else {}
-        writer = self._writer
-
-        def keep(sample: Sample) -> None:
-            if writer is not None:
-                writer.add(sample, sums[sample.prompt_id])
-
-        plan = self._plan
+        plan, keep = self._plan, self.keeper(prompts)
         made = self._engine.generate(prompts, plan.params, plan.num_samples, on_progress, banked.keys(), keep)
         self._reused += len(banked)
         return sorted([*banked.values(), *made], key=lambda s: (s.prompt_id, s.sample_index))
+
+    def keeper(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
+        """Whom to give each answer to these prompts as soon as it is there; None: nobody keeps it."""
+        if (writer := self._writer) is None:
+            return None
+        sums = {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
+        return lambda sample: writer.add(sample, sums[sample.prompt_id])
 
     def end_step(self) -> dict[str, float]:
         """The step's last answer is there; returns this rank's figures, to be added up over ranks."""

@@ -6,7 +6,7 @@ Order matters: everything that can be wrong is found before weights are loaded, 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from megatron_tlt.distributed.tensor_parallel import (
     agree_on,
 )
 from megatron_tlt.drafter.sharing import Sharing
-from megatron_tlt.errors import CheckpointError, ConfigError, RunDirectoryError
+from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.evaluation import Evaluator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
@@ -37,8 +37,9 @@ from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.preflight import check_on, without_megatron
+from megatron_tlt.request_takeover import RequestTakeover
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.run_lock import RunLock
+from megatron_tlt.run_lock import RunLock, lock_on_all
 from megatron_tlt.stopping import StopKeeper
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import SamplingParams
@@ -95,6 +96,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         seed=config.train.seed,
     )
     observer = Observer(config, world)
+    takeover = _takeover(config, world, backend, params)
     if world.is_main and isinstance(backend, EmbeddedBackend):
         # Samples are written in pairs of one prompt: its best answer and its worst.
         backend.trace_prompts = (config.observe.samples_per_step + 1) // 2
@@ -107,7 +109,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         algorithm=algorithm,
         policy=policy,
         backend=backend,
-        upkeep=_upkeep(config, world, backend, tp, trainer, observer),
+        upkeep=_upkeep(config, world, backend, tp, trainer, observer, takeover),
         evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
         checkpoints=CheckpointManager(
             config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world, lock
@@ -117,6 +119,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         stop=StopKeeper(
             world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
         ),
+        takeover=takeover,
     )
 
 
@@ -320,6 +323,7 @@ def _upkeep(
     tp: TensorParallel,
     trainer: OnlineTrainer | None,
     observer: Observer,
+    takeover: RequestTakeover | None,
 ) -> DrafterUpkeep:
     """What this rank does while it waits for others. Collective."""
     from megatron_tlt.idle.coordinator import IdleCoordinator  # needs MPI
@@ -327,6 +331,8 @@ def _upkeep(
     coordinator: Coordinator = SoloCoordinator()
     if world.size > 1:
         coordinator = IdleCoordinator.of(config.idle, world.comm, tp.size, world.local_size)
+    if takeover is not None:
+        coordinator.give_from(takeover.give)
     window = IdleWindow(
         coordinator,
         IdlePolicy.of(config.idle),
@@ -343,7 +349,19 @@ def _upkeep(
     shared = int(min(online.share_mib, online.buffer_mib) * 2**20) if online.max_age else 0
     sharing = Sharing(replica, world.size // tp.size, tp.size, shared)
     options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
+    if takeover is not None:
+        options = replace(options, queued=takeover.queued)
     return DrafterUpkeep(world, backend, sync, window, trainer, options)
+
+
+def _takeover(
+    config: Config, world: World, backend: RolloutBackend, params: SamplingParams
+) -> RequestTakeover | None:
+    """How replicas answer each other's queued requests; None where they do not, or there is one only."""
+    if not config.idle.take_over or world.size == 1:
+        return None
+    assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
+    return RequestTakeover(backend, Rollout(params, config.rollout.samples_per_prompt), world)
 
 
 def _bank(
@@ -422,25 +440,10 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
-    lock = _locked(run_dir, world)
+    lock = lock_on_all(run_dir, world)
     share = world.broadcast_object
     world.watched_by(lambda: start_watch(config.watchdog, run_dir, world.rank, world.size, share))
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
-    return lock
-
-
-def _locked(run_dir: Path, world: World) -> RunLock | None:
-    """Rank 0's lock of the run directory, or the same error on every rank. Collective."""
-    lock = RunLock(run_dir) if world.is_main else None
-    problem: str | None = None
-    if lock is not None:
-        try:
-            lock.acquire()
-        except RunDirectoryError as error:
-            problem = str(error)
-    problem = world.broadcast_object(problem)
-    if problem is not None:
-        raise RunDirectoryError(problem)
     return lock

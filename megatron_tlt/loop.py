@@ -8,8 +8,8 @@ score, exchange sequences, update the policy, merge the ranks' drafters, push bo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_tlt.experience import StepTable
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observer import Observer
+    from megatron_tlt.request_takeover import RequestTakeover
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.types import Prompt, Sample, TrainSequence
     from megatron_tlt.upkeep import DrafterUpkeep
@@ -68,7 +69,10 @@ class RLTrainer:
         observer: Observer,
         bank: RolloutBank | NoBank,
         stop: StopKeeper | None = None,
+        takeover: RequestTakeover | None = None,
     ):
+        """`takeover`: replicas answer each other's queued requests."""
+        self.takeover = takeover
         self.config, self.world, self.bank = config, world, bank
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
         self.policy, self.backend, self.upkeep = policy, backend, upkeep
@@ -132,6 +136,8 @@ class RLTrainer:
             metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
             figures = {**self.upkeep.take_figures(), **banked}
+            if self.takeover is not None:
+                figures["idle/taken_over"] = self.takeover.take_count()
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
@@ -184,12 +190,19 @@ class RLTrainer:
         self.upkeep.begin_step(self.backend.policy_version)
         self.bank.begin_step(self.progress.step + 1, self.backend.policy_version)
         for _ in range(rounds):
-            prompts = self.prompts.next_batch(wanted)[self.replica :: self.num_replicas]
-            with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
-                samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
+            asked = self.prompts.next_batch(wanted)
+            prompts = asked[self.replica :: self.num_replicas]
+            with self._holding():
+                with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
+                    samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
+                if self.takeover is not None and not dropped:
+                    dropped = self._help(self.takeover, asked, samples)
             with self._phase("idle"):
                 self.upkeep.wait(samples)
             self.stop.agree("rollout", dropped)
+            if self.takeover is not None:
+                home = {prompt.prompt_id: i % self.num_replicas for i, prompt in enumerate(asked)}
+                samples = self.takeover.bring_home(samples, home)
             with self._phase("score"):
                 scored = self._score(prompts, samples)
                 share_answers(self.world, self.backend, scored)
@@ -205,6 +218,31 @@ class RLTrainer:
         with self._phase("exchange"):
             groups = [g for g in kept if g.prompt.prompt_id in chosen]
             return groups, self.assembler.collect(groups)
+
+    def _help(self, takeover: RequestTakeover, asked: Sequence[Prompt], samples: list[Sample]) -> bool:
+        """Answers what busy replicas have queued, as long as one has; True if a signal cut it short.
+
+        `asked` are the prompts of all replicas. Adds to `samples`. For the world's board all of this is the rollout:
+        there phases are counted, and every rank goes through as many.
+        """
+        prompts = {prompt.prompt_id: prompt for prompt in asked}
+        dropped = False
+        while not dropped:
+            with self.observer.span("idle", self.progress.step):
+                pieces = self.upkeep.take_over()
+            if not pieces:
+                break
+            keep = self.bank.keeper([prompts[piece.prompt_id] for piece in pieces])
+            answer = partial(takeover.answer, prompts, pieces, keep)
+            rollout = self.observer.span("rollout", self.progress.step)
+            with rollout, self.upkeep.helping(self.observer.on_rollout) as on_progress:
+                taken, dropped = self.stop.guarded(answer, on_progress)
+            samples += taken
+        return dropped
+
+    def _holding(self) -> AbstractContextManager[None]:
+        """The engine's cache stays between the rollouts of one step."""
+        return nullcontext() if self.takeover is None else self.takeover.holding()
 
     def _score(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleGroup]:
         """Judged groups. Ranks of one engine hold the same samples: its first one scores them."""

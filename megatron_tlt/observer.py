@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_tlt.evaluation import EvalResult
     from megatron_tlt.types import EngineStats, SampleGroup
 
-_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/taken_over")
 
 
 class Observer:
@@ -166,6 +166,7 @@ class Observer:
             idle_seconds=self._idle["idle/seconds"],
             recovered_seconds=self._idle["idle/recovered_seconds"],
             drafter_steps=int(self._idle["drafter/steps"]),
+            taken_over=int(self._idle["idle/taken_over"]),
             accept_lengths=self._accept_lengths,
             before=_accuracy(evaluations[0]) if evaluations else None,
             after=_accuracy(evaluations[-1]) if evaluations else None,
@@ -229,7 +230,7 @@ def _acceptance(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rate(ranks: Sequence[tuple[Mapping[str, float], Mapping[str, int]]]) -> float:
-    """Generated tokens of all ranks over the rollout's wall time (start to the slowest rank's end)."""
+    """Generated tokens of all ranks over the rollout's wall time: that of the rank that answered for longest."""
     wall = max(phases.get("rollout", 0.0) for phases, _ in ranks)
     return sum(counts["generated_tokens"] for _, counts in ranks) / wall if wall > 0 else 0.0
 

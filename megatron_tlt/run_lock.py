@@ -22,9 +22,12 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import RunDirectoryError
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -184,3 +187,18 @@ def machine_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def lock_on_all(run_dir: Path, world: World) -> RunLock | None:
+    """Rank 0's lock of the run directory, or the same error on every rank. Collective."""
+    lock = RunLock(run_dir) if world.is_main else None
+    problem: str | None = None
+    if lock is not None:
+        try:
+            lock.acquire()
+        except RunDirectoryError as error:
+            problem = str(error)
+    problem = world.broadcast_object(problem)
+    if problem is not None:
+        raise RunDirectoryError(problem)
+    return lock

@@ -11,7 +11,7 @@ rewards never see it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.buffer import FeatureBuffer
     from megatron_tlt.drafter.online import OnlineTrainer
+    from megatron_tlt.idle.messages import Piece
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
     from megatron_tlt.types import Sample
 
@@ -53,6 +54,8 @@ class Options:
     """Only reports."""
     sharing: Sharing = field(default_factory=Sharing)
     """Of answers to train on, between replicas."""
+    queued: Callable[[], int] = lambda: 0
+    """Requests of this replica that another could take over."""
 
 
 class DrafterUpkeep:
@@ -99,6 +102,18 @@ class DrafterUpkeep:
         Yields the callback for `generate`, which calls `on_progress`, too.
         """
         self._window.begin()
+        with self.helping(on_progress) as progress:
+            yield progress
+
+    def take_over(self) -> Sequence[Piece]:
+        """This replica is dry: requests of busy ones, to be answered within `helping`; none when nobody has a queue any
+        more.
+        """
+        return self._window.take_over()
+
+    @contextmanager
+    def helping(self, on_progress: Progress | None = None) -> Iterator[Progress]:
+        """Around the `generate` that answers what `take_over` returned; as `rollout`."""
         started = time.perf_counter()
 
         def progress(running: int, waiting: int, generated_tokens: int) -> None:
@@ -108,7 +123,7 @@ class DrafterUpkeep:
             self._world.pulse(
                 state="BUSY", running=running, queued=waiting, longest=int(lengths.max(initial=0)), left=left
             )
-            self._window.coordinator.progress(running, left, speed)
+            self._window.coordinator.progress(running, left, speed, self._options.queued())
             if on_progress is not None:
                 on_progress(running, waiting, generated_tokens)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
@@ -104,11 +105,13 @@ class EmbeddedBackend:
         on_progress: Callable[[int, int, int], None] | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
         Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_answer` gets each
-        answer as soon as it is finished.
+        answer as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: `drafts_of` still
+        tells of the `generate` before this one.
         """
         engine = self.engine
         if self._open is None and self._version == NO_WEIGHTS:
@@ -130,7 +133,7 @@ class EmbeddedBackend:
                 on_answer(samples[-1])
 
         self.resume()
-        if self.trace_prompts and engine.speculator is not None:
+        if self.trace_prompts and engine.speculator is not None and not goes_on:
             engine.speculator.trace = DraftTrace([p.prompt_id for p in prompts[: self.trace_prompts]])
         done = False
         try:
@@ -173,6 +176,39 @@ class EmbeddedBackend:
         """Tokens that each running answer has so far, int32 [B]."""
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode now."""
+        return self.engine.num_running
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests of a `generate` under way that `withdraw` can take."""
+        return self.engine.scheduler.num_unstarted
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompts are on their way into the cache."""
+        return self.engine.scheduler.is_prefilling
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """With `release_cache`: the cache stays from one `generate` in this block to the next."""
+        released, self._release_cache = self._release_cache, False
+        try:
+            yield
+        finally:
+            self._release_cache = released
+            if released:
+                self.release()
+
+    def withdraw(self, count: int) -> list[tuple[int, int]]:
+        """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
+
+        To be called by its `on_progress`, with one rank an engine. Any engine gives them the same answers.
+        """
+        return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
     def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
         """From now on `sink` gets the hidden states of every finished answer; None: nobody does.

@@ -57,6 +57,14 @@ def _check_drafting(config: Config) -> Problems:
     if section.drafter != "none" and section.verify == "coupled" and not can.keyed_sampling:
         allowed = f"cannot be had with {name}: it shares keyed noise, which that engine has not"
         yield ConfigProblem(f"{at}.verify", section.verify, allowed)
+    keyed = can.keyed_sampling and (section.drafter == "none" or section.verify != "block")
+    if config.idle.take_over and not keyed:
+        allowed = (
+            f"must be false with {name}"
+            + (" and rollout.speculation.verify: block" if can.keyed_sampling else "")
+            + ": without keyed sampling an answer depends on the engine that gives it"
+        )
+        yield ConfigProblem("idle.take_over", True, allowed)
     if config.idle.train_drafter and not can.hidden_states:
         allowed = f"must be false with {name}: it gives no hidden states to train on"
         yield ConfigProblem("idle.train_drafter", True, allowed)

@@ -43,6 +43,9 @@ class OnlineSection(Section):
     weights themselves."""
     draft_steps: int = Field(default=3, ge=1, le=16)
     """Positions that are drafted in a row in training."""
+    feature_noise: float = Field(default=0.0, ge=0, le=1)
+    """Noise on the hidden states that the drafter reads in training, over their root mean square: against learning few
+    answers by heart. For drafters that start from random weights, 0.2 or so; it holds a good one back."""
     micro_step_tokens: int = Field(default=192, ge=16)
     """Token budget of one micro-step of one rank, padding included: what a rank does before it looks up again.
     Longer answers are cut into windows of so many tokens."""

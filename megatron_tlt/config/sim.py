@@ -207,6 +207,10 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "training.pp", measured.pp, f"tp x pp = {measured.tp * measured.pp} must divide the {gpus} GPUs"
         )
+    if config.idle.take_over:
+        yield ConfigProblem(
+            "idle.take_over", True, "must be false: simulated replicas know nothing of each other's queues"
+        )
     yield from _check_lengths(config.workload.lengths)
     for name in ("suffix", "eagle", "hybrid"):
         section: AcceptanceSection = getattr(config.drafters, name)

@@ -72,7 +72,9 @@ class OnlineTrainer:
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
         empty = torch.empty(0, 0, device=self._device)
         options = _options(section)
-        self._trainer = DrafterTrainer(model, empty, empty, options, temperature, precision=precision)
+        self._trainer = DrafterTrainer(
+            model, empty, empty, options, temperature, precision=precision, feature_noise=online.feature_noise
+        )
         self._state = FlatState(model, self._trainer.optimizer)
         self._before: tuple[Tensor, int, int] | None = (
             None  # state where the window began, once it has changed

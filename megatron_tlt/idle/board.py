@@ -32,10 +32,11 @@ class Entry:
         return None if self.report is None else self.report.state
 
     def is_done(self, epoch: int) -> bool:
-        """Whether it ran dry in window `epoch`, or is beyond it."""
-        if self.report is None or self.report.epoch < epoch:
+        """Whether it ran dry in window `epoch` and takes nothing over any more, or is beyond it."""
+        r = self.report
+        if r is None or r.epoch < epoch:
             return False
-        return self.report.epoch > epoch or self.report.state is not RankState.BUSY
+        return r.epoch > epoch or (r.state is not RankState.BUSY and not r.asks)
 
     def __str__(self) -> str:
         if self.report is None:
@@ -44,6 +45,8 @@ class Entry:
         said = f"window {r.epoch}, heard {self.silent_seconds:.1f} s ago"
         if r.state is RankState.BUSY:
             said += f", {r.running} requests, {r.tokens_left:.0f} tokens left"
+        elif r.asks:
+            said += ", asks for work"
         elif r.steps:
             said += f", {r.steps} micro-steps"
         return f"rank {self.rank} ({said})"
@@ -87,6 +90,8 @@ class StatusBoard:
             r = entry.report
             if r is None or r.epoch < self.epoch:
                 return None
+            if r.asks:
+                continue
             replicas.append(BusyReplica(r.tokens_left, r.tokens_per_second, entry.silent_seconds))
         return expected_tail(replicas)
 
@@ -97,6 +102,26 @@ class StatusBoard:
             if r is not None and r.epoch == self.epoch and r.state is not RankState.BUSY:
                 found.add(self._via[rank])
         return found
+
+    def queues(self) -> tuple[list[Report], bool]:
+        """Reports of this window's ranks that have a queue; and whether that is all, no rank's being unknown."""
+        found, is_all = [], True
+        for r in self._reports.values():
+            if r is None or r.epoch < self.epoch or r.queued < 0:
+                is_all = False
+            elif r.epoch == self.epoch and r.queued:
+                found.append(r)
+        return found, is_all
+
+    def seq_of(self, rank: int) -> int:
+        """The number of its newest report; 0: never heard of."""
+        report = self._reports[rank]
+        return 0 if report is None else report.seq
+
+    def asks(self, rank: int) -> bool:
+        """Whether it was dry when last heard of, and could still take requests over."""
+        report = self._reports[rank]
+        return report is not None and report.asks
 
     def last_change(self) -> float:
         """Wall time of the newest transition of any rank of this window."""

@@ -5,6 +5,7 @@
       |  <-------- TAIL: how long the slowest one is expected to take |   (to idle ranks)
       |  <-------- LAST: you are the one that is waited for           |   (to one rank)
       |  OVER: to everybody, from the last one when it is done        |
+      |  ASK, GRANT, GIVE, DRY: queued requests go to dry replicas    |   (`idle.takeover`)
       |  Ibarrier: entered when dry, tested between micro-steps; alone decides that the window is over
 
 Above `sub_leaders_above` ranks reports go through the first rank of each node, which sends on what is new in one
@@ -15,22 +16,24 @@ Why OVER, when the barrier tells the same: a non-blocking barrier goes through l
 trains takes part in one round a micro-step (measured, 8 ranks: up to three micro-steps from the last one's entry).
 With OVER everybody stops after the micro-step it is in, and the rounds go on at the pace of `all_done`.
 
-Every message is a non-blocking send of at most 1.7 kB, kept until it is tested complete, or a matched probe with a
+Every message is a non-blocking send of at most 1.8 kB, kept until it is tested complete, or a matched probe with a
 non-blocking receive. A single Iprobe makes about one message of progress: draining needs several misses in a row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import CoordinatorError
 from megatron_tlt.idle.board import Entry, StatusBoard
-from megatron_tlt.idle.messages import MAX_BYTES, MAX_REPORTS, Kind, Message, Report, pack, unpack
+from megatron_tlt.idle.messages import MAX_REPORTS, Kind, Message, Piece, Report, pack, unpack
 from megatron_tlt.idle.policy import has_changed
+from megatron_tlt.idle.post import Post
 from megatron_tlt.idle.state import MonotonicClock, RankState, check_transition
+from megatron_tlt.idle.takeover import Give, Takeover
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
@@ -39,58 +42,11 @@ if TYPE_CHECKING:
     from megatron_tlt.config.idle import IdleSection
     from megatron_tlt.interfaces import Clock
 
-_MISSES = 8  # in a row, until the queue counts as empty
 _ENTRY_TESTS = 8
 _ANSWER_EVERY_S = 0.05
 _SMALL_TAIL_S = 0.1
 _SMALL_TOKENS = 16.0
 _CLOSE_S = 2.0
-
-
-class _Post:
-    """Small messages over one communicator. Nothing blocks; what is under way is kept until it is done."""
-
-    def __init__(self, comm: MPI.Comm):
-        self._comm = comm
-        self._sends: list[tuple[MPI.Request, bytearray]] = []
-        self._receives: list[tuple[MPI.Request, bytearray]] = []
-
-    @property
-    def outstanding(self) -> int:
-        """Sends and receives that have not completed."""
-        return len(self._sends) + len(self._receives)
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether a send is under way: the receiver's queue is full, because it does not poll."""
-        return bool(self._sends)
-
-    def send(self, to: int, data: bytearray) -> None:
-        """Sends; `data` must not change afterwards."""
-        request = self._comm.Isend(data, dest=to)
-        if not request.Test():
-            self._sends.append((request, data))
-
-    def drain(self) -> Iterator[bytearray]:
-        """All messages that are here."""
-        if self._sends:
-            self._sends = [(r, data) for r, data in self._sends if not r.Test()]
-        misses = 0
-        while misses < _MISSES:
-            message = self._comm.Improbe()
-            if message is None:
-                misses += 1
-                continue
-            misses = 0
-            data = bytearray(MAX_BYTES)
-            self._receives.append((message.Irecv(data), data))
-            yield from self._arrived()
-        yield from self._arrived()
-
-    def _arrived(self) -> Iterator[bytearray]:
-        """In the order of arrival: one that is not complete holds back those behind it."""
-        while self._receives and self._receives[0][0].Test():
-            yield self._receives.pop(0)[1]
 
 
 class IdleCoordinator:
@@ -109,6 +65,7 @@ class IdleCoordinator:
         min_poll_seconds: float = 0.002,
         report_change: float = 0.2,
         heartbeat_seconds: float = 1.0,
+        take_over: bool = False,
         clock: Clock | None = None,
         wall: Callable[[], float] = wall_seconds,
     ):
@@ -116,7 +73,7 @@ class IdleCoordinator:
         if unit_size < 1 or comm.size % unit_size:
             raise CoordinatorError(f"unit_size = {unit_size} must divide the number of ranks ({comm.size})")
         self._comm = comm.Dup()
-        self._post = _Post(self._comm)
+        self._post = Post(self._comm)
         self.rank, self.size = comm.rank, comm.size
         self._clock, self._wall = clock or MonotonicClock(), wall
         self._min_poll, self._change, self._heartbeat = min_poll_seconds, report_change, heartbeat_seconds
@@ -130,6 +87,8 @@ class IdleCoordinator:
         self._board: StatusBoard | None = None
         if has_board:
             self._board = StatusBoard(speakers if comm.rank == 0 else members, self._clock)
+        self._takeover = Takeover(speakers, self._send_work) if take_over else None
+        self._early: list[Message] = []  # of the next window
         self._outbox: dict[int, Report] = {}
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)
         self._reported_at = self._polled_at = self._answered_at = self._clock.now()
@@ -155,6 +114,7 @@ class IdleCoordinator:
             min_poll_seconds=section.poll_ms / 1e3,
             report_change=section.report_change,
             heartbeat_seconds=section.heartbeat_seconds,
+            take_over=section.take_over,
         )
 
     @property
@@ -188,15 +148,23 @@ class IdleCoordinator:
         self._me = replace(
             self._me, epoch=self.epoch + 1, state=RankState.BUSY, running=0, steps=0, tokens_left=0.0
         )
-        self._me = replace(self._me, tokens_per_second=0.0, changed_at=self._wall())
+        queued = 0 if self._takeover is None else -1
+        self._me = replace(
+            self._me, tokens_per_second=0.0, changed_at=self._wall(), queued=queued, asks=False
+        )
+        if self._takeover is not None:
+            self._takeover.begin()
         if self._board is not None:
             self._board.begin(self.epoch)
         self._report()
+        early, self._early = self._early, []
+        for message in early:
+            self._handle(message)
 
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
-        """While BUSY: what is still expected of this replica. Reported when it moved by 20 %; microseconds.
+    def progress(self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0) -> None:
+        """While BUSY: what is still expected of this replica, and how many of its requests another could take over.
 
-        Outside a window (an evaluation rolls out, too) it does nothing.
+        Reported when it moved by 20 %; microseconds. Outside a window (an evaluation rolls out, too) it does nothing.
         """
         if self._is_complete:
             return
@@ -205,9 +173,14 @@ class IdleCoordinator:
             has_changed(old.tokens_left, tokens_left, self._change, _SMALL_TOKENS)
             or has_changed(old.tokens_per_second, tokens_per_second, self._change, 1.0)
             or (running == 0) != (old.running == 0)
+            or has_changed(old.queued, queued, self._change, 1.0)
         ):
             self._me = replace(
-                old, running=running, tokens_left=tokens_left, tokens_per_second=tokens_per_second
+                old,
+                running=running,
+                tokens_left=tokens_left,
+                tokens_per_second=tokens_per_second,
+                queued=queued,
             )
             self._report()
         self.poll()
@@ -218,8 +191,12 @@ class IdleCoordinator:
             raise CoordinatorError(f"enter_done in window {self.epoch} needs one begin before it")
         self.entered_at = self._wall()  # before the barrier: nobody has left before the last one's
         self._barrier = self._comm.Ibarrier()
-        self._me = replace(self._me, running=0, tokens_left=0.0)
-        self.tell(RankState.IDLE)
+        self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, asks=False)
+        if self.state is RankState.IDLE:  # since `ask_for_work`
+            self._me = replace(self._me, changed_at=self.entered_at)
+            self._report()
+        else:
+            self.tell(RankState.IDLE)
         self.poll(force=True)
         if self._last_epoch == self.epoch:
             self._announce(self.entered_at)
@@ -228,6 +205,32 @@ class IdleCoordinator:
             if self._test_barrier():
                 self._announce(self.entered_at)
                 return
+
+    def give_from(self, give: Give) -> None:
+        """From now on `give` takes requests out of this replica's queue for others; called within `progress`."""
+        if self._takeover is not None:
+            self._takeover.give = give
+
+    def ask_for_work(self) -> None:
+        """This replica ran dry, IDLE, and could answer requests of others. Returns at once."""
+        assert self._takeover is not None, "nobody gives anything here"
+        self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, asks=True)
+        self.tell(RankState.IDLE)
+        self.poll(force=True)  # the answer may be there already
+        self._takeover.ask(self._me.seq)
+        self.poll(force=True)
+
+    def given_work(self) -> Sequence[Piece] | None:
+        """Polls; the requests that came, this rank being BUSY again; none when there is nothing left to take anywhere;
+        None: not known yet.
+        """
+        assert self._takeover is not None
+        self.poll()
+        if pieces := self._takeover.collect():
+            self._me = replace(self._me, asks=False, queued=-1)
+            self.tell(RankState.BUSY)
+            return pieces
+        return () if self._takeover.is_settled else None
 
     def tell(self, state: RankState, steps: int = 0) -> None:
         """A transition of this rank, reported at once. Raises CoordinatorError if it is not in the table."""
@@ -353,6 +356,18 @@ class IdleCoordinator:
             self._last_epoch = max(self._last_epoch, epoch)
         elif kind is Kind.TAIL and epoch == self.epoch:
             self._tail_end = self._clock.now() + message.value
+        elif self._takeover is not None and epoch > self.epoch:
+            self._early.append(message)  # its rank has left a window that this one is still in
+        elif self._takeover is not None and epoch == self.epoch and self._takeover.handle(message):
+            self._me = replace(self._me, queued=self._takeover.left)
+            self._report()  # so that rank 0 may choose this one again
+
+    def _send_work(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[Piece] = ()) -> None:
+        """A message about requests; one to itself does not travel."""
+        if to == self.rank:
+            self._handle(Message(kind, self.rank, self.epoch, value, pieces=tuple(pieces)))
+        else:
+            self._post.send(to, pack(kind, self.rank, self.epoch, value, pieces=pieces))
 
     def _take_reports(self, message: Message) -> None:
         if self._board is None:
@@ -373,6 +388,8 @@ class IdleCoordinator:
         if self.is_over:
             return
         if self.rank == 0:
+            if self._takeover is not None and self._takeover.must_lead:
+                self._takeover.lead(self._board)
             busy = self._board.busy
             if not busy:
                 self._announce(self._board.last_change())

@@ -142,6 +142,14 @@ def expected_tail(busy: Iterable[BusyReplica]) -> float | None:
     return max(tails, default=0.0)
 
 
+def share_of_queue(queued: int, running: int) -> int:
+    """Requests of its queue that a busy replica gives to a dry one.
+
+    As many as let both end about together, with running answers half done on average: (queued + running / 2) / 2.
+    """
+    return min(queued, -(-(2 * queued + running) // 4))
+
+
 def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:
     """Tokens until a replica's last answer ends, if answers are as long as `lengths` (ascending) were.
 

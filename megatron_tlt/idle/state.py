@@ -6,8 +6,8 @@
 
 BUSY: the replica has live or queued requests. IDLE: it has none, and others do. TRAINING: idle, and training the
 drafter. A window ends with BUSY (the step goes on) from IDLE where no micro-step was worth it, from TRAINING where
-one was. TRAINING goes back to IDLE where training stops before the window does: enough micro-steps, no data, the
-expected tail too short, or training failed.
+one was. Within it BUSY follows IDLE where requests of others were taken over. TRAINING goes back to IDLE where training
+stops before the window does: enough micro-steps, no data, the expected tail too short, or training failed.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from megatron_tlt.idle.state import MonotonicClock, RankState, StateSpan, StateT
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
+    from megatron_tlt.idle.messages import Piece
+    from megatron_tlt.idle.takeover import Give
     from megatron_tlt.interfaces import Clock
 
 TOKENS = "tokens"
@@ -45,7 +47,12 @@ class Coordinator(Protocol):
     @property
     def is_over(self) -> bool: ...
     def begin(self) -> None: ...
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None: ...
+    def progress(
+        self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0
+    ) -> None: ...
+    def give_from(self, give: Give) -> None: ...
+    def ask_for_work(self) -> None: ...
+    def given_work(self) -> Sequence[Piece] | None: ...
     def enter_done(self) -> None: ...
     def tell(self, state: RankState, steps: int = 0) -> None: ...
     def count_steps(self, steps: int) -> None: ...
@@ -66,8 +73,18 @@ class SoloCoordinator:
     def begin(self) -> None:
         """Nobody to tell."""
 
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
+    def progress(self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0) -> None:
         """Nobody to tell."""
+
+    def give_from(self, give: Give) -> None:
+        """Nobody to give to."""
+
+    def ask_for_work(self) -> None:
+        """Nobody to ask."""
+
+    def given_work(self) -> Sequence[Piece] | None:
+        """Nothing."""
+        return ()
 
     def enter_done(self) -> None:
         """Notes the time."""
@@ -188,6 +205,20 @@ class IdleWindow:
             self.disabled_reason = reason
             _log.warning("drafter training is off for the rest of the run: %s", reason)
 
+    def take_over(self) -> Sequence[Piece]:
+        """This replica has no request left: those of others that it was given, after which it is BUSY again; none when
+        no replica has a queue any more. Sleeps meanwhile: this takes a step of an engine.
+        """
+        assert self._tracker is not None, "take_over needs begin before it"
+        self.coordinator.ask_for_work()
+        self._tracker.to(RankState.IDLE)
+        while (pieces := self.coordinator.given_work()) is None:
+            self._say_alive()
+            self._sleep(self._poll)
+        if pieces:
+            self._tracker.to(RankState.BUSY)
+        return pieces
+
     def run(self, step_fn: StepFn) -> WindowReport:
         """Trains or sleeps until every rank is done. Call it when this replica has no request left.
 
@@ -199,7 +230,8 @@ class IdleWindow:
         assert self._tracker is not None
         tally = _Tally(self._clock.now())
         self.coordinator.enter_done()
-        self._tracker.to(RankState.IDLE)
+        if self._tracker.state is RankState.BUSY:
+            self._tracker.to(RankState.IDLE)
         while (action := self._look(tally)) is not Action.STOP:
             if action is Action.TRAIN:
                 self._enter(RankState.TRAINING, tally)
@@ -223,16 +255,20 @@ class IdleWindow:
 
     def _look(self, tally: _Tally) -> Action:
         """What the unit does next. Collective among the unit."""
-        if self._on_look is not None and self._tracker is not None:
-            self._on_look(self._tracker.state.name)
         self.coordinator.all_done()  # polls, too
-        self.coordinator.check_alive(self._silent)
+        self._say_alive()
         proposal = Action.WAIT
         if self._failed is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
         elif self._unit.is_first:
             proposal = self.policy.decide(self._view(tally)).action
         return Action(self._unit.agree(proposal))
+
+    def _say_alive(self) -> None:
+        """A look at the others: this rank is alive, and so must they be."""
+        if self._on_look is not None and self._tracker is not None:
+            self._on_look(self._tracker.state.name)
+        self.coordinator.check_alive(self._silent)
 
     def _view(self, tally: _Tally) -> IdleView:
         assert self._tracker is not None

@@ -110,7 +110,7 @@ def time(run: RunData) -> Section:
             bars,
             "step",
             "seconds, mean of the ranks",
-            "Idle: a rank has answered its prompts and waits for the slowest one.",
+            "Idle: a rank has nothing left to answer and waits for the slowest one.",
             layout=layout,
             wide=True,
             height=340,
@@ -232,7 +232,9 @@ def _by_rank(run: RunData) -> list[Part]:
     ]
 
 
-_STRAGGLERS = "Who waits least holds the others up: it had the longest answers, or its machine is slow."
+_STRAGGLERS = (
+    "Who waits least holds the others up: it had the longest answers, helped others, or its machine is slow."
+)
 
 
 def drafter(run: RunData) -> Section:

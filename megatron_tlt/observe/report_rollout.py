@@ -252,7 +252,7 @@ def _lane_charts(
         "hovermode": "closest",
         "yaxis": {"autorange": "reversed", "type": "category", "title": {"text": ""}},
     }
-    note = "BUSY: answers. IDLE: its answers are done, others' are not. TRAINING: idle, and training the drafter."
+    note = "BUSY: answers. IDLE: no request left here, elsewhere there is. TRAINING: idle, and training the drafter."
     title = "What each rank did" if not many else f"The slowest and the quickest of {len(run.ranks)} ranks"
     chart = Chart(
         title,

@@ -263,6 +263,14 @@ class Engine:
             self.speculator.eagle.resume()
         self._released = False
 
+    def withdraw(self, count: int) -> list[Request]:
+        """Takes up to `count` requests out that have not decoded, between two steps; they are never answered here."""
+        taken = self.scheduler.withdraw(count)
+        self._stats.generated_tokens -= sum(len(request.output) for request in taken)
+        if taken and self.is_idle:
+            self._note(0, time.perf_counter())
+        return taken
+
     def abort_all(self) -> list[Request]:
         """Drops every request; the block pool is whole again."""
         return self.scheduler.abort_all()

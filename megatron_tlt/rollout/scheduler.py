@@ -134,6 +134,39 @@ class Scheduler:
             finished.sort(key=lambda r: r.order)
         return finished
 
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompts are on their way into the cache."""
+        return bool(self._prefilling)
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests that have not decoded: they can be answered anywhere, from the prompt on, at no loss.
+
+        Those whose prompt is just on its way into the cache do not count.
+        """
+        return sum(
+            _is_unstarted(r) for queue in (self._waiting, self._ready) for p in queue for r in p.children
+        )
+
+    def withdraw(self, count: int) -> list[Request]:
+        """Takes up to `count` unstarted requests out, the latest arrivals first. Mutates the queues."""
+        found = [
+            (r, p, queue)
+            for queue in (self._waiting, self._ready)
+            for p in queue
+            for r in p.children
+            if _is_unstarted(r)
+        ]
+        found.sort(key=lambda entry: -entry[0].order)
+        for request, prefill, queue in found[:count]:
+            prefill.children.remove(request)
+            if not prefill.children:
+                self.blocks.free(prefill.blocks)
+                queue.remove(prefill)
+        heapq.heapify(self._waiting)
+        return [request for request, *_ in found[:count]]
+
     def abort_all(self) -> list[Request]:
         """Drops every request, all blocks free again (an error elsewhere ends the run)."""
         dropped = list(self.rows.requests)
@@ -357,6 +390,11 @@ class Scheduler:
                 f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise "
                 "rollout.kv_cache_mib"
             )
+
+
+def _is_unstarted(request: Request) -> bool:
+    """Whether it has no token but the first, which is drawn with those of its siblings."""
+    return len(request.output) <= 1
 
 
 def _resumption(request: Request) -> Prefill:

@@ -83,8 +83,8 @@ class Beat:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has nothing to do but to wait for others (and may train meanwhile)."""
-        return self.phase == "idle"
+        """Whether it has nothing to do but to wait for others (and may train meanwhile, or be about to help them)."""
+        return self.phase == "idle" or self.state == "IDLE"
 
 
 @dataclass(frozen=True)

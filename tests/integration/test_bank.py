@@ -168,8 +168,12 @@ def test_two_ranks_and_one_take_over_from_each_other(one, dead, forks, tmp_path)
     train(config, 2, f"train.run_dir={by_one}")
     assert banked(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
-    again = killed(config, tmp_path / "again", 0, 3, 9, NOW)
-    train(config, 2, f"train.run_dir={again}")
+    moving = [
+        "idle.take_over=true",
+        "rollout.max_running_requests=4",
+    ]  # either may have answered what it banked
+    again = killed(config, tmp_path / "again", 0, 3, 9, NOW, *moving)
+    train(config, 2, f"train.run_dir={again}", *moving)
     assert 9 <= banked(again)[3] < 32
     assert_same_checkpoint(two / LAST, again / LAST)
 

@@ -9,7 +9,10 @@ import torch
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.page import Tile
+from megatron_tlt.observe.report import tiles
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
+from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows, write_config
 
@@ -124,6 +127,26 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     states = [load_state(folder / f"halves/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
     assert [s["version"] for s in states] == [2, 4]
     assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
+
+
+def test_dry_ranks_take_over_what_busy_ones_have_queued(folder: Path):
+    """A rank with a slow engine and room for four requests: the other answers half of its sixteen and more."""
+    few = ["idle.take_over=true", "rollout.max_running_requests=4"]
+    run(folder, [("taken", [*TRAIN, *few], "slow engine")])
+    assert_same_policy(folder, "taken")
+    taken = [row["idle/taken_over"] for row in rows(folder / "taken")]
+    assert all(6 <= count <= 15 for count in taken), taken
+    said = json.loads((folder / "taken/summary.json").read_text())
+    assert said["taken_over"] == sum(taken)
+    assert Tile("taken over", f"{sum(taken):.0f}", "answers given for other ranks") in tiles(
+        read_run(folder / "taken")
+    )
+    for step in range(4):  # it is busy, idle, and busy again
+        events = read_events(folder / "taken", 0)
+        states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
+        assert states[:3] == ["BUSY", "IDLE", "BUSY"]
+    answers = [[row["answers"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off")]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.nightly

@@ -58,6 +58,12 @@ def test_reports_go_through_the_first_rank_of_each_node(per_node):
     run(8, "sub_leaders", per_node)
 
 
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (4, 2), (8, 4)])
+def test_requests_go_to_ranks_that_are_dry(ranks, per_node):
+    figures = run(ranks, "takes_over", per_node)
+    assert figures["taken"] > 0
+
+
 def test_a_leader_that_does_not_poll_finds_the_newest_reports_not_all():
     assert run(4, "deaf_leader")["outstanding"] == 1
 

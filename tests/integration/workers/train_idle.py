@@ -18,14 +18,17 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.online import OnlineTrainer
 from megatron_tlt.errors import DrafterError
+from megatron_tlt.rollout.engine import Engine
 
 SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
+SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"
 GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineTrainer._learn, OnlineTrainer.weights
+STEP = Engine.step
 
 
 def slow_last_rank(world: World) -> None:
-    def generate(self, *args):
-        samples = GENERATE(self, *args)
+    def generate(self, *args, **options):
+        samples = GENERATE(self, *args, **options)
         if world.rank == world.size - 1:
             time.sleep(SLOW_S)
         return samples
@@ -45,12 +48,18 @@ def break_it(fault: str, world: World) -> None:
             return {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
         return tensors
 
-    OnlineTrainer._learn, OnlineTrainer.weights = learn, weights
+    def step(self):
+        if fault == "slow engine" and world.rank == world.size - 1:
+            time.sleep(SLOW_STEP_S)
+        return STEP(self)
+
+    OnlineTrainer._learn, OnlineTrainer.weights, Engine.step = learn, weights, step
 
 
 def body(world: World) -> None:
-    slow_last_rank(world)
     for path, overrides, fault in json.loads(Path(sys.argv[1]).read_text()):
+        if fault != "slow engine":
+            slow_last_rank(world)
         break_it(fault, world)
         trainer = build_trainer(load_config(path, overrides, Config), world)
         trainer.run()

@@ -17,8 +17,10 @@ from mpi4py import MPI
 
 from megatron_tlt.errors import CoordinatorError, DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.policy import IdlePolicy
+from megatron_tlt.idle.messages import Piece
+from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
 from megatron_tlt.idle.state import RankState
+from megatron_tlt.idle.takeover import pieces_of
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 
 WORLD = MPI.COMM_WORLD
@@ -229,6 +231,47 @@ def sub_leaders(per_node: str) -> None:
     assert min(tails) > 0.15, tails
     coordinator.close()
     say_ok(tails=[round(t, 3) for t in tails])
+
+
+def takes_over(per_node: str) -> None:
+    """All requests are one rank's at first, a different one each window; every one is answered once."""
+    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node), take_over=True)
+    window = IdleWindow(coordinator, EAGER)
+    queue: list[tuple[int, int]] = []
+    running = taken = 0
+
+    def give() -> tuple[list[Piece], int]:
+        given = [queue.pop() for _ in range(share_of_queue(len(queue), running))]
+        return pieces_of(given), len(queue)
+
+    coordinator.give_from(give)
+    for number, rich in enumerate((0, SIZE - 1, 1)):
+        queue[:] = [(number, i) for i in range(200)] if rich == RANK else []
+        answered: list[tuple[int, int]] = []
+        WORLD.Barrier()
+        window.begin()
+        while True:
+            while queue:
+                some, queue[:2] = queue[:2], []
+                running = len(some)
+                coordinator.progress(running, 50.0 * len(queue), 100.0, len(queue))
+                time.sleep(0.002)
+                answered += some
+                running = 0
+            pieces = window.take_over()
+            if not pieces:
+                break
+            queue += [(p.prompt_id, p.first + i) for p in pieces for i in range(p.count)]
+            taken += len(queue)
+        reports = check(window.run(step))
+        everything = sorted(one for part in WORLD.allgather(answered) for one in part)
+        assert everything == [(number, i) for i in range(200)]
+        assert all(WORLD.allgather(bool(answered))), "somebody got nothing to do"
+        stops = max(r.left_at for r in reports) - max(r.entered_at for r in reports)
+        assert stops < 0.25, stops
+    outstanding, taken = coordinator.outstanding, WORLD.allreduce(taken)
+    coordinator.close()
+    say_ok(taken=taken, outstanding=outstanding)
 
 
 def deaf_leader() -> None:

@@ -15,11 +15,11 @@ CONFIG = FAMILIES["qwen3"]
 BATCH = collate([random_sequence(CONFIG, n, 3) for n in (12, 20, 26)])
 
 
-def trainer(**fields) -> DrafterTrainer:
+def trainer(feature_noise: float = 0.0, **fields) -> DrafterTrainer:
     section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
     model = EagleModel(CONFIG)
     model.initialise(0)
-    return DrafterTrainer(model, *lookup_tables(CONFIG), section)
+    return DrafterTrainer(model, *lookup_tables(CONFIG), section, feature_noise=feature_noise)
 
 
 def test_steps_learn() -> None:
@@ -48,6 +48,28 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
     a, b = one.step(BATCH), two.step(BATCH)
     assert a == b
     assert all(torch.equal(p, q) for p, q in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def test_noise_is_on_what_is_read_not_on_what_is_learned() -> None:
+    """Its share of the states' size, another one each step, the same again after a restart; targets stay exact."""
+    t, read = trainer(feature_noise=0.25), []
+    unroll, loss = t.model.unroll, t._loss
+    t.model.unroll = lambda embed, batch, *rest: read.append(batch.hidden) or unroll(embed, batch, *rest)
+    targets: list[torch.Tensor] = []
+    t._loss = lambda outputs, batch, *rest: targets.append(batch.hidden) or loss(outputs, batch, *rest)
+    state = t.state_dict()
+    state = {**state, "model": {k: v.clone() for k, v in state["model"].items()}}
+    for _ in range(2):
+        t.step(BATCH)
+    assert all(target is BATCH.hidden for target in targets)
+    noise = [hidden - BATCH.hidden for hidden in read]
+    size = BATCH.hidden.pow(2).mean().sqrt()
+    for one in noise:
+        assert float(one.std() / size) == pytest.approx(0.25, rel=0.1)
+    assert not torch.equal(*noise)
+    t.load_state_dict(state)
+    t.step(BATCH)
+    assert torch.equal(read[2], read[0])
 
 
 def test_gradients_can_be_averaged_before_they_are_used() -> None:

@@ -84,3 +84,16 @@ def test_the_text_names_states_and_who_is_silent_longest_first(board, clock):
 def test_the_text_of_many_ranks_is_cut(clock):
     board = StatusBoard(range(100), clock)
     assert board.text().endswith("rank 15 (never heard) and 84 more")
+
+
+def test_who_may_still_take_requests_over_is_waited_for_but_holds_up_nobody(board):
+    board.take(Report(0, 1, 1, BUSY, tokens_left=100, tokens_per_second=50, queued=3), via=0)
+    board.take(Report(2, 1, 1, IDLE, asks=True), via=2)
+    assert board.queues() == ([board.entries()[0].report], False)  # rank 4 was not heard of
+    board.take(Report(4, 1, 1, IDLE), via=4)
+    assert board.busy == {0, 2}
+    assert board.tail() == pytest.approx(2.0)
+    assert board.queues() == ([board.entries()[0].report], True)
+    board.take(Report(0, 2, 1, BUSY, queued=-1), via=0)
+    assert board.queues() == ([], False)
+    assert [board.seq_of(rank) for rank in (0, 2, 4)] == [2, 1, 1]

@@ -3,7 +3,15 @@ from dataclasses import replace
 import pytest
 
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.idle.policy import Action, BusyReplica, IdlePolicy, IdleView, expected_tail, has_changed
+from megatron_tlt.idle.policy import (
+    Action,
+    BusyReplica,
+    IdlePolicy,
+    IdleView,
+    expected_tail,
+    has_changed,
+    share_of_queue,
+)
 from megatron_tlt.idle.state import RankState
 
 POLICY = IdlePolicy(min_tail_seconds=0.1, max_steps_per_window=5, min_samples=2)
@@ -85,3 +93,11 @@ def test_what_counts_as_a_change(told, now, changed):
 def test_where_a_unit_has_several_opinions_the_highest_counts():
     assert max(Action.WAIT, Action.TRAIN, Action.STOP) is Action.STOP
     assert max(Action.STOP, Action.DISABLE) is Action.DISABLE
+
+
+@pytest.mark.parametrize(
+    ("queued", "running", "given"),
+    [(0, 0, 0), (0, 64, 0), (1, 0, 1), (1, 64, 1), (40, 0, 20), (40, 16, 24), (5, 2, 3), (5, 100, 5)],
+)
+def test_a_dry_replica_gets_what_lets_both_end_together(queued, running, given):
+    assert share_of_queue(queued, running) == given

@@ -42,6 +42,8 @@ class FakeCoordinator:
     calls: list[str] = field(default_factory=list)
     steps: int = 0
     dead: bool = False
+    asked_at: float = 0.0
+    gifts: list = field(default_factory=list)
 
     def begin(self) -> None:
         self.calls.append("begin")
@@ -51,7 +53,7 @@ class FakeCoordinator:
         raise AssertionError("the window does not roll out")
 
     def enter_done(self) -> None:
-        assert self.calls[-1] == "begin"
+        assert self.calls[-1] in ("begin", "ask")
         self.calls.append("enter_done")
         self.state, self.entered_at = IDLE, self.clock.time
 
@@ -70,6 +72,20 @@ class FakeCoordinator:
 
     def expected_tail(self) -> float | None:
         return self.over_at - self.clock.time if self.knows_tail else None
+
+    def give_from(self, give) -> None:
+        raise AssertionError("the window gives nothing")
+
+    def ask_for_work(self) -> None:
+        self.calls.append("ask")
+        self.state, self.asked_at = IDLE, self.clock.time
+
+    def given_work(self):
+        if self.clock.time < self.asked_at + 0.01:
+            return None
+        if pieces := self.gifts.pop(0) if self.gifts else ():
+            self.state = BUSY
+        return pieces
 
     def check_alive(self, silent_seconds: float) -> None:
         if self.dead:
@@ -104,6 +120,32 @@ def test_every_look_is_a_sign_of_life_with_the_state(clock):
     window.begin()
     window.run(stepper(clock))
     assert told == ["IDLE", "TRAINING", "TRAINING", "TRAINING"]
+
+
+def test_a_dry_rank_asks_for_work_until_there_is_none(clock):
+    """BUSY and idle in turns, all of it one window; the micro-steps begin when nothing can come any more."""
+    coordinator = FakeCoordinator(clock, over_at=11.0, knows_tail=False, gifts=["some", "more"])
+    told = []
+    window = make(coordinator, clock, on_look=told.append)
+    window.begin()
+    for gift in ("some", "more", ()):
+        clock.time += 0.2
+        assert window.take_over() == gift
+        assert coordinator.state is (BUSY if gift else IDLE)
+    assert set(told) == {"IDLE"}
+    report = window.run(stepper(clock))
+    assert [s.state for s in report.spans] == [BUSY, IDLE, BUSY, IDLE, BUSY, IDLE, TRAINING]
+    assert report.spans[-1].end - report.spans[0].start == pytest.approx(sum(s.seconds for s in report.spans))
+    assert report.idle_seconds == pytest.approx(clock.time - 10.0 - 3 * 0.2)
+    assert report.training_seconds == pytest.approx(report.spans[-1].seconds)
+
+
+def test_a_rank_that_waits_for_work_misses_the_dead(clock):
+    coordinator = FakeCoordinator(clock, over_at=11.0, dead=True)
+    window = make(coordinator, clock)
+    window.begin()
+    with pytest.raises(CoordinatorError, match="rank 3"):
+        window.take_over()
 
 
 def test_it_trains_until_the_last_is_done_and_no_step_longer(clock):
