@@ -116,7 +116,7 @@ def keepup(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Seconds per step with everything on and off; the weights must be the same."""
-    rows, ratios = compare(args, "e2e", ON, OFF, args.steps)
+    rows, ratios = compare(args, "e2e", ON, OFF)
     return rows, {"e2e": ratios["step"], "rollout": ratios["rollout"], "identical": 1.0}
 
 
@@ -132,7 +132,7 @@ def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     drafter = widen_drafter(DRAFTER, *shapes, args.work / "tail-drafter")
     where = [f"model.path={model}"]
     on = [*ON, *where, f"{SPEC}.drafter_path={drafter}"]
-    rows, ratios = compare(args, "tail", on, [*OFF, *where], args.steps, config=TAIL)
+    rows, ratios = compare(args, "tail", on, [*OFF, *where], TAIL)
     return rows, {"tail": ratios["step"], "tail_rollout": ratios["rollout"], "tail_identical": 1.0}
 
 
@@ -141,7 +141,7 @@ def takeover(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     rows, summary = [], {}
     for running in TAKEOVER_RUNNING:
         few = [*OFF, f"rollout.max_running_requests={running}"]
-        some, ratios = compare(args, f"takeover-{running}", [*few, "idle.take_over=true"], few, args.steps)
+        some, ratios = compare(args, f"takeover-{running}", [*few, "idle.take_over=true"], few)
         rows += [{**row, "running": running} for row in some]
         summary |= {f"takeover_{name}_{running}": ratio for name, ratio in ratios.items()}
     return rows, summary
@@ -152,7 +152,6 @@ def compare(
     part: str,
     on: list[str],
     off: list[str],
-    steps: int,
     config: Path | None = None,
 ) -> tuple[Rows, dict[str, float]]:
     """Runs with `on` and `off` in turns: rows, and median ratios off / on of a step and of rollout with idle time.
@@ -161,6 +160,7 @@ def compare(
     """
     from tests.helpers.runs import checkpoint_tensors
 
+    steps = args.steps
     kept, ratios, shares = [], [], []
     for turn in range(args.repeats):
         seconds, rollout, tensors = {}, {}, {}

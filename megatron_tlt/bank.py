@@ -176,8 +176,7 @@ class RolloutBank:
 
         Collective while answers of an earlier attempt may be there.
         """
-        sums = {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
-        banked = self._agreed(self._read(sums)) if self._has_old else {}
+        banked = self._agreed(self._read(_sums(prompts))) if self._has_old else {}
         plan, keep = self._plan, self.keeper(prompts)
         made = self._engine.generate(prompts, plan.params, plan.num_samples, on_progress, banked.keys(), keep)
         self._reused += len(banked)
@@ -187,7 +186,7 @@ class RolloutBank:
         """Whom to give each answer to these prompts as soon as it is there; None: nobody keeps it."""
         if (writer := self._writer) is None:
             return None
-        sums = {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
+        sums = _sums(prompts)
         return lambda sample: writer.add(sample, sums[sample.prompt_id])
 
     def end_step(self) -> dict[str, float]:
@@ -251,6 +250,11 @@ class RolloutBank:
             return mine
         _log.warning("ranks of replica %d read different answers from the bank: none is used", self._replica)
         return {}
+
+
+def _sums(prompts: Sequence[Prompt]) -> dict[int, int]:
+    """Checksums by prompt id."""
+    return {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
 
 
 def _number(directory: Path) -> int:

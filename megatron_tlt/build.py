@@ -330,9 +330,8 @@ def _upkeep(
 
     coordinator: Coordinator = SoloCoordinator()
     if world.size > 1:
-        coordinator = IdleCoordinator.of(config.idle, world.comm, tp.size, world.local_size)
-    if takeover is not None:
-        coordinator.give_from(takeover.give)
+        give = None if takeover is None else takeover.give
+        coordinator = IdleCoordinator.of(config.idle, world.comm, tp.size, world.local_size, give)
     window = IdleWindow(
         coordinator,
         IdlePolicy.of(config.idle),
@@ -375,7 +374,7 @@ def _bank(
     if not isinstance(backend, EmbeddedBackend):
         why = f"rollout.backend = {rollout.backend} has no keyed sampling"
         return NoBank(backend, plan, why if world.is_main else None)
-    if speculation.drafter != "none" and speculation.verify == "block":
+    if not speculation.is_keyed:
         why = "rollout.speculation.verify = block draws without keys"
         return NoBank(backend, plan, why if world.is_main else None)
     identity = {

@@ -57,8 +57,7 @@ def _check_drafting(config: Config) -> Problems:
     if section.drafter != "none" and section.verify == "coupled" and not can.keyed_sampling:
         allowed = f"cannot be had with {name}: it shares keyed noise, which that engine has not"
         yield ConfigProblem(f"{at}.verify", section.verify, allowed)
-    keyed = can.keyed_sampling and (section.drafter == "none" or section.verify != "block")
-    if config.idle.take_over and not keyed:
+    if config.idle.take_over and not (can.keyed_sampling and section.is_keyed):
         allowed = (
             f"must be false with {name}"
             + (" and rollout.speculation.verify: block" if can.keyed_sampling else "")

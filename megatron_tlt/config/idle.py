@@ -13,7 +13,7 @@ class IdleSection(Section):
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
     take_over: bool = False
-    """Requests that wait in a busy rank's engine go to ranks that have run dry, before those count as idle. Needs
+    """Requests that wait in a busy rank's engine go to ranks that have run dry. Needs
     rollout.tp = 1 and keyed sampling (the embedded engine, rollout.speculation.verify other than block)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""

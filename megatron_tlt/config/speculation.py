@@ -73,6 +73,11 @@ class SpeculationSection(Section):
         return self.drafter in ("eagle", "hybrid")
 
     @property
+    def is_keyed(self) -> bool:
+        """Whether every token is drawn with the noise of its key: block verification has noise of its own."""
+        return self.drafter == "none" or self.verify != "block"
+
+    @property
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
         return self.drafter in ("suffix", "hybrid")

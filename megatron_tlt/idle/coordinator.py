@@ -65,11 +65,14 @@ class IdleCoordinator:
         min_poll_seconds: float = 0.002,
         report_change: float = 0.2,
         heartbeat_seconds: float = 1.0,
-        take_over: bool = False,
+        give: Give | None = None,
         clock: Clock | None = None,
         wall: Callable[[], float] = wall_seconds,
     ):
-        """Duplicates `comm`. Collective, the only call that may wait. Raises CoordinatorError for a wrong unit size."""
+        """Duplicates `comm`. Collective, the only call that may wait. Raises CoordinatorError for a wrong unit size.
+
+        With `give` queued requests change replicas: it takes some out of this one's queue, within `progress`.
+        """
         if unit_size < 1 or comm.size % unit_size:
             raise CoordinatorError(f"unit_size = {unit_size} must divide the number of ranks ({comm.size})")
         self._comm = comm.Dup()
@@ -87,7 +90,7 @@ class IdleCoordinator:
         self._board: StatusBoard | None = None
         if has_board:
             self._board = StatusBoard(speakers if comm.rank == 0 else members, self._clock)
-        self._takeover = Takeover(speakers, self._send_work) if take_over else None
+        self._takeover = None if give is None else Takeover(speakers, self._send_work, give)
         self._early: list[Message] = []  # of the next window
         self._outbox: dict[int, Report] = {}
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)
@@ -104,7 +107,14 @@ class IdleCoordinator:
         self.last_done_at: float | None = None
 
     @classmethod
-    def of(cls, section: IdleSection, comm: MPI.Comm, unit_size: int, ranks_per_node: int) -> IdleCoordinator:
+    def of(
+        cls,
+        section: IdleSection,
+        comm: MPI.Comm,
+        unit_size: int,
+        ranks_per_node: int,
+        give: Give | None = None,
+    ) -> IdleCoordinator:
         """A coordinator with the settings of a configuration. Collective."""
         return cls(
             comm,
@@ -114,7 +124,7 @@ class IdleCoordinator:
             min_poll_seconds=section.poll_ms / 1e3,
             report_change=section.report_change,
             heartbeat_seconds=section.heartbeat_seconds,
-            take_over=section.take_over,
+            give=give,
         )
 
     @property
@@ -145,12 +155,9 @@ class IdleCoordinator:
         self._told.clear()
         self._tail_end = self.last_done_at = None
         self._is_complete = False
-        self._me = replace(
-            self._me, epoch=self.epoch + 1, state=RankState.BUSY, running=0, steps=0, tokens_left=0.0
-        )
         queued = 0 if self._takeover is None else -1
-        self._me = replace(
-            self._me, tokens_per_second=0.0, changed_at=self._wall(), queued=queued, asks=False
+        self._me = Report(
+            self.rank, self._me.seq, self.epoch + 1, RankState.BUSY, changed_at=self._wall(), queued=queued
         )
         if self._takeover is not None:
             self._takeover.begin()
@@ -205,11 +212,6 @@ class IdleCoordinator:
             if self._test_barrier():
                 self._announce(self.entered_at)
                 return
-
-    def give_from(self, give: Give) -> None:
-        """From now on `give` takes requests out of this replica's queue for others; called within `progress`."""
-        if self._takeover is not None:
-            self._takeover.give = give
 
     def ask_for_work(self) -> None:
         """This replica ran dry, IDLE, and could answer requests of others. Returns at once."""
@@ -358,9 +360,11 @@ class IdleCoordinator:
             self._tail_end = self._clock.now() + message.value
         elif self._takeover is not None and epoch > self.epoch:
             self._early.append(message)  # its rank has left a window that this one is still in
-        elif self._takeover is not None and epoch == self.epoch and self._takeover.handle(message):
-            self._me = replace(self._me, queued=self._takeover.left)
-            self._report()  # so that rank 0 may choose this one again
+        elif self._takeover is not None and epoch == self.epoch:
+            left = self._takeover.handle(message)
+            if left is not None:
+                self._me = replace(self._me, queued=left)
+                self._report()  # so that rank 0 may choose this one again
 
     def _send_work(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[Piece] = ()) -> None:
         """A message about requests; one to itself does not travel."""

@@ -48,12 +48,9 @@ def pieces_of(requests: Iterable[tuple[int, int]]) -> list[Piece]:
 class Takeover:
     """One rank's part: as a dry one, as a busy one, and on rank 0 as the one that chooses."""
 
-    def __init__(self, speakers: Sequence[int], send: Send):
+    def __init__(self, speakers: Sequence[int], send: Send, give: Give):
         """`speakers`: the first ranks of all replicas."""
-        self._speakers, self._send = speakers, send
-        self.give: Give = _nothing
-        self.left = 0
-        """In this rank's queue, after it gave."""
+        self._speakers, self._send, self._give = speakers, send, give
         self.begin()
 
     def begin(self) -> None:
@@ -91,8 +88,8 @@ class Takeover:
         whole, self._whole = self._whole, ()
         return whole
 
-    def handle(self, message: Message) -> bool:
-        """Takes a message of the present window; True if this rank's own queue has changed by it."""
+    def handle(self, message: Message) -> int | None:
+        """Takes a message of the present window; if this rank was to give, how many are left in its queue."""
         if message.kind is Kind.ASK:
             self._pending.append((message.sender, int(message.value)))
             self._takers.pop(message.sender, None)
@@ -102,10 +99,10 @@ class Takeover:
         elif message.kind is Kind.GIVE:
             self._take(message)
         elif message.kind is Kind.GRANT:
-            pieces, self.left = self.give()
+            pieces, left = self._give()
             self._hand_over(int(message.value), pieces)
-            return True
-        return False
+            return left
+        return None
 
     def lead(self, board: StatusBoard) -> None:
         """On rank 0: chooses for each ASK the longest queue, one ASK a report of its owner; or says: none."""
@@ -116,13 +113,14 @@ class Takeover:
             self._has_told = True
             for rank in set(self._speakers).difference(taker for taker, _ in self._pending):
                 self._send(rank, Kind.DRY)
+        if self._has_told:
+            while self._pending:
+                self._send(self._pending.popleft()[0], Kind.DRY, 1.0)
+            return
         free = [report for report in queues if self._givers.get(report.rank) != report.seq]
         free.sort(key=lambda report: (report.queued, -report.rank))
-        while self._pending and (free or self._has_told):
+        while self._pending and free:
             taker, seq = self._pending.popleft()
-            if self._has_told:
-                self._send(taker, Kind.DRY, 1.0)
-                continue
             giver = free.pop()
             self._givers[giver.rank], self._takers[taker] = giver.seq, seq
             self._send(giver.rank, Kind.GRANT, taker)
@@ -140,7 +138,3 @@ class Takeover:
         self._asked, self._whole, self._came = False, tuple(self._came), []
         if not self._whole:
             self.ask(self._seq)
-
-
-def _nothing() -> tuple[Sequence[Piece], int]:
-    return (), 0

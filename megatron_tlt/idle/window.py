@@ -25,7 +25,6 @@ from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
     from megatron_tlt.idle.messages import Piece
-    from megatron_tlt.idle.takeover import Give
     from megatron_tlt.interfaces import Clock
 
 TOKENS = "tokens"
@@ -50,7 +49,6 @@ class Coordinator(Protocol):
     def progress(
         self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0
     ) -> None: ...
-    def give_from(self, give: Give) -> None: ...
     def ask_for_work(self) -> None: ...
     def given_work(self) -> Sequence[Piece] | None: ...
     def enter_done(self) -> None: ...
@@ -75,9 +73,6 @@ class SoloCoordinator:
 
     def progress(self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0) -> None:
         """Nobody to tell."""
-
-    def give_from(self, give: Give) -> None:
-        """Nobody to give to."""
 
     def ask_for_work(self) -> None:
         """Nobody to ask."""

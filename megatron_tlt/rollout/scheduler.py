@@ -12,7 +12,7 @@ latest arrival gives its blocks back and is computed again later. So the oldest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,20 +145,11 @@ class Scheduler:
 
         Those whose prompt is just on its way into the cache do not count.
         """
-        return sum(
-            _is_unstarted(r) for queue in (self._waiting, self._ready) for p in queue for r in p.children
-        )
+        return sum(1 for _ in self._unstarted())
 
     def withdraw(self, count: int) -> list[Request]:
         """Takes up to `count` unstarted requests out, the latest arrivals first. Mutates the queues."""
-        found = [
-            (r, p, queue)
-            for queue in (self._waiting, self._ready)
-            for p in queue
-            for r in p.children
-            if _is_unstarted(r)
-        ]
-        found.sort(key=lambda entry: -entry[0].order)
+        found = sorted(self._unstarted(), key=lambda entry: -entry[0].order)
         for request, prefill, queue in found[:count]:
             prefill.children.remove(request)
             if not prefill.children:
@@ -166,6 +157,14 @@ class Scheduler:
                 queue.remove(prefill)
         heapq.heapify(self._waiting)
         return [request for request, *_ in found[:count]]
+
+    def _unstarted(self) -> Iterator[tuple[Request, Prefill, list[Prefill]]]:
+        """With where they are: those that have no token but the first, which is drawn with their siblings'."""
+        for queue in (self._waiting, self._ready):
+            for prefill in queue:
+                for request in prefill.children:
+                    if len(request.output) <= 1:
+                        yield request, prefill, queue
 
     def abort_all(self) -> list[Request]:
         """Drops every request, all blocks free again (an error elsewhere ends the run)."""
@@ -390,11 +389,6 @@ class Scheduler:
                 f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise "
                 "rollout.kv_cache_mib"
             )
-
-
-def _is_unstarted(request: Request) -> bool:
-    """Whether it has no token but the first, which is drawn with those of its siblings."""
-    return len(request.output) <= 1
 
 
 def _resumption(request: Request) -> Prefill:

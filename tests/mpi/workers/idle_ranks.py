@@ -235,8 +235,6 @@ def sub_leaders(per_node: str) -> None:
 
 def takes_over(per_node: str) -> None:
     """All requests are one rank's at first, a different one each window; every one is answered once."""
-    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node), take_over=True)
-    window = IdleWindow(coordinator, EAGER)
     queue: list[tuple[int, int]] = []
     running = taken = 0
 
@@ -244,7 +242,8 @@ def takes_over(per_node: str) -> None:
         given = [queue.pop() for _ in range(share_of_queue(len(queue), running))]
         return pieces_of(given), len(queue)
 
-    coordinator.give_from(give)
+    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node), give=give)
+    window = IdleWindow(coordinator, EAGER)
     for number, rich in enumerate((0, SIZE - 1, 1)):
         queue[:] = [(number, i) for i in range(200)] if rich == RANK else []
         answered: list[tuple[int, int]] = []

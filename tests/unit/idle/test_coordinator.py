@@ -8,22 +8,9 @@ from megatron_tlt.errors import CoordinatorError
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.messages import Kind, Message, Report, pack, unpack
 from megatron_tlt.idle.state import RankState
+from tests.helpers.fake_mpi import Done
 
 BUSY, IDLE, TRAINING = RankState.BUSY, RankState.IDLE, RankState.TRAINING
-
-
-class Done:
-    """A request, or a probed message, that completes at once."""
-
-    def __init__(self, data: bytes = b""):
-        self.data = data
-
-    def Irecv(self, buffer: bytearray) -> "Done":
-        buffer[: len(self.data)] = self.data
-        return self
-
-    def Test(self) -> bool:
-        return True
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, Piece, Report,
 from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.takeover import Takeover, pieces_of
+from tests.helpers.fake_mpi import Done
 
 TICK_S = 0.002
 
@@ -28,6 +29,10 @@ def test_pieces_are_runs_of_samples():
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------
+
+
+def nothing():
+    return (), 0
 
 
 class Sent(list):
@@ -62,7 +67,7 @@ def board_of(*queues: int) -> StatusBoard:
 
 
 def test_a_dry_rank_asks_and_is_settled_by_the_answer_alone(sent):
-    taker = Takeover(range(4), sent)
+    taker = Takeover(range(4), sent, nothing)
     taker.ask(1)
     assert sent.taken() == [(0, Kind.ASK, 1, ())]
     taker.handle(message(Kind.DRY, value=0.0))  # told to all; a grant may be on its way all the same
@@ -75,7 +80,7 @@ def test_a_dry_rank_asks_and_is_settled_by_the_answer_alone(sent):
 
 
 def test_an_empty_gift_is_followed_by_the_next_question(sent):
-    taker = Takeover(range(4), sent)
+    taker = Takeover(range(4), sent, nothing)
     taker.ask(1)
     taker.handle(message(Kind.GIVE, 2, 1.0))
     assert sent.taken() == [(0, Kind.ASK, 1, ()), (0, Kind.ASK, 1, ())]
@@ -84,11 +89,9 @@ def test_an_empty_gift_is_followed_by_the_next_question(sent):
 
 
 def test_a_large_gift_comes_in_several_messages(sent):
-    giver, taker = Takeover(range(4), sent), Takeover(range(4), sent)
     pieces = [Piece(i, 0, 1) for i in range(2 * MAX_PIECES + 5)]
-    giver.give = lambda: (pieces, 9)
-    assert giver.handle(message(Kind.GRANT, value=3.0))
-    assert giver.left == 9
+    giver, taker = Takeover(range(4), sent, lambda: (pieces, 9)), Takeover(range(4), sent, nothing)
+    assert giver.handle(message(Kind.GRANT, value=3.0)) == 9
     gifts = sent.taken()
     assert [(to, kind, value, len(some)) for to, kind, value, some in gifts] == [
         (3, Kind.GIVE, 0.0, MAX_PIECES),
@@ -103,7 +106,7 @@ def test_a_large_gift_comes_in_several_messages(sent):
 
 
 def test_rank_0_chooses_the_longest_queue_and_asks_it_once_a_report(sent):
-    leader, board = Takeover(range(4), sent), board_of(0, 5, 9, 0)
+    leader, board = Takeover(range(4), sent, nothing), board_of(0, 5, 9, 0)
     for rank in (0, 3):
         leader.handle(message(Kind.ASK, rank))
     leader.lead(board)
@@ -121,7 +124,7 @@ def test_rank_0_chooses_the_longest_queue_and_asks_it_once_a_report(sent):
 
 def test_what_was_given_to_a_rank_is_waited_for(sent):
     """Reports that only say that the taker is still dry, as a heartbeat does, change nothing."""
-    leader, board = Takeover(range(3), sent), board_of(0, 4, 0)
+    leader, board = Takeover(range(3), sent, nothing), board_of(0, 4, 0)
     leader.handle(message(Kind.ASK, 2, 3.0))  # it overtook its report number 3, and that of before
     leader.lead(board)
     assert sent.taken() == [(1, Kind.GRANT, 2, ())]
@@ -145,7 +148,7 @@ def test_what_was_given_to_a_rank_is_waited_for(sent):
 def test_an_answer_that_came_before_the_question_is_read_first():
     net = Net(random.Random(1), 2)
     comm = Comm(net, 1)
-    coordinator = IdleCoordinator(comm, clock=net, wall=net.now, take_over=True)
+    coordinator = IdleCoordinator(comm, clock=net, wall=net.now, give=nothing)
     coordinator.begin()
     net.links[0, 1] = deque([(0.0, bytes(pack(Kind.DRY, 0, 1)))])
     net.links.pop((1, 0))
@@ -155,7 +158,7 @@ def test_an_answer_that_came_before_the_question_is_read_first():
 
 
 def test_rank_0_says_that_there_is_nothing_once_it_knows_of_all(sent):
-    leader, board = Takeover(range(3), sent), board_of(0, -1, 0)
+    leader, board = Takeover(range(3), sent, nothing), board_of(0, -1, 0)
     leader.handle(message(Kind.ASK, 2))
     leader.lead(board)
     assert sent.taken() == []
@@ -212,30 +215,18 @@ class Comm:
     def Dup(self) -> Comm:
         return self
 
-    def Isend(self, data: bytearray, dest: int) -> Finished:
+    def Isend(self, data: bytearray, dest: int) -> Done:
         assert dest != self.rank
         self.net.post(self.rank, dest, data)
-        return Finished()
+        return Done()
 
-    def Improbe(self) -> Finished | None:
+    def Improbe(self) -> Done | None:
         data = self.net.fetch(self.rank)
-        return None if data is None else Finished(data)
+        return None if data is None else Done(data)
 
     def Ibarrier(self) -> Barrier:
         self.net.entered += 1
         return Barrier(self.net, -(-self.net.entered // self.size) * self.size)
-
-
-@dataclass
-class Finished:
-    data: bytes = b""
-
-    def Irecv(self, buffer: bytearray) -> Finished:
-        buffer[: len(self.data)] = self.data
-        return self
-
-    def Test(self) -> bool:
-        return True
 
 
 @dataclass
@@ -252,9 +243,8 @@ class Replica:
 
     def __init__(self, net: Net, rank: int, capacity: int, **options: float):
         self.coordinator = IdleCoordinator(
-            Comm(net, rank), clock=net, wall=net.now, take_over=True, min_poll_seconds=TICK_S, **options
+            Comm(net, rank), clock=net, wall=net.now, give=self.give, min_poll_seconds=TICK_S, **options
         )
-        self.coordinator.give_from(self.give)
         self.rng, self.capacity = net.rng, capacity
         self.answered: list[tuple[int, int]] = []
         self.ends_early = 0.0  # chance to drop everything, each tick, as after a signal

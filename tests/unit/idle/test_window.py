@@ -73,9 +73,6 @@ class FakeCoordinator:
     def expected_tail(self) -> float | None:
         return self.over_at - self.clock.time if self.knows_tail else None
 
-    def give_from(self, give) -> None:
-        raise AssertionError("the window gives nothing")
-
     def ask_for_work(self) -> None:
         self.calls.append("ask")
         self.state, self.asked_at = IDLE, self.clock.time
