@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
 from megatron_tlt.drafter.async_checkpoint import AsyncDrafterCheckpoint
 from megatron_tlt.drafter.flat_state import FlatState
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle.model import EagleModel
 
 POLICY = ModelConfig("qwen3", 151936, 2048, 28, 16, 8, 128, 6144, qk_norm=True)
 QUICK = ModelConfig("qwen3", 16384, 512, 8, 8, 4, 64, 1536, qk_norm=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
@@ -35,10 +35,10 @@ KINDS = [("native", "default"), ("torch", "default"), ("torch", "invariant")]
 def answers(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
     """Token ids of every answer of one run."""
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.build import sampling_params
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.trainer.setup import sampling_params
 
     config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={args.model}", *settings])
     tokenizer = HFTokenizer(args.model)

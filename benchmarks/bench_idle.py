@@ -27,15 +27,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import idle_keepup
-from bench_record import ROOT, write_record
+from lib import idle_keepup
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
 ON = [f"{SPEC}.drafter=hybrid", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
-TAIL = ROOT / "benchmarks/tail.yaml"
+TAIL = ROOT / "benchmarks/lib/tail.yaml"
 TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache
 TAKEOVER_RUNNING = (8, 32)  # of 128 requests of a rank
 QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
@@ -99,7 +99,7 @@ def windows(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 def interference(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Rollout time of a busy rank beside one that trains over beside one that waits."""
-    text = launch(2, [str(ROOT / "benchmarks/idle_worker.py"), str(args.config), str(args.repeats)])
+    text = launch(2, [str(ROOT / "benchmarks/lib/idle_worker.py"), str(args.config), str(args.repeats)])
     rows: Rows = [{"part": "interference", **row} for row in json.loads(text.splitlines()[-1])]
     ratios = [row["training_s"] / row["waiting_s"] for row in rows]
     return rows, {"interference": statistics.median(ratios)}
@@ -122,7 +122,7 @@ def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """As e2e, with a policy that does not fit the cache and few, uneven answers: decoding is bound by memory."""
-    from larger_policy import widen, widen_drafter
+    from lib.larger_policy import widen, widen_drafter
 
     from megatron_tlt.models.config import ModelConfig
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tools"))
@@ -37,11 +37,11 @@ from demo_traces import generate
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.batching import DraftSequence, collate, pack
+from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle_pairs import PairBatch
-from megatron_tlt.warmup import lookup_tables
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairBatch
 
 POLICY = ROOT / "assets" / "demo-policy"
 TOKENS = 2048  # of a packed batch: the demo drafter's own training has 1536

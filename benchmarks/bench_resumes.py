@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
@@ -39,9 +39,9 @@ WHILE_STARTING = (
 )
 # Not mpi4py: it starts MPI when it is imported, which every attempt must do for itself.
 MODULES = (
-    "megatron_tlt.cli",
-    "megatron_tlt.build",
-    "megatron_tlt.loop",
+    "megatron_tlt.cli.main",
+    "megatron_tlt.trainer.setup",
+    "megatron_tlt.trainer.loop",
     "megatron_tlt.actor.policy",
     "transformers",
 )
@@ -70,7 +70,7 @@ def attempt(
 
 def run_forked(config: Path, overrides: list[str], board: mmap.mmap, log: Path) -> None:
     """The child: one rank of `megatron-tlt train`; never returns."""
-    from megatron_tlt.cli import main
+    from megatron_tlt.cli.main import main
     from megatron_tlt.distributed.world import World
 
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

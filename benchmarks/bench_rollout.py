@@ -24,8 +24,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_record import ROOT, write_record
-from rollout_sides import LONGEST, SIDES, Work
+from lib.bench_record import ROOT, write_record
+from lib.rollout_sides import LONGEST, SIDES, Work
 
 MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times the median
 

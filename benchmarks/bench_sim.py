@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench_record import ROOT, commit, machine
+from lib.bench_record import ROOT, commit, machine
 
 sys.path.insert(0, str(ROOT))
 
@@ -52,7 +52,7 @@ def measure(steps: int) -> dict[str, Any]:
             f"train.run_dir={folder}",
         ]
         launcher = Path(sys.executable).with_name("mpiexec")
-        worker = str(ROOT / "benchmarks/sim_worker.py")
+        worker = str(ROOT / "benchmarks/lib/sim_worker.py")
         command = [
             launcher,
             "-n",

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams
     Every measurement takes its own prompts from the stream: the same prompt again has the same answer, by keyed
     sampling, and a suffix drafter that remembers it drafts all of it.
     """
-    from megatron_tlt.build import sampling_params
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.trainer.setup import sampling_params
 
     config = load_config(args.config, [f"model.path={args.model}"])
     tokenizer = HFTokenizer(args.model)
@@ -233,7 +233,7 @@ def main() -> None:
         args.strategies = ["plain", "ours", "suffix 4", "eagle 2", "eagle 4"]
     with tempfile.TemporaryDirectory() as folder:
         if args.layers:
-            from larger_policy import deepen
+            from lib.larger_policy import deepen
 
             args.model = deepen(args.model, args.layers, Path(folder))
         compare(args)

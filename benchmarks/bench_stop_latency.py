@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_record import ROOT, write_record
+from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 

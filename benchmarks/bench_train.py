@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_record import write_record
+from lib.bench_record import write_record
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

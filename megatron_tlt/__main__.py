@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_tlt.cli import main
+from megatron_tlt.cli.main import main
 
 sys.exit(main())

@@ -12,10 +12,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.convert import command, to_megatron
-from megatron_tlt.convert.output import check_room, gib
-from megatron_tlt.convert.ranks import Ranks, together
-from megatron_tlt.convert.report import megatron_report
+from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.output import check_room, gib
+from megatron_tlt.checkpoint.convert.ranks import Ranks, together
+from megatron_tlt.checkpoint.convert.report import megatron_report
+from megatron_tlt.cli import convert as command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

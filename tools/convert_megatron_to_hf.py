@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.convert import command, to_hf
-from megatron_tlt.convert.output import check_room, gib
-from megatron_tlt.convert.ranks import Ranks, together
-from megatron_tlt.convert.report import hf_report
+from megatron_tlt.checkpoint.convert import to_hf
+from megatron_tlt.checkpoint.convert.output import check_room, gib
+from megatron_tlt.checkpoint.convert.ranks import Ranks, together
+from megatron_tlt.checkpoint.convert.report import hf_report
+from megatron_tlt.cli import convert as command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

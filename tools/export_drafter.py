@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.drafter.export import DTYPES, FORMATS, parse_dtype, parse_format
-from megatron_tlt.drafter.export_files import export_drafter
+from megatron_tlt.drafter.export.eagle import DTYPES, FORMATS, parse_dtype, parse_format
+from megatron_tlt.drafter.export.files import export_drafter
 from megatron_tlt.errors import ConfigError, TltError
 
 if TYPE_CHECKING:

@@ -160,7 +160,7 @@ def measure(
 
     Every batch takes new prompts: one that was there before has the same answer, which a suffix drafter remembers.
     """
-    from megatron_tlt.build import sampling_params
+    from megatron_tlt.trainer.setup import sampling_params
 
     backend, recorder = open_engine(config, kind)
     assert recorder is not None
@@ -181,7 +181,7 @@ def measure_prefill(config: Config, prompts: list[Prompt]) -> list[tuple[int, fl
     """(prompt tokens, CPU seconds) of steps that have prompts only."""
     from dataclasses import replace
 
-    from megatron_tlt.build import sampling_params
+    from megatron_tlt.trainer.setup import sampling_params
 
     backend, _ = open_engine(config, "suffix")
     params = replace(sampling_params(config), max_tokens=1)

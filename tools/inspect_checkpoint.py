@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.convert import command
-from megatron_tlt.convert.inspection import (
+from megatron_tlt.checkpoint.convert.inspection import (
     check_same_model,
     checksums,
     compare,
@@ -21,7 +20,8 @@ from megatron_tlt.convert.inspection import (
     open_checkpoint,
     saved_again,
 )
-from megatron_tlt.convert.ranks import Ranks
+from megatron_tlt.checkpoint.convert.ranks import Ranks
+from megatron_tlt.cli import convert as command
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report says which)

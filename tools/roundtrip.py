@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.convert import command
-from megatron_tlt.convert.ranks import Ranks
-from megatron_tlt.convert.roundtrip import roundtrip
+from megatron_tlt.checkpoint.convert.ranks import Ranks
+from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
+from megatron_tlt.cli import convert as command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

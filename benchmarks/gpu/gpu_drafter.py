@@ -25,7 +25,7 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, epoch, pack
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.eagle import EagleModel, PairBatch, PairLayout
+from megatron_tlt.models.eagle.model import EagleModel, PairBatch, PairLayout
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.types import Prompt, Sample
 

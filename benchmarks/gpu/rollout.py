@@ -28,8 +28,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "gpu")]
 
-from bench_record import write_record  # noqa: E402
 from bounds import Device, bound, data_sheet, mean_context  # noqa: E402
+from lib.bench_record import write_record  # noqa: E402
 
 from megatron_tlt.backends.build import build_backend  # noqa: E402
 from megatron_tlt.config.load import load_config  # noqa: E402

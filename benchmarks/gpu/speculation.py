@@ -29,14 +29,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from bench_record import write_record  # noqa: E402
 from bench_speculation import table  # noqa: E402
 from gpu_drafter import acceptance, collect, warm_up  # noqa: E402
 from gpu_policy import train_policy  # noqa: E402
+from lib.bench_record import write_record  # noqa: E402
 
 from megatron_tlt.backends.build import build_backend  # noqa: E402
 from megatron_tlt.backends.embedded import EmbeddedBackend  # noqa: E402
-from megatron_tlt.build import sampling_params  # noqa: E402
 from megatron_tlt.config.drafter import DrafterSection  # noqa: E402
 from megatron_tlt.config.load import load_config  # noqa: E402
 from megatron_tlt.config.model import ModelSection  # noqa: E402
@@ -44,10 +43,11 @@ from megatron_tlt.config.rollout import RolloutSection  # noqa: E402
 from megatron_tlt.data.prompts import build_prompts  # noqa: E402
 from megatron_tlt.data.tokenizer import HFTokenizer  # noqa: E402
 from megatron_tlt.models.config import ModelConfig  # noqa: E402
-from megatron_tlt.models.decoder import TorchDecoder  # noqa: E402
 from megatron_tlt.models.inputs import DecoderInput  # noqa: E402
 from megatron_tlt.models.loader import iter_weights  # noqa: E402
+from megatron_tlt.models.torch.decoder import TorchDecoder  # noqa: E402
 from megatron_tlt.rollout.graph_pool import GraphPool, PooledDecoder, PoolSizes  # noqa: E402
+from megatron_tlt.trainer.setup import sampling_params  # noqa: E402
 from megatron_tlt.types import Prompt, SamplingParams  # noqa: E402
 
 SAMPLES = 8

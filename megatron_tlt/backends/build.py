@@ -20,14 +20,14 @@ from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.native_build import find_compiler
+from megatron_tlt.models.native.build import find_compiler
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
-from megatron_tlt.rollout.pages import page_bytes
+from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
-    from megatron_tlt.models.eagle_base import EagleDecoder
+    from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
     from megatron_tlt.types import EngineStats, Prompt, SamplingParams
 
@@ -242,7 +242,7 @@ def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
     """The C sampler, where the decoder is the native one (its library is built already)."""
     if decoder.kind != "native":
         return None
-    from megatron_tlt.models.native import keyed_sample
+    from megatron_tlt.models.native.decoder import keyed_sample
 
     return partial(keyed_sample, threads=threads)
 

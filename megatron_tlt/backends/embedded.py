@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
-from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.hidden_states import FeatureTap
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (

@@ -6,13 +6,13 @@ from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.config.bank import BankSection
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.config.rollout_cache import BankSection
 from megatron_tlt.config.run import (
     CheckpointSection,
     ClusterSection,
@@ -21,7 +21,7 @@ from megatron_tlt.config.run import (
     ObserveSection,
     TrainSection,
 )
-from megatron_tlt.config.stop import StopSection
+from megatron_tlt.config.shutdown import StopSection
 from megatron_tlt.config.watchdog import WatchdogSection
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.stop import StopSection
+    from megatron_tlt.config.shutdown import StopSection
 
 WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 ECHO_S = 5.0  # signals closer together than this count once

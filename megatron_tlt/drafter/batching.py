@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.eagle_pairs import PairBatch
+from megatron_tlt.models.eagle.pairs import PairBatch
 
 _POOL = 512  # sequences that are sorted by length together: little padding, still shuffled
 

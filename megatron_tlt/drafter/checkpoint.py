@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import check_eagle_shapes, check_eagle_tensors
+from megatron_tlt.models.eagle.model import check_eagle_shapes, check_eagle_tensors
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
 KIND = "eagle"

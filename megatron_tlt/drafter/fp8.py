@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle.model import EagleModel
 
 Mode = Literal["te", "torchao", "emulate"]
 Precision = Callable[[], AbstractContextManager[object]]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
+from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
 _ELEMENTS_AT_ONCE = 1 << 25  # of [rows, V]: bounds the temporaries of the LM head
 _LK_SHARPNESS = 3.0

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.loss import LossWeights, draft_loss
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle3 import Eagle3Model
-from megatron_tlt.models.eagle_pairs import PairBatch, PairLayout
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
 Average = Callable[[list[Tensor]], None]
 Precision = Callable[[], AbstractContextManager[object]]

@@ -33,7 +33,7 @@ from megatron_tlt.idle.messages import MAX_REPORTS, Kind, Message, Piece, Report
 from megatron_tlt.idle.policy import has_changed
 from megatron_tlt.idle.post import Post
 from megatron_tlt.idle.state import MonotonicClock, RankState, check_transition
-from megatron_tlt.idle.takeover import Give, Takeover
+from megatron_tlt.idle.work_stealing import Give, Takeover
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:

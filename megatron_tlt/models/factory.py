@@ -12,10 +12,10 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.decoder import TorchDecoder
-from megatron_tlt.models.eagle_base import EagleDecoder
-from megatron_tlt.models.native_build import find_compiler
-from megatron_tlt.models.paged import PagedRun
+from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.native.build import find_compiler
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.paged import PagedRun
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def build_decoder(
         device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
     )
     if kernels == "native" or (kernels == "auto" and can_native):
-        from megatron_tlt.models.native import NativeDecoder
+        from megatron_tlt.models.native.decoder import NativeDecoder
 
         return NativeDecoder(config, dtype, threads, tp)
     is_invariant = numerics == "invariant"
@@ -66,7 +66,7 @@ def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
             "no triton here: attention gathers keys and values at every step, which costs memory and time"
         )
         return None
-    from megatron_tlt.models.kernels import attend
+    from megatron_tlt.models.torch.kernels import attend
 
     return attend
 
@@ -77,13 +77,13 @@ def build_eagle(policy: Decoder, threads: int = 1, tp: TensorParallel | None = N
     `tp` is the policy's group. Raises BackendError for a decoder that no drafter goes with.
     """
     if isinstance(policy, TorchDecoder):
-        from megatron_tlt.models.eagle_torch import TorchEagle
+        from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
         return TorchEagle(policy, tp)
-    from megatron_tlt.models.native import NativeDecoder
+    from megatron_tlt.models.native.decoder import NativeDecoder
 
     if not isinstance(policy, NativeDecoder):
         raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
-    from megatron_tlt.models.native_eagle import NativeEagle
+    from megatron_tlt.models.native.eagle import NativeEagle
 
     return NativeEagle(policy, threads, tp)

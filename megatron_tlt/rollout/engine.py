@@ -12,11 +12,11 @@ import torch
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.eagle_torch import TorchEagle
+from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
-from megatron_tlt.rollout.features import FeatureTap
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
+from megatron_tlt.rollout.hidden_states import FeatureTap
 from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
@@ -27,7 +27,7 @@ from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import Tokenizer
-    from megatron_tlt.models.decoder import TorchDecoder
+    from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
 Progress = Callable[[int, int, int], None]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.base import KVCache, NamedTensors
-from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import (
     Capturer,
     CudaCapturer,

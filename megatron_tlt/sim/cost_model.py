@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.planning.memory import layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig, SimCostSection
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.memory import layer_parameters, total_parameters
 
 ELEMENT = 2  # bytes of bf16
 

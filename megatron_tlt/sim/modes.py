@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_tlt.config.planning.memory import total_parameters
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.planning.memory import total_parameters
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
 from megatron_tlt.sim.thresholds import recommend

@@ -8,11 +8,11 @@ from demo_traces import generate
 from torch import Tensor
 
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.drafter.pretrain import lookup_tables, policy_hidden
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import FeatureChunk
-from megatron_tlt.warmup import lookup_tables, policy_hidden
 from tests.helpers.mpi import ROOT
 
 POLICY = ROOT / "assets" / "demo-policy"

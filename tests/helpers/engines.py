@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits

@@ -21,9 +21,9 @@ from tests.helpers.mpi import ROOT, rank_environment
 
 # Not mpi4py, which starts MPI when it is imported: each child does that.
 _MODULES = (
-    "megatron_tlt.cli",
-    "megatron_tlt.build",
-    "megatron_tlt.loop",
+    "megatron_tlt.cli.main",
+    "megatron_tlt.trainer.setup",
+    "megatron_tlt.trainer.loop",
     "megatron_tlt.actor.policy",
     "transformers",
 )
@@ -91,7 +91,7 @@ class ForkServer:
         answer = self.ask({"module": module, "argv": [str(a) for a in argv], "log": str(log)})
         return Run(self, answer["pid"], log)
 
-    def run(self, *argv: object, module: str = "megatron_tlt.cli", check: bool = True) -> tuple[int, str]:
+    def run(self, *argv: object, module: str = "megatron_tlt.cli.main", check: bool = True) -> tuple[int, str]:
         """`megatron-tlt ARGV`, to its end: exit status and output. With `check` a failure fails the test."""
         run = self.start(module, *argv)
         code = run.wait()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.online import OnlineTrainer, Unit
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.drafter.online_trainer import OnlineTrainer, Unit
+from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle_base import (
+from megatron_tlt.models.eagle.base import (
     BUCKETS,
     DEPTHS,
     DraftParams,
@@ -20,7 +20,7 @@ from megatron_tlt.models.eagle_base import (
     eagle_parameter_shapes,
 )
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.layers import rope_table
+from megatron_tlt.models.torch.layers import rope_table
 
 
 def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, Tensor]]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle_base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from megatron_tlt.models.factory import build_decoder, build_eagle
-from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.speculation import SuffixSection
-from megatron_tlt.models.suffix_abi import STEPS, TRUNK, suffix_library
+from megatron_tlt.models.native.suffix_abi import STEPS, TRUNK, suffix_library
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle_base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 
 FAMILIES = {
     "qwen2": ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=512),

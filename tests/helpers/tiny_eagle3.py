@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle3 import Eagle3Config
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
 LAYERS = 8
 POLICIES = {

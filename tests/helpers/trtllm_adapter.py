@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.backends.trtllm_args import (
+from megatron_tlt.backends.trtllm.args import (
     SLEEP_TAGS,
     EngineSize,
     Speculation,
     build_llm_kwargs,
     build_sampling_params,
 )
-from megatron_tlt.backends.trtllm_process import child_environment
-from megatron_tlt.backends.trtllm_server import Host
+from megatron_tlt.backends.trtllm.process import child_environment
+from megatron_tlt.backends.trtllm.server import Host
 from megatron_tlt.config.trtllm import TrtllmSection
 from tests.helpers.trtllm_fake.contract import Contract
 from tests.helpers.trtllm_fake.package import install, uninstall
 from tests.helpers.trtllm_fake.toy import ENDLESS
 
-EXTENSION = "megatron_tlt.backends.trtllm_extension"
+EXTENSION = "megatron_tlt.backends.trtllm.extension"
 SPECULATIONS = (
     Speculation(),
     Speculation("ngram", draft_len=3),

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.backends.trtllm import EngineFacts, TrtllmBackend
-from megatron_tlt.backends.trtllm_args import EngineSize, Speculation, build_llm_kwargs
-from megatron_tlt.backends.trtllm_process import EngineProcess
-from megatron_tlt.backends.trtllm_weights import open_transport
+from megatron_tlt.backends.trtllm.args import EngineSize, Speculation, build_llm_kwargs
+from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm.process import EngineProcess
+from megatron_tlt.backends.trtllm.weights import open_transport
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.types import Prompt, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_tlt.models.native_build import find_compiler
+from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.observe.events import read_events
 from tests.helpers.mpi import ROOT, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_tlt.cli import main
+from megatron_tlt.cli.main import main
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import write_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.drafter.export_files import export_drafter, read_about
+from megatron_tlt.drafter.export.files import export_drafter, read_about
 from tests.helpers import engine_drafters
 from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
 

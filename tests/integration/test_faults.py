@@ -209,7 +209,7 @@ def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whol
     run_dir = tmp_path / "run"
     arguments = (whole / "tiny.yaml", f"train.run_dir={run_dir}")
     long = ("train.num_steps=4000", "checkpoint.keep=2", "eval.every=0")
-    first = forks.start("megatron_tlt.cli", "train", *arguments, *long)
+    first = forks.start("megatron_tlt.cli.main", "train", *arguments, *long)
     try:
         wait_for((run_dir / "checkpoints/latest").exists)
         before = len(rows(run_dir))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.cli import main
+from megatron_tlt.cli.main import main
 from tests.helpers.browser import Browser, find_chromium
 from tests.helpers.synthetic_run import write_run
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_tlt.cli import main
+from megatron_tlt.cli.main import main
 from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 

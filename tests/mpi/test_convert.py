@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_tlt.actor.megatron_dir import MegatronDir
-from megatron_tlt.convert import to_hf, to_megatron
-from megatron_tlt.convert.ranks import Alone
+from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.convert.ranks import Alone
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results, save_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.hidden_states import FeatureTap
 from megatron_tlt.types import FeatureChunk
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models import invariant
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.torch import invariant
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import copy_of, random_tree, tree_input
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.keys import mix, request_key, row_key, row_keys
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise

@@ -17,7 +17,7 @@ from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.strategy import build_selector
 
 if TYPE_CHECKING:
-    from megatron_tlt.models.eagle_base import EagleDecoder
+    from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.model_runner import ModelRunner, Verifier
     from megatron_tlt.rollout.spec.history import AnswerHistory
 

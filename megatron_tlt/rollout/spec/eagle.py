@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.eagle_base import (
+from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
@@ -28,9 +28,9 @@ from megatron_tlt.models.eagle_base import (
     EagleInput,
 )
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.native_pairs import DraftingRows, NativePairs, native_pairs
+from megatron_tlt.models.native.pairs import DraftingRows, NativePairs, native_pairs
 from megatron_tlt.rollout.batch import Batch
-from megatron_tlt.rollout.pages import HiddenPages
+from megatron_tlt.rollout.paged_hidden_states import HiddenPages
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft

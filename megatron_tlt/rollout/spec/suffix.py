@@ -19,8 +19,8 @@ import numpy as np
 
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.native_build import find_compiler
-from megatron_tlt.models.suffix_abi import (
+from megatron_tlt.models.native.build import find_compiler
+from megatron_tlt.models.native.suffix_abi import (
     MAX_DEPTH,
     MAX_LENGTH,
     MAX_TOPK,

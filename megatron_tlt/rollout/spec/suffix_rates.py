@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.models.suffix_abi import FEATURES, MAX_TOPK, ODDS, RATES, STEPS
+from megatron_tlt.models.native.suffix_abi import FEATURES, MAX_TOPK, ODDS, RATES, STEPS
 
 _STRENGTH = 12.0  # observations that the prior weighs as much as
 _BATCH = 128  # nodes whose verdicts are counted at once

@@ -12,13 +12,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_tlt import cli
 from megatron_tlt.actor.checkpoint_files import read_latest, step_of
-from megatron_tlt.build import build_trainer
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.signals import StopSignals
-from megatron_tlt.loop import RLTrainer
+from megatron_tlt.trainer.loop import RLTrainer
+from megatron_tlt.trainer.setup import build_trainer
 
 _phase = RLTrainer._phase
 pending: list = []  # of this rank: the phase, and what to send

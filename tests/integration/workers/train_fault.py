@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_tlt import cli, loop
+from megatron_tlt.cli import main as cli
+from megatron_tlt.trainer import loop
 
 
 @dataclass

@@ -10,12 +10,12 @@ import resource
 import subprocess
 import sys
 
-from megatron_tlt import cli
 from megatron_tlt.actor import train_step
-from megatron_tlt.build import build_trainer
-from megatron_tlt.checkpointing import CheckpointManager
+from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.trainer.setup import build_trainer
 
 
 def main(argv):

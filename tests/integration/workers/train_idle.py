@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt import cli
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.build import build_trainer
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.online import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.trainer.setup import build_trainer
 
 SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
 SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"

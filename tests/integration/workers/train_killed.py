@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 
-from megatron_tlt import cli
-from megatron_tlt.bank import RolloutBank
-from megatron_tlt.build import build_trainer
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.rollout.bank_writer import BankWriter
+from megatron_tlt.resilience.rollout_cache import RolloutBank
+from megatron_tlt.resilience.rollout_cache_writer import BankWriter
+from megatron_tlt.trainer.setup import build_trainer
 
 
 def main(argv):

@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_tlt import cli
-from megatron_tlt.build import build_trainer
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
+from megatron_tlt.trainer.setup import build_trainer
 
 
 def body(world: World) -> None:

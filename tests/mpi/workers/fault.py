@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megatron_tlt import cli
+from megatron_tlt.cli import main as cli
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 

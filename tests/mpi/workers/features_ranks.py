@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.pretrain import policy_hidden
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.hidden_states import FeatureTap
 from megatron_tlt.types import FeatureChunk
-from megatron_tlt.warmup import policy_hidden
 from tests.helpers.engines import answer_all, random_jobs, small_config
 from tests.helpers.speculating import speculating_engine
 from tests.helpers.tiny_models import random_weights

@@ -20,8 +20,8 @@ from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.messages import Piece
 from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
 from megatron_tlt.idle.state import RankState
-from megatron_tlt.idle.takeover import pieces_of
 from megatron_tlt.idle.window import IdleWindow, WindowReport
+from megatron_tlt.idle.work_stealing import pieces_of
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -17,12 +17,12 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.config.load import build_config
+from megatron_tlt.config.planning.memory import estimate_memory
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.planning.memory import estimate_memory
 from megatron_tlt.types import Prompt, SamplingParams, TrainSequence
 from tests.helpers.live_bytes import live_bytes
 from tests.helpers.tiny_models import random_weights

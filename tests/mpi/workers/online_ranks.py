@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.controller import DrafterUpkeep, Options
 from megatron_tlt.drafter.sharing import Sharing
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
-from megatron_tlt.upkeep import DrafterUpkeep, Options
 from tests.helpers.features import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 

@@ -18,11 +18,11 @@ from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError, DataError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.features import FeatureTap
+from megatron_tlt.rollout.hidden_states import FeatureTap
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import FeatureChunk, PastAnswer, Prompt, SamplingParams, WeightBucket

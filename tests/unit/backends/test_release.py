@@ -16,9 +16,9 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.decoder import TorchDecoder
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import SchedulerLimits

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.larger_policy import deepen, widen
+from benchmarks.lib.larger_policy import deepen, widen
 from tests.helpers.runs import make_model
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from megatron_tlt.config.docs import render
 from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
-from megatron_tlt.planning.report import find_problems, render_check
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))

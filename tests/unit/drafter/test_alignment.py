@@ -11,8 +11,8 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.buffer import FeatureBuffer
 from megatron_tlt.drafter.measure import Acceptance, measure
-from megatron_tlt.drafter.online import OnlineTrainer
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import FeatureChunk
 from tests.helpers.features import imitable_chunk, imitable_policy
 from tests.helpers.tiny_drafters import FAMILIES

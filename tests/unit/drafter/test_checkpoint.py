@@ -11,7 +11,7 @@ from megatron_tlt.drafter import checkpoint
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle_base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 
 CONFIG = FAMILIES["qwen2"]

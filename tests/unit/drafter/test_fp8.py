@@ -16,11 +16,11 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter import fp8
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.fp8 import EmulatedFp8Linear, round_fp8, use_fp8
-from megatron_tlt.drafter.online import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineTrainer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle_base import eagle_parameter_shapes
-from megatron_tlt.models.eagle_pairs import PairLayout
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 CONFIG = FAMILIES["qwen2"]

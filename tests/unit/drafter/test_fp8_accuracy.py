@@ -9,8 +9,8 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.measure import measure
-from megatron_tlt.drafter.online import OnlineTrainer
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import FeatureChunk
 from tests.helpers.demo import demo_chunks, demo_config, demo_tables
 from tests.helpers.mpi import ROOT

@@ -10,7 +10,7 @@ import torch
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.drafter.loss import LossWeights, draft_loss
-from megatron_tlt.models.eagle_pairs import PairLayout
+from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 CONFIG = FAMILIES["qwen3"]

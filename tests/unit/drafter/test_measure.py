@@ -11,9 +11,9 @@ import torch
 from megatron_tlt.drafter.batching import DraftSequence, windows
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle_base import BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
-from megatron_tlt.models.eagle_torch import TorchEagle
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.rollout.keys import request_key

@@ -10,8 +10,8 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.models.eagle import EagleModel
-from megatron_tlt.models.eagle_pairs import PairLayout
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 STEPS = 4

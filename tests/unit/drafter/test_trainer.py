@@ -8,7 +8,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.trainer import DrafterTrainer, learning_rate
-from megatron_tlt.models.eagle import EagleModel
+from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 CONFIG = FAMILIES["qwen3"]

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
-from megatron_tlt.models import native_build
 from megatron_tlt.models.base import Shard
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.native import NativeDecoder
+from megatron_tlt.models.native import build as native_build
+from megatron_tlt.models.native.decoder import NativeDecoder
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import Driver, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
@@ -277,7 +277,7 @@ def test_no_compiler_is_said_plainly(monkeypatch) -> None:
 
 
 def test_many_processes_build_once(tmp_path) -> None:
-    code = "from megatron_tlt.models.native_abi import library; library()"
+    code = "from megatron_tlt.models.native.abi import library; library()"
     env = os.environ | {"MEGATRON_TLT_CACHE": str(tmp_path)}
     ranks = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
     assert [p.wait(timeout=200) for p in ranks] == [0] * 4
@@ -298,7 +298,7 @@ def test_a_forked_child_can_run() -> None:
 def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
     """Other instruction sets, as far as this CPU has them."""
     code = (
-        "import sys, torch; from megatron_tlt.models import native_build as b; b.FLAGS = "
+        "import sys, torch; from megatron_tlt.models.native import build as b; b.FLAGS = "
         "tuple(sys.argv[1:]) + b.FLAGS[3:];"
         "from tests.unit.models.test_decoders import *;"
         "n, t = (torch.cat([Driver(loaded(k, dtype=d)).step([(0, list(range(60)))]).logits "

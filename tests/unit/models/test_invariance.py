@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.native import NativeDecoder
+from megatron_tlt.models.native.decoder import NativeDecoder
 from tests.helpers.tiny_models import Driver, random_weights
 
 DTYPES = (torch.float32, torch.bfloat16)

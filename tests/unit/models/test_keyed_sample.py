@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.models.native.decoder import keyed_sample
 
 U64 = np.uint64
 

@@ -39,7 +39,7 @@ def test_an_interruption_between_the_two_readings_does_not_count(monkeypatch: py
 
 
 # Who must compare times of several processes, or shows them to a person; nothing that a run computes depends on them.
-READERS = {"cli_status.py", "observe/clock.py", "observe/watch.py"}
+READERS = {"cli/status.py", "observe/clock.py", "observe/live.py"}
 
 
 def test_nobody_else_reads_the_wall_clock() -> None:
@@ -54,4 +54,4 @@ def test_nobody_else_reads_the_wall_clock() -> None:
         if wall.search(line)
     ]
     files = {reader.split(":")[0] for reader in readers}
-    assert {file for file in files if not file.startswith("watch/")} <= READERS, readers
+    assert {file for file in files if not file.startswith("resilience/")} <= READERS, readers

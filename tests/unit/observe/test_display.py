@@ -23,7 +23,7 @@ from megatron_tlt.observe.summary import (
     render_summary,
     write_summary,
 )
-from megatron_tlt.observer import combined
+from megatron_tlt.trainer.observer import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
 METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}

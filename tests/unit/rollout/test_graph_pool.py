@@ -11,8 +11,8 @@ import torch
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.decoder import TorchDecoder
 from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer, GraphCache
 from megatron_tlt.rollout.graph_pool import (
     GraphKey,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.native import NativeDecoder, keyed_sample
-from megatron_tlt.models.native_step import NativeStep
+from megatron_tlt.models.native.decoder import NativeDecoder, keyed_sample
+from megatron_tlt.models.native.step import NativeStep
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.kv_cache import choose_num_blocks, free_memory
 from megatron_tlt.rollout.model_runner import Verifier, _Upload

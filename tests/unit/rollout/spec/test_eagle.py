@@ -12,11 +12,11 @@ import torch
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.native import NativeDecoder
-from megatron_tlt.models.native_eagle import NativeEagle
-from megatron_tlt.models.native_pairs import native_pairs
+from megatron_tlt.models.native.decoder import NativeDecoder
+from megatron_tlt.models.native.eagle import NativeEagle
+from megatron_tlt.models.native.pairs import native_pairs
 from megatron_tlt.rollout.batch import Batch, Chunk
-from megatron_tlt.rollout.pages import HiddenPages
+from megatron_tlt.rollout.paged_hidden_states import HiddenPages
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.models.native import keyed_sample
+from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.types import DraftStrategy, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts, distribution

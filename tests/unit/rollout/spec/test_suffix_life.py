@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.suffix_abi import (
+from megatron_tlt.models.native.suffix_abi import (
     BAD_HANDLE,
     BAD_TOKEN,
     FEATURES,

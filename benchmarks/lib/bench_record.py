@@ -1,0 +1,38 @@
+"""What every benchmark writes: command, commit, machine, rows and summary as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def machine() -> str:
+    """Processor and cores, for the record."""
+    info = Path("/proc/cpuinfo")
+    names = [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} CPUs"
+
+
+def commit() -> str:
+    """The checked-out commit, or nothing outside a checkout."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def write_record(
+    out: Path | None, rows: list[dict[str, Any]], summary: dict[str, Any], device: str = ""
+) -> None:
+    """Writes the record to `out`, if there is one. `device` goes before the processor's name."""
+    if out is None:
+        return
+    where = f"{device}; {machine()}" if device else machine()
+    record = {"command": sys.argv, "commit": commit(), "machine": where, "rows": rows, "summary": summary}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")

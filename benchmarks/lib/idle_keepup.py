@@ -1,0 +1,134 @@
+"""`bench_idle.py`'s part keepup: accepted length by RL step of four drafters, on the workload of `keepup.yaml`.
+
+Answers never depend on the drafter, so that in one step the first two draft the same answers, and so do the last two:
+
+    frozen        warmed up on short sums only (`keepup-drafter.yaml`), and left so
+    trained       the same file, trained in idle time
+    from random   random weights, trained in idle time
+    warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
+
+The last two run for as many steps as are needed to say whether 10 are enough, of 64 questions: a drafter that has
+nothing but the answers to 8 learns these by heart (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lib.bench_record import ROOT
+
+Rows = list[dict[str, Any]]
+Train = Callable[
+    [argparse.Namespace, str, int, list[str]], Rows
+]  # NAME, steps, overrides -> rows of all steps
+Launch = Callable[[int, list[str]], str]
+
+WORKLOAD = ROOT / "benchmarks/lib/keepup.yaml"
+WARMUP = ROOT / "benchmarks/lib/keepup-drafter.yaml"
+DEMO = ROOT / "assets/demo-drafter"
+RANDOM_OPTIONS = ["train.prompts_per_step=64", "drafter.online.feature_noise=0.2"]
+RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
+LAST = 5  # steps that the end of a curve is a mean of
+GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps
+COLORS = {"frozen": "#888888", "trained": "#1f77b4", "from random": "#d62728", "warmed up": "#2ca02c"}
+KEPT = (
+    "reward/accuracy",
+    "length/mean",
+    "idle/seconds",
+    "idle/recovered_seconds",
+    "drafter/steps",
+    "time/step",
+)
+
+
+def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows, dict[str, Any]]:
+    """Rows of all curves, and the figures with whether they are what is to be reached. Writes the picture."""
+    drafter = args.work / "keepup-drafter"
+    needs_it = "frozen" in args.curves or "trained" in args.curves
+    if needs_it and not (drafter / "config.json").exists():
+        warm = ["-m", "megatron_tlt", "drafter", "train", str(WARMUP), "--out", str(drafter)]
+        launch(1, warm)
+    short = min(args.keepup_steps, RANDOM_STEPS)
+    curves: dict[str, Rows] = {}
+    for name, path, trained, steps, more in (
+        ("frozen", drafter, False, args.keepup_steps, []),
+        ("trained", drafter, True, args.keepup_steps, []),
+        ("from random", None, True, short, RANDOM_OPTIONS),
+        ("warmed up", DEMO, False, short, RANDOM_OPTIONS),
+    ):
+        if name not in args.curves:
+            continue
+        options = [*_options(path, trained), *more]
+        curves[name] = train(args, f"keepup-{name.replace(' ', '-')}", steps, options)
+    lengths = {name: [row["spec/accept_length"] for row in rows] for name, rows in curves.items()}
+    if args.out is not None:
+        args.out.with_name(f"{args.out.stem}-keepup.svg").write_text(picture(lengths))
+    return [_row(name, rows, lengths[name]) for name, rows in curves.items()], summary(curves, lengths)
+
+
+def _options(drafter: Path | None, trained: bool) -> list[str]:
+    spec = "rollout.speculation"
+    fixed = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=5"]
+    path = "null" if drafter is None else str(drafter)
+    return [*fixed, f"{spec}.drafter_path={path}", f"idle.train_drafter={str(trained).lower()}"]
+
+
+def _row(name: str, rows: Rows, lengths: list[float]) -> dict[str, Any]:
+    kept = {key: [row.get(key) for row in rows] for key in KEPT}
+    return {"part": "keepup", "drafter": name, "accept_length": lengths, **kept}
+
+
+def summary(curves: dict[str, Rows], lengths: dict[str, list[float]]) -> dict[str, Any]:
+    """The end of `trained` over that of `frozen`, `from random` over `warmed up` in its last step, what was idle: of
+    the curves that there are.
+    """
+    last = {name: statistics.mean(curve[-LAST:]) for name, curve in lengths.items()}
+    found: dict[str, Any] = {}
+    if {"frozen", "trained"} <= curves.keys():
+        gain = last["trained"] / last["frozen"]
+        accuracy = [row["reward/accuracy"] for row in curves["trained"]]
+        found |= {
+            "accept_frozen": last["frozen"],
+            "accept_trained": last["trained"],
+            "accept_gain_vs_frozen": gain,
+            "accept_gain_met": float(gain >= GAIN),
+            "accuracy_first": statistics.mean(accuracy[:LAST]),
+            "accuracy_last": statistics.mean(accuracy[-LAST:]),
+        }
+    if {"from random", "warmed up"} <= curves.keys():
+        share = lengths["from random"][-1] / lengths["warmed up"][-1]
+        found |= {"random_start_share": share, "random_start_met": float(share >= SHARE)}
+    trained = [name for name in ("trained", "from random") if name in curves]
+    return found | {f"idle_per_step_{name}": _idle(curves[name]) for name in trained}
+
+
+def _idle(rows: Rows) -> float:
+    return statistics.mean(row["idle/seconds"] for row in rows)
+
+
+def picture(curves: dict[str, list[float]]) -> str:
+    """The curves as an SVG of 640 x 320."""
+    top = max(max(curve) for curve in curves.values()) * 1.05
+    steps = max(len(curve) for curve in curves.values())
+    parts = []
+    for place, (name, curve) in enumerate(curves.items()):
+        points = [(50 + 560 * i / max(1, steps - 1), 280 - 250 * y / top) for i, y in enumerate(curve)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        color = COLORS[name]
+        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
+        at = 130 + 120 * place
+        parts.append(f'<text x="{at}" y="20" text-anchor="middle" fill="{color}">{name}</text>')
+    for tick in range(int(top) + 1):
+        y = 280 - 250 * tick / top
+        parts.append(f'<line x1="50" x2="610" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
+    parts.append(f'<text x="330" y="306" text-anchor="middle">RL steps 1 to {steps}: accepted length</text>')
+    body = "\n".join(parts)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" font-family="sans-serif" font-size="12">\n'
+        f'<rect width="640" height="320" fill="white"/>\n{body}\n</svg>\n'
+    )

@@ -1,0 +1,77 @@
+"""Two ranks of `bench_idle.py`'s interference part: rank 0 answers, rank 1 waits or trains. argv: CONFIG REPEATS."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from bench_record import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+import torch
+from mpi4py import MPI
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.pretrain import lookup_tables
+from megatron_tlt.idle.coordinator import IdleCoordinator
+from megatron_tlt.idle.policy import IdlePolicy
+from megatron_tlt.idle.window import IdleWindow
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.trainer.setup import sampling_params
+
+
+def trainer_of(config: Config) -> OnlineTrainer:
+    """A trainer with the policy's tables."""
+    shape = ModelConfig.from_hf(config.model.path)
+    model = EagleModel(shape)
+    model.initialise(0)
+    trainer = OnlineTrainer(model, config.drafter)
+    trainer.set_tables(0, *lookup_tables(config.model.path, shape, torch.device("cpu")))
+    trainer.begin_step(0)
+    return trainer
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config = load_config(Path(sys.argv[1]), ["rollout.speculation.drafter=none"])
+    comm = MPI.COMM_WORLD
+    tokenizer = HFTokenizer(config.model.path)
+    prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
+    params = sampling_params(config)
+    backend = build_backend(
+        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_features=True
+    )
+    trainer = trainer_of(config)
+    backend.collect_features(trainer.buffer.add)
+    backend.generate(prompts, params, 8)  # both have something to train on, and are warm
+    backend.collect_features(None)
+    rows = []
+    for turn in range(2 * int(sys.argv[2])):
+        seconds = {}
+        for kind in ("waiting", "training") if turn % 2 == 0 else ("training", "waiting"):
+            with IdleCoordinator(comm) as coordinator:
+                policy = IdlePolicy(train_drafter=kind == "training", min_tail_seconds=0.0)
+                window = IdleWindow(coordinator, policy)
+                window.begin()
+                started = time.perf_counter()
+                if comm.rank == 0:
+                    backend.generate(prompts, params, 8, lambda *_: coordinator.poll())
+                    seconds[kind] = time.perf_counter() - started
+                window.run(trainer.step if comm.rank else lambda: None)
+        if comm.rank == 0:
+            rows.append({f"{kind}_s": value for kind, value in seconds.items()})
+    if comm.rank == 0:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

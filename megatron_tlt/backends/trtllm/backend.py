@@ -1,0 +1,416 @@
+"""The TensorRT-LLM backend: the rank's side of an engine in another process.
+
+Nothing here has met a real TensorRT-LLM (docs/operations.md says what has been run). Answers are sampled by the engine
+in its own way: they depend on timing, so runs agree in distribution and not token by token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, EngineSize, Speculation, build_sampling_params
+from megatron_tlt.backends.wire import WireError
+from megatron_tlt.errors import BackendError, SyncError
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.types import (
+    TRTLLM_CAPABILITIES,
+    BackendCapabilities,
+    EngineStats,
+    FeatureChunk,
+    FinishReason,
+    PastAnswer,
+    Prompt,
+    Sample,
+    SamplingParams,
+    SpeculationStats,
+    WeightBucket,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.backends.trtllm.process import EngineProcess
+    from megatron_tlt.backends.trtllm.weights import Transport
+    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.rollout.spec.history import AnswerHistory
+
+logger = logging.getLogger(__name__)
+NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
+_SHOWN = 5
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the rank knows of the engine it started.
+
+    `parameter_shapes` names every tensor of a push, `ignorable` ones may come and are dropped. `drafter_names` are the
+    tensors that the drafter was started with.
+    """
+
+    size: EngineSize
+    speculation: Speculation
+    version: str
+    parameter_shapes: Mapping[str, tuple[int, ...]]
+    ignorable: frozenset[str] = frozenset()
+    drafter_names: frozenset[str] = frozenset()
+    eos_token_ids: tuple[int, ...] = ()
+    keep_checksums: bool = False
+    sleep: bool = True
+    longest_first: bool = False
+
+
+@dataclass
+class _Push:
+    """A push under way."""
+
+    version: int
+    missing: set[str]
+    drafter_version: int
+    sums: dict[str, int] = field(default_factory=dict)  # of tensors that go no further than here
+    drafter_sums: dict[str, int] = field(default_factory=dict)
+
+
+class TrtllmBackend:
+    """A `RolloutBackend` around an engine in a process of its own."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        transport: Transport,
+        facts: EngineFacts,
+        tokenizer: Tokenizer | None = None,
+        history: AnswerHistory | None = None,
+    ):
+        """`process` has a started engine. Without weights it refuses to answer until a push has arrived."""
+        self._process: EngineProcess | None = process
+        self._transport, self._facts, self._tokenizer, self._history = transport, facts, tokenizer, history
+        self._version = NO_WEIGHTS
+        self._drafter_version = 0
+        self._open: _Push | None = None
+        self._checksums: dict[str, int] = {}
+        self._asleep = False
+        self._requests = 0
+        self._stats = EngineStats()
+        self._warned = False
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this engine can be asked for."""
+        return TRTLLM_CAPABILITIES
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that answer now; -1 before there are any."""
+        return self._version
+
+    @property
+    def drafter_version(self) -> int:
+        """Publications of the drafter that drafts now; 0: it is the one that the engine was started with."""
+        return self._drafter_version
+
+    @property
+    def process(self) -> EngineProcess:
+        """The engine's process. Raises BackendError after `close`."""
+        if self._process is None:
+            raise BackendError("the rollout backend is closed")
+        return self._process
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: Callable[[int, int, int], None] | None = None,
+    ) -> list[Sample]:
+        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
+
+        `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
+        """
+        self._must_serve(prompts, params)
+        self.resume()
+        started = time.perf_counter()
+        pending: dict[int, tuple[int, int]] = {}
+        arguments = self._sampling(params)
+        try:
+            for prompt in self._ordered(prompts):
+                self._submit(prompt, params.seed, num_samples, arguments, pending)
+            samples = self._collect(
+                pending, started, frozenset(arguments["stop_token_ids"] or ()), on_progress
+            )
+        except BaseException:  # also an interrupt: what runs must not run on, or answer the next call
+            self._abandon(pending)
+            raise
+        self._stats.seconds += time.perf_counter() - started
+        self._stats.finished_requests += len(samples)
+        self._stats.prompt_tokens += sum(len(p.token_ids) for p in prompts)
+        if self._facts.sleep:
+            self.release()
+        samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
+        return samples
+
+    def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Raises BackendError for a request that cannot be answered now, or as it is asked."""
+        assert self.process
+        if self._open is not None:
+            raise BackendError(
+                f"weights are torn: the push of version {self._open.version} has not finished "
+                f"({len(self._open.missing)} tensors missing); the engine does not answer"
+            )
+        if self._version == NO_WEIGHTS:
+            raise BackendError("the engine has no weights yet: push some first")
+        if params.stop:
+            raise BackendError(f"stop strings {params.stop!r}: TensorRT-LLM stops at tokens only")
+        most = self._facts.size.max_context
+        for prompt in prompts:
+            total = len(prompt.token_ids) + params.max_tokens
+            if total > most:
+                raise BackendError(
+                    f"prompt {prompt.prompt_id}: prompt and answer of {total} tokens exceed the context of {most}"
+                )
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        seed: int,
+        num_samples: int,
+        arguments: Mapping[str, Any],
+        pending: dict[int, tuple[int, int]],
+    ) -> None:
+        """One request a sample: engines differ in what they make of several samples in one. Adds to `pending`."""
+        first = self._requests + 1
+        self._requests += num_samples
+        numbers = range(first, first + num_samples)
+        requests = [{"id": n, "seed": request_seed(seed, prompt.prompt_id, n - first)} for n in numbers]
+        ids = [int(i) for i in prompt.token_ids]
+        try:
+            self.process.send({"type": "submit", "requests": requests, "token_ids": ids, "params": arguments})
+        except WireError as error:
+            raise BackendError(f"prompt {prompt.prompt_id}: {error}") from error
+        pending.update({n: (prompt.prompt_id, n - first) for n in numbers})
+
+    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        ends = () if params.ignore_eos else self._facts.eos_token_ids
+        try:
+            return build_sampling_params(
+                self._facts.version,
+                temperature=float(params.temperature),
+                top_k=params.top_k,
+                top_p=float(params.top_p),
+                min_p=float(params.min_p),
+                max_tokens=params.max_tokens,
+                stop_token_ids=(*ends, *params.stop_token_ids),
+                speculative=self._facts.speculation.kind != "none",
+            )
+        except ValueError as error:
+            raise BackendError(f"TensorRT-LLM cannot sample so: {error}") from error
+
+    def _collect(
+        self,
+        pending: dict[int, tuple[int, int]],
+        started: float,
+        stops: frozenset[int],
+        on_progress: Callable[[int, int, int], None] | None,
+    ) -> list[Sample]:
+        """Waits until nothing is in flight by our own count. Empties `pending`."""
+        samples: list[Sample] = []
+        tokens = 0
+        self._stats.started = self._stats.started or started
+        while pending:
+            message = self.process.next_answer()
+            if message["type"] == "answer":
+                samples.append(self._sample(message, stops, pending))
+                tokens += len(samples[-1].token_ids)
+                self._stats.generated_tokens += len(samples[-1].token_ids)
+            running = min(len(pending), self._facts.size.max_running)
+            self._stats.running_curve.append((time.perf_counter() - started, running))
+            if on_progress is not None:
+                on_progress(running, len(pending) - running, tokens)
+        return samples
+
+    def _sample(
+        self, message: Mapping[str, Any], stops: frozenset[int], pending: dict[int, tuple[int, int]]
+    ) -> Sample:
+        key = pending.pop(message["id"], None)
+        if key is None:
+            raise self.process.failure(f"answered request {message['id']}, which nobody asked")
+        if "error" in message:
+            raise BackendError(f"TensorRT-LLM could not answer prompt {key[0]}: {message['error']}")
+        token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
+        if reason is None:
+            raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
+        if reason == "stop" and (not token_ids or token_ids[-1] not in stops):
+            raise BackendError(
+                f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
+            )
+        text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+        return Sample(key[0], key[1], token_ids, [], text, reason, self._version)
+
+    def _abandon(self, pending: dict[int, tuple[int, int]]) -> None:
+        """Aborts what is in flight and waits for its end, unless the engine is gone."""
+        try:
+            if not pending or not self.process.alive:
+                return
+            self.process.call("abort")
+            while pending:
+                pending.pop(self.process.next_answer().get("id", 0), None)
+        except BackendError as error:
+            logger.warning("after an interrupted rollout: %s", error)
+
+    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """As they start."""
+        if self._history is None or not self._facts.longest_first:
+            return list(prompts)
+        return self._history.longest_first(prompts)
+
+    def running_lengths(self) -> np.ndarray:
+        """Empty: the engine says nothing of answers under way."""
+        return np.zeros(0, np.int32)
+
+    def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
+        """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what wants them)."""
+        if sink is not None:
+            raise BackendError("TensorRT-LLM engines give no hidden states to train a drafter on")
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether `remember` has a use: lengths decide which prompts start first."""
+        return self._history is not None
+
+    def remember(self, answers: Sequence[PastAnswer]) -> None:
+        """Keeps the lengths of scored answers."""
+        if self._history is not None:
+            self._history.remember(answers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long answers were, JSON-able."""
+        return {} if self._history is None else {"history": self._history.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        if self._history is not None and "history" in state:
+            self._history.load_state_dict(state["history"])
+
+    def release(self) -> None:
+        """Gives the KV cache's memory back until `resume`. A second call does nothing."""
+        if not self._asleep:
+            self.process.call("release", tags=list(SLEEP_TAGS))
+            self._asleep = True
+
+    def resume(self) -> None:
+        """Takes the KV cache's memory again. Without a `release` before it, it does nothing."""
+        if self._asleep:
+            self.process.call("resume", tags=list(SLEEP_TAGS))
+            self._asleep = False
+
+    def begin_update(self, version: int) -> None:
+        """Opens a push of `version`, with the KV cache's memory given back where that is wanted; one that was open and
+        never finished is given up.
+        """
+        if self._facts.sleep:
+            self.release()
+        self._open = _Push(version, set(self._facts.parameter_shapes), self._drafter_version)
+        self._checksums = {}
+        self._transport.finish()  # of a push that was given up
+        self.process.call("begin_update", version=version, verify=self._facts.keep_checksums)
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Takes some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
+        push = self._must_be_open(f"tensors of version {bucket.version}")
+        if bucket.version != push.version:
+            raise SyncError(f"a bucket of version {bucket.version} came into the push of {push.version}")
+        taken = []
+        for name, tensor in bucket.tensors:
+            if name in self._facts.ignorable:
+                if self._facts.keep_checksums:  # it goes no further: what was received is what is here
+                    push.sums[name] = checksum(tensor)
+                continue
+            wanted = self._facts.parameter_shapes.get(name)
+            if wanted is None or tuple(tensor.shape) != tuple(wanted):
+                raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
+            taken.append((name, tensor))
+        if taken:
+            self._transport.send(push.version, taken)
+            push.missing.difference_update(name for name, _ in taken)
+
+    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Takes the drafter's tensors into the open push. Raises SyncError.
+
+        They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
+        """
+        push = self._must_be_open(f"a drafter of version {version}")
+        names = self._facts.drafter_names
+        if not names:
+            raise SyncError(f"a drafter of version {version} came to an engine that has none")
+        if weights.keys() != names:
+            wrong = ", ".join(sorted(weights.keys() ^ names)[:_SHOWN])
+            raise SyncError(
+                f"the drafter of version {version} has not the tensors it was started with: {wrong}"
+            )
+        self._transport.send(push.version, list(weights.items()), drafter=True)
+        push.drafter_version = version
+        if self._facts.keep_checksums:
+            push.drafter_sums = {name: checksum(tensor) for name, tensor in weights.items()}
+
+    def finish_update(self) -> None:
+        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        push = self._must_be_open("finish_update")
+        if push.missing:
+            names = sorted(push.missing)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise SyncError(f"the push of version {push.version} lacks {', '.join(names[:_SHOWN])}{more}")
+        reply = self.process.call("finish_update", version=push.version)
+        self._transport.finish()
+        if reply["drafter_checksums"] != push.drafter_sums:
+            raise SyncError(
+                f"the engine holds other bytes of the drafter than version {push.drafter_version} has"
+            )
+        self._checksums = push.sums | reply["checksums"]
+        self._version, self._drafter_version, self._open = push.version, push.drafter_version, None
+
+    def _must_be_open(self, what: str) -> _Push:
+        if self._open is None:
+            raise SyncError(f"{what} came while no push is open")
+        return self._open
+
+    def weight_checksums(self) -> dict[str, int]:
+        """CRC-32 of every tensor as the engine's workers received it in the last push; empty unless they are kept."""
+        return dict(self._checksums)
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call: requests and tokens by our own count, steps and drafts by the engine's. Resets
+        them.
+        """
+        reply = self.process.call("stats")
+        totals, stats = reply["totals"], self._stats
+        self._stats = EngineStats()
+        if (reply["error"] is not None or totals["missed"]) and not self._warned:
+            why = reply["error"] or f"{totals['missed']} iterations were not reported"
+            logger.warning("figures of steps and drafts are incomplete: %s", why)
+            self._warned = True
+        rows, accepted = totals["numRequestsWithDraftTokens"], totals["numAcceptedTokens"]
+        stats.steps = totals["iterations"]
+        stats.speculation = SpeculationStats(
+            row_steps=rows, drafted_tokens=totals["numDraftTokens"], emitted_tokens=rows + accepted
+        )
+        return stats
+
+    def close(self) -> None:
+        """Ends the engine's process. A second call does nothing."""
+        if self._process is not None:
+            self._process.close()
+            self._transport.close()
+        self._process = None
+
+
+def request_seed(seed: int, prompt_id: int, sample_index: int) -> int:
+    """A seed of 63 bits for one request. Samples of a prompt differ in it, but it is no promise of equal answers."""
+    text = f"{seed}/{prompt_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,110 @@
+"""Starting a TensorRT-LLM engine for a rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_tlt.backends.trtllm.args import EngineSize, Speculation, build_llm_kwargs
+from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm.process import EngineProcess
+from megatron_tlt.backends.trtllm.weights import open_transport
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.rollout.spec.history import AnswerHistory
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.interfaces import Tokenizer
+
+_HISTORY_MIB = 64  # lengths only
+
+
+def build_trtllm(
+    rollout: RolloutSection,
+    model: ModelSection,
+    sync: SyncSection,
+    *,
+    device: torch.device | str,
+    tokenizer: Tokenizer | None = None,
+) -> TrtllmBackend:
+    """The engine of this rank, started on its GPU, without the policy's weights (version -1).
+
+    The settings have passed `config.checks_backend`. Raises ConfigError, CheckpointError or BackendError.
+    """
+    section = rollout.trtllm
+    config = ModelConfig.from_hf(model.path)
+    size = EngineSize(
+        model=str(Path(model.path).resolve()),
+        dtype=rollout.dtype,
+        max_context=model.max_context,
+        max_running=rollout.max_running_requests,
+        max_batched_tokens=rollout.max_batched_tokens,
+        kv_cache_fraction=section.kv_cache_fraction,
+        graphs=rollout.cuda_graphs,
+        graph_sizes=section.graph_sizes,
+    )
+    drafter = None if section.drafter_path is None else str(Path(section.drafter_path).resolve())
+    speculation = Speculation(
+        section.speculation, section.draft_len, drafter, section.layers_to_capture, section.ngram_size
+    )
+    sleep = section.sleep != "none"
+    try:
+        kwargs = build_llm_kwargs(section.version, size, speculation, sleep=sleep, extra=section.engine)
+    except ValueError as error:
+        raise ConfigError.of("rollout.trtllm", section.engine, str(error)) from error
+    facts = EngineFacts(
+        size=size,
+        speculation=speculation,
+        version=section.version,
+        parameter_shapes=config.parameter_shapes(),
+        ignorable=frozenset({"lm_head.weight"} if config.tie_word_embeddings else ()),
+        drafter_names=frozenset() if drafter is None else drafter_names(Path(drafter)),
+        eos_token_ids=tuple(sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})),
+        keep_checksums=sync.verify,
+        sleep=sleep,
+        longest_first=rollout.order == "longest_first",
+    )
+    process = EngineProcess(section, visible_device(torch.device(device)))
+    started = False
+    try:
+        transport = open_transport(section.transport, process)
+        process.call("start", llm=kwargs, patience=section.start_s)
+        started = True
+    finally:
+        if not started:
+            process.close()
+    history = AnswerHistory(1, 0, _HISTORY_MIB) if facts.longest_first else None
+    return TrtllmBackend(process, transport, facts, tokenizer, history)
+
+
+def visible_device(device: torch.device) -> str | None:
+    """CUDA_VISIBLE_DEVICES of an engine on the rank's GPU; None on CPU."""
+    if device.type != "cuda":
+        return None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    ours = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ours[index] if ours else str(index)
+
+
+def drafter_names(directory: Path) -> frozenset[str]:
+    """Tensors of the drafter that the engine starts with, and that a push must bring again. Raises CheckpointError.
+
+    The embedding is not among them: the engine takes the policy's.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory}: no *.safetensors of a drafter")
+    names: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(str(path), "pt") as file:
+                names.update(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return frozenset(name for name in names if "embed" not in name)

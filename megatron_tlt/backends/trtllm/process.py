@@ -1,0 +1,274 @@
+"""The engine's process as the rank sees it: starting, talking, watching, ending.
+
+The rank listens on a Unix socket in a directory that nobody else may enter; the child connects, says which protocol
+and engine it is, and then gives a sign of life every few seconds. A dead or silent child, or one that sends anything
+but whole messages, is killed with its process group and reported with the end of its log.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.backends.wire import PROTOCOL, FrameReader, WireError, frame
+from megatron_tlt.distributed.signals import shielded
+from megatron_tlt.errors import BackendError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.trtllm import TrtllmSection
+
+Message = dict[str, Any]
+PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
+MODULE = f"{PACKAGE}.trtllm.server"
+# What a launcher tells its ranks: the engine starts MPI or Ray of its own and must not believe it is one of them.
+_LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
+_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
+# From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
+_ENGINE = {
+    "TLLM_DISABLE_MPI": "1",
+    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not a cluster that somebody else started on this machine
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
+}
+_LONGEST_PATH = 107  # of a Unix socket on Linux
+_TAIL_BYTES = 4000
+_TICK_S = 0.25
+_END_S = 30.0
+
+
+def child_environment(ours: Mapping[str, str], package: str, section: TrtllmSection) -> dict[str, str]:
+    """The environment of the engine's process: ours without launcher and Python, with the engine's own. Pure."""
+    kept = {
+        name: value for name, value in ours.items() if not name.startswith(_LAUNCHER) and name not in _PYTHON
+    }
+    return {**kept, **_ENGINE, "PYTHONPATH": package, **section.environment}
+
+
+class EngineProcess:
+    """The child and the socket to it. One thread of the rank uses it."""
+
+    def __init__(self, section: TrtllmSection, devices: str | None = None):
+        """Starts the child and shakes hands. `devices`: its CUDA_VISIBLE_DEVICES. Raises BackendError."""
+        assert section.python is not None  # `config.checks_backend`
+        self._section = section
+        self._directory = Path(tempfile.mkdtemp(prefix="tlt-"))  # 0700
+        self.log = self._directory / "engine.log"
+        self._reader = FrameReader()
+        self._socket: socket.socket | None = None
+        self._calls = 0
+        self._seen = time.monotonic()
+        self.answers: list[Message] = []  # came while a reply was waited for
+        self._child: subprocess.Popen[bytes] | None = None
+        listener = self._listen()
+        try:
+            self._child = self._spawn(section.python, devices)
+            self._socket = self._accept(listener)
+            self.engine_version = self._shake_hands()
+        finally:
+            listener.close()
+
+    def _listen(self) -> socket.socket:
+        path = str(self._directory / "socket")
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise BackendError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter directory")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+        listener.listen(1)
+        return listener
+
+    def _spawn(self, python: str, devices: str | None) -> subprocess.Popen[bytes]:
+        (self._directory / PACKAGE).symlink_to(Path(__file__).resolve().parents[1])
+        environment = child_environment(os.environ, str(self._directory), self._section)
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        try:
+            # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
+            with self.log.open("wb") as log, shielded():
+                # Not `resolve`: an environment's python is a link, and is known by the link's place.
+                return subprocess.Popen(
+                    [os.path.abspath(python), "-m", MODULE, str(self._directory / "socket")],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=self._directory,
+                    start_new_session=True,  # so that killing it also kills what it started
+                )
+        except OSError as error:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise BackendError(f"rollout.trtllm.python = {python!r} cannot be started: {error}") from error
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        deadline = time.monotonic() + self._section.start_s
+        listener.settimeout(_TICK_S)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                self._must_live("before it said hello")
+                if time.monotonic() > deadline:
+                    raise self.failure(f"did not say hello within {self._section.start_s:g} s") from None
+                continue
+            connection.settimeout(_TICK_S)
+            return connection
+
+    def _shake_hands(self) -> str:
+        hello = self._next(self._section.start_s)
+        if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
+            told = f"speaks protocol {hello.get('protocol')!r}, {PROTOCOL} is spoken here"
+            raise self.failure(told)
+        engine = str(hello.get("engine"))
+        if engine != self._section.version:
+            told = f"is TensorRT-LLM {engine}, rollout.trtllm.version is {self._section.version}"
+            raise self.failure(told)
+        self.send({"type": "hello", "protocol": PROTOCOL, "heartbeat_s": self._section.heartbeat_s})
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The child's process id. Raises BackendError once it is given up."""
+        if self._child is None:
+            raise BackendError("the TensorRT-LLM engine has been given up or closed")
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child has not been given up or closed."""
+        return self._child is not None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message. Raises BackendError if the child is gone or does not read, WireError if it is too long."""
+        data = frame(message)
+        assert self.pid and self._socket is not None
+        self._socket.settimeout(self._section.silence_s)
+        try:
+            self._socket.sendall(data)
+        except TimeoutError as error:
+            raise self.failure(f"took no message for {self._section.silence_s:g} s") from error
+        except OSError as error:
+            raise self.failure("hung up") from error
+        finally:
+            if self._socket is not None:
+                self._socket.settimeout(_TICK_S)
+
+    def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
+        """Sends a request and waits for its reply; answers that come meanwhile are kept in `answers`.
+
+        `patience`: seconds without a sign of life, where it is not the usual. Raises BackendError.
+        """
+        self._calls += 1
+        number = self._calls
+        self.send({"type": kind, "call": number, **fields})
+        while True:
+            message = self._next(patience)
+            if message["type"] == "answer":
+                self.answers.append(message)
+            elif message["type"] == "reply" and message.get("call") == number:
+                return message
+            elif message["type"] in ("reply", "error") and 0 < int(message.get("call") or 0) < number:
+                continue  # of a call that was interrupted here
+            elif message["type"] == "error" and message.get("call") == number:
+                raise BackendError(f"TensorRT-LLM could not {kind}: {message.get('message')}")
+            else:
+                raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
+
+    def next_answer(self) -> Message:
+        """The next answer, or a beat between them. Raises BackendError."""
+        if self.answers:
+            return self.answers.pop(0)
+        message = self._next(None, beats=True)
+        if message["type"] not in ("answer", "beat"):
+            raise self.failure(f"sent {message['type']!r} while answers were waited for")
+        return message
+
+    def _next(self, patience: float | None, beats: bool = False) -> Message:
+        """The next message; beats are passed over unless asked for. Silence counts from now at the earliest."""
+        assert self.pid and self._socket is not None
+        limit = patience or self._section.silence_s
+        self._seen = time.monotonic()
+        while True:
+            try:
+                message = self._reader.next()
+            except WireError as error:
+                raise self.failure(f"sent no message of ours: {error}") from error
+            if message is not None:
+                if beats or message["type"] != "beat":
+                    return message
+                continue
+            self._read_more(limit)
+
+    def _read_more(self, limit: float) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 20)
+        except TimeoutError:
+            self._must_live("without a word")
+            if time.monotonic() - self._seen > limit:
+                raise self.failure(f"gave no sign of life for {limit:g} s") from None
+            return
+        except OSError as error:
+            raise self.failure("hung up") from error
+        if not data:
+            raise self.failure(self._how_it_ended("hung up"))
+        self._seen = time.monotonic()
+        self._reader.feed(data)
+
+    def _must_live(self, when: str) -> None:
+        assert self._child is not None
+        if self._child.poll() is not None:
+            raise self.failure(f"{self._how_it_ended('ended')} {when}")
+
+    def _how_it_ended(self, otherwise: str) -> str:
+        assert self._child is not None
+        try:
+            code = self._child.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return otherwise
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def failure(self, what: str) -> BackendError:
+        """Kills the child and says what it did, with the end of its log. The log stays on disk."""
+        pid = self._child.pid if self._child is not None else None
+        self._kill()
+        tail = self._tail()
+        shown = f"the end of its log ({self.log}):\n{tail}" if tail else f"its log ({self.log}) is empty"
+        return BackendError(f"the TensorRT-LLM engine (process {pid}) {what}; {shown}")
+
+    def _tail(self) -> str:
+        with suppress(OSError), self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").strip()
+        return ""
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            with suppress(ProcessLookupError, PermissionError):  # the whole group is gone
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+            self._child = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Ends the child in order, or by force after a while, and removes its directory. A second call does nothing."""
+        if self._child is None:
+            return
+        try:
+            self.call("shutdown", patience=_END_S)
+            self._child.wait(timeout=_END_S)
+        except (BackendError, subprocess.TimeoutExpired):
+            pass  # it is killed below
+        self._kill()
+        shutil.rmtree(self._directory, ignore_errors=True)

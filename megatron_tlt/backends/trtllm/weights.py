@@ -1,0 +1,206 @@
+"""How tensors reach the engine's process, as configured: GPU memory handles, shared memory, or bytes on the socket.
+
+An entry describes one tensor as plain data (see `trtllm_extension`). A tensor's memory must stay as it is until the
+call that names it has been answered, and of a drafter until the push is finished.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megatron_tlt.errors import ConfigError, SyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.backends.trtllm.process import EngineProcess
+
+Named = tuple[str, "Tensor"]
+PART_BYTES = 16 << 20  # of one message with a tensor's bytes
+_SHARED = Path("/dev/shm")
+_ALIGNMENT = 256  # bytes; a tensor's place in a packed buffer
+
+
+class Transport(Protocol):
+    """Carries tensors into the open push."""
+
+    def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
+        """Hands over some full tensors; returns when the engine has them. Raises BackendError, SyncError."""
+
+    def finish(self) -> None:
+        """Frees what the engine read from; the push is over."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+def open_transport(name: str, process: EngineProcess) -> Transport:
+    """The transport of that name. Raises ConfigError where this machine has no such thing."""
+    if name == "bytes":
+        return BytesTransport(process)
+    if name == "shared_memory":
+        if not _SHARED.is_dir():
+            raise ConfigError.of("rollout.trtllm.transport", name, f"needs {_SHARED}")
+        return SharedMemoryTransport(process)
+    if not torch.cuda.is_available():
+        raise ConfigError.of("rollout.trtllm.transport", name, "needs CUDA: use shared_memory or bytes")
+    return CudaIpcTransport(process)
+
+
+def describe(name: str, tensor: Tensor) -> dict[str, Any]:
+    """Name, dtype and shape of an entry."""
+    return {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": [int(n) for n in tensor.shape],
+    }
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, row-major, on the host."""
+    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+class BytesTransport:
+    """Through the socket, in parts: for tests, and for engines that share no memory with this process."""
+
+    def __init__(self, process: EngineProcess, part_bytes: int = PART_BYTES):
+        self._process, self._part_bytes = process, part_bytes
+
+    def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
+        """See `Transport`."""
+        for name, tensor in tensors:
+            data, entry = tensor_bytes(tensor), describe(name, tensor)
+            for start in range(0, max(1, len(data)), self._part_bytes):
+                part = bytes(data[start : start + self._part_bytes])
+                self._process.call(
+                    "part",
+                    version=version,
+                    entry=entry,
+                    drafter=drafter,
+                    offset=start,
+                    total=len(data),
+                    data=part,
+                )
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SharedMemoryTransport:
+    """A file in /dev/shm for each call, private to this user, which the engine's workers read."""
+
+    def __init__(self, process: EngineProcess):
+        self._process = process
+        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
+        self._held: list[Path] = []
+        self._count = 0
+
+    def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
+        """See `Transport`."""
+        path = Path(self._directory.name) / str(self._count)
+        self._count += 1
+        entries = []
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            for name, tensor in tensors:
+                entries.append({**describe(name, tensor), "file": str(path), "offset": file.tell()})
+                file.write(tensor_bytes(tensor))
+        self._held.append(path)
+        self._process.call("weights", version=version, entries=entries, drafter=drafter)
+        if not drafter:
+            self.finish()
+
+    def finish(self) -> None:
+        """See `Transport`."""
+        for path in self._held:
+            path.unlink(missing_ok=True)
+        self._held.clear()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._directory.cleanup()
+
+
+class CudaIpcTransport:
+    """Handles of GPU memory: tensors are packed into one buffer of this call, which the engine maps and copies from.
+
+    Packing also separates them from the stream's own memory, which is used again for the next bucket.
+    """
+
+    def __init__(self, process: EngineProcess):
+        self._process = process
+        self._held: list[Tensor] = []
+
+    def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
+        """See `Transport`. Raises SyncError for a tensor that is not on the GPU."""
+        packed = list(pack_tensors(tensors))
+        self._held += [tensor for _, tensor in packed]
+        torch.cuda.synchronize()  # the copies must be there before another process reads them
+        entries = [ipc_entry(name, tensor) for name, tensor in packed]
+        self._process.call("weights", version=version, entries=entries, drafter=drafter)
+        if not drafter:
+            self._held.clear()
+
+    def finish(self) -> None:
+        """See `Transport`."""
+        self._held.clear()
+        torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._held.clear()
+
+
+def pack_tensors(tensors: Sequence[Named]) -> Iterator[Named]:
+    """Copies of the tensors, contiguous, side by side in one buffer of their device. Raises SyncError."""
+    devices = {tensor.device for _, tensor in tensors}
+    if len(devices) > 1:
+        raise SyncError(f"tensors of one bucket lie on {', '.join(sorted(map(str, devices)))}")
+    sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors]
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    buffer = torch.empty(max(1, places[-1]), dtype=torch.uint8, device=next(iter(devices), None))
+    for (name, tensor), size, place in zip(tensors, sizes, places, strict=False):
+        copy = buffer[place : place + size].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor)
+        yield name, copy
+
+
+def ipc_entry(name: str, tensor: Tensor) -> dict[str, Any]:
+    """An entry with the tensor's CUDA handle: what torch's own reduction gives, as plain data. Raises SyncError."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    if not tensor.is_cuda:
+        raise SyncError(f"{name} lies on {tensor.device}: cuda_ipc needs CUDA tensors")
+    _, args = reduce_tensor(tensor)
+    return {**describe(name, tensor), "ipc": plain_ipc(args)}
+
+
+def plain_ipc(args: Sequence[Any]) -> dict[str, Any]:
+    """The arguments of torch's `rebuild_cuda_tensor` without its classes: numbers and bytes.
+
+    In torch's order: tensor class, size, stride, offset, storage class, dtype, device, and the names below. The device
+    is left out; the engine opens the handle on its own, which is the same GPU.
+    """
+    names = (
+        "handle",
+        "storage_bytes",
+        "storage_offset",
+        "requires_grad",
+        "counter",
+        "counter_offset",
+        "event",
+    )
+    values = dict(zip((*names, "event_sync"), args[7:], strict=True))
+    return {"stride": [int(n) for n in args[2]], "offset": int(args[3]), **values}

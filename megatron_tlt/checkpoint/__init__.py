@@ -1,0 +1,1 @@
+"""Run checkpoints, export to Hugging Face, conversion between Hugging Face and Megatron."""

@@ -1,0 +1,146 @@
+"""When a run saves and what it resumes from; the files themselves are `actor.checkpoint`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
+from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory, step_of
+from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
+from megatron_tlt.observe.attempt import note_checkpoint, note_start
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.config.run import CheckpointSection
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.resilience.run_lock import RunLock
+
+
+class CheckpointManager:
+    """Saves every so many steps in the background, one save at a time. Every method but `latest` and `close` is
+    collective."""
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        run_dir: Path,
+        num_steps: int,
+        policy: MegatronPolicy,
+        world: World,
+        lock: RunLock | None = None,
+    ):
+        """`lock`: held by rank 0 of a job that writes; looked at before each save, given back by `close`."""
+        self._lock = lock
+        self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
+        self._directory = run_dir / "checkpoints"
+        self._pending: SaveHandle | None = None
+        self._drafter = AsyncDrafterCheckpoint()
+        self._resumed: Path | None = None
+        self.newest: int | None = None
+        """Step of the newest one of this run, where it goes on from: the last one published, or loaded as `latest`."""
+        self._owed = False  # a save was due at a step that was not good
+
+    def load_latest(self) -> dict[str, Any] | None:
+        """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
+
+        Raises CheckpointError when the checkpoint asked for is damaged or of another model.
+        """
+        self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
+        if self._world.is_main:
+            note_start(0 if self._resumed is None else step_of(self._resumed))
+        if self._resumed is None:
+            return None
+        # One of another run, or from before this run's latest, is no progress of this one.
+        if self._world.broadcast_object(read_latest(self._directory) == self._resumed):
+            self._note(self._resumed)
+        return self._policy.load(self._resumed)
+
+    def load_drafter(self) -> dict[str, Any] | None:
+        """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
+        file = None if self._resumed is None else self._resumed / DRAFTER_STATE
+        return None if file is None or not file.is_file() else load_state(file)
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Callable[[], dict[str, Any]],
+        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        good: bool = True,
+    ) -> None:
+        """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is owed.
+
+        `drafter` gives the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint.
+        What is due at a step that is not `good` is owed.
+        """
+        self._check_lock()
+        if self._pending is not None:
+            self._drafter.wait()
+            if self._pending.poll():
+                self._note(self._pending.directory)
+                self._pending = None
+        every = self._section.every
+        self._owed |= bool(every) and (step % every == 0 or step == self._num_steps)
+        if not self._owed or not good:
+            return
+        self._owed = False
+        self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
+        self._start(step, state(), drafter)
+        if not self._section.asynchronous:
+            self.wait()
+
+    def save_now(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        prune: bool = True,
+    ) -> None:
+        """A checkpoint of `step` is on disk when this returns, whatever `checkpoint.every` says; see `maybe_save`.
+
+        Without `prune` it removes no older one.
+        """
+        self._check_lock()
+        self.wait()
+        if self.newest != step:
+            self._start(step, dict(state), drafter, prune)
+            self.wait()
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
+    def _start(
+        self,
+        step: int,
+        state: dict[str, Any],
+        drafter: Callable[[], Mapping[str, Any] | None],
+        prune: bool = True,
+    ) -> None:
+        target = step_directory(self._directory, step)
+        self._pending = self._policy.start_save(target, state, self._section.keep if prune else None)
+        if self._world.is_main and (drafting := drafter()) is not None:
+            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
+
+    def wait(self) -> None:
+        """Publishes the save under way, if there is one."""
+        if self._pending is not None:
+            self._drafter.wait()
+            self._pending.wait()
+            self._note(self._pending.directory)
+            self._pending = None
+
+    def close(self) -> None:
+        """Gives the run directory back."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _note(self, directory: Path) -> None:
+        self.newest = step_of(directory)
+        if self._world.is_main:
+            note_checkpoint(self.newest)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return read_latest(self._directory)

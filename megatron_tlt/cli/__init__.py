@@ -1,0 +1,1 @@
+"""The command line: the parser and exit codes in `main`, and one module a command."""

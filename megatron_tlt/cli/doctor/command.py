@@ -1,0 +1,38 @@
+"""`megatron-tlt doctor`: is this machine fit, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+
+EXIT_UNFIT = 1
+
+
+def add_doctor(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "say what this machine lacks to run, and how to get it"
+    about = f"{text}. Starts two ranks for a moment; changes nothing. Exit status: 0 if all that is required is here."
+    command = commands.add_parser("doctor", help=text, description=about)
+    command.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="where runs will go (default: runs)"
+    )
+    command.add_argument("--trtllm-python", help="rollout.trtllm.python, to look for TensorRT-LLM there")
+    command.add_argument(
+        "--launcher", help="what starts two ranks, as 'srun -n 2 --mpi=pmi2' (default: mpiexec -n 2)"
+    )
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megatron_tlt.cli.doctor.examine import Wishes, examine
+    from megatron_tlt.cli.doctor.report import passed, render
+
+    findings = examine(Wishes(args.run_dir, args.trtllm_python, args.launcher))
+    print(json.dumps([asdict(f) for f in findings], indent=2) if args.json else render(findings))
+    return 0 if passed(findings) else EXIT_UNFIT

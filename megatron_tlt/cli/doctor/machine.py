@@ -1,0 +1,119 @@
+"""Checks of the machine: GPU and driver, disk, shared memory, ports, Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from megatron_tlt.cli.doctor.report import Answer, Finding, Status, ask, last_line
+
+_DISK_GIB = 10.0
+_SHM_GIB = 1.0
+_GPU_FIELDS = "name,memory.total,driver_version"
+
+
+def check_gpu() -> Finding:
+    """The GPUs and their driver, as `nvidia-smi` sees them."""
+    program = shutil.which("nvidia-smi")
+    is_there = bool(list(Path("/dev").glob("nvidia[0-9]*")))
+    if program is None:
+        if is_there:
+            return Finding(
+                "GPU", "failed", "/dev/nvidia0 without nvidia-smi", "install NVIDIA's driver (its utilities)"
+            )
+        return Finding("GPU", "absent", "none: everything runs on the CPU")
+    return judge_gpu(ask([program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]), is_there)
+
+
+def judge_gpu(answer: Answer, is_there: bool) -> Finding:
+    """`check_gpu` from what `nvidia-smi` said, and whether there is a device file."""
+    if answer.code != 0:
+        status: Status = "failed" if is_there else "absent"
+        hint = (
+            "load the driver's kernel module (modprobe nvidia), or give the container the GPUs (--gpus all)"
+        )
+        said = last_line(answer.err) or last_line(answer.out)
+        return Finding("GPU", status, f"nvidia-smi does not answer: {said}", hint)
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines() if line.strip()]
+    if not rows:
+        return Finding("GPU", "absent", "nvidia-smi lists none")
+    kinds = sorted({f"{row[0]} ({row[1]})" for row in rows})
+    return Finding("GPU", "ok", f"{len(rows)} x {', '.join(kinds)}, driver {rows[0][-1]}")
+
+
+def check_disk(run_dir: Path) -> Finding:
+    """Room and the right to write where runs go."""
+    folder = run_dir
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**30
+    detail = f"{free:.1f} GiB free at {folder.resolve()}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding("disk", "failed", f"{folder}: {error}", "choose another train.run_dir")
+    if free < _DISK_GIB:
+        hint = "a checkpoint takes 16 bytes a parameter, and checkpoint.keep of them are kept"
+        return Finding("disk", "warning", detail, hint)
+    return Finding("disk", "ok", detail)
+
+
+def check_shared_memory() -> Finding:
+    """/dev/shm: MPI, NCCL and torch pass data through it; a container's default of 64 MiB is too small."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Finding("shared memory", "warning", "no /dev/shm", "mount a tmpfs there")
+    total = shutil.disk_usage(shm).total / 2**30
+    if total < _SHM_GIB:
+        hint = "start the container with --shm-size=8g or --ipc=host"
+        return Finding("shared memory", "warning", f"/dev/shm has {total * 1024:.0f} MiB", hint)
+    return Finding("shared memory", "ok", f"/dev/shm has {total:.1f} GiB")
+
+
+def check_ports() -> Finding:
+    """Rank 0 listens on a port that the system chooses; the other ranks must reach it."""
+    name = socket.gethostname()
+    for host in ("127.0.0.1", name):
+        try:
+            with socket.create_server((host if host != name else "", 0)) as server:
+                port = server.getsockname()[1]
+                with socket.create_connection((host, port), timeout=5):
+                    pass
+        except OSError as error:
+            if host == name:
+                hint = "ranks on this host alone do not need it; for several hosts its name must resolve (/etc/hosts)"
+                return Finding(
+                    "ports", "warning", f"this host's own name {name} is not reachable: {error}", hint
+                )
+            hint = "the loopback interface is down, or a sandbox forbids listening"
+            return Finding("ports", "failed", f"cannot listen on {host}: {error}", hint)
+    return Finding("ports", "ok", f"free ports on 127.0.0.1 and {name} can be listened on and reached")
+
+
+def check_slurm(family: str | None) -> Finding:
+    """Slurm, if it is here: its version, and whether srun can start ranks of this MPI."""
+    srun = shutil.which("srun")
+    if srun is None:
+        return Finding("Slurm", "absent", "no srun: launch/local.sh and mpiexec start ranks")
+    job = os.environ.get("SLURM_JOB_ID")
+    return judge_slurm(ask([srun, "--version"]), ask([srun, "--mpi=list"]), family, job)
+
+
+def judge_slurm(version: Answer, plugins: Answer, family: str | None, job: str | None) -> Finding:
+    """`check_slurm` from what srun said of itself and of its plugins."""
+    if version.code != 0:
+        hint = "start slurmctld, or let slurm.conf be found (SLURM_CONF); without Slurm: launch/local.sh"
+        said = f"installed, but srun says: {last_line(version.err) or last_line(version.out)}"
+        return Finding("Slurm", "failed" if job else "warning", said, hint)
+    said = (plugins.out + plugins.err).lower()
+    wanted = ["pmix"] if family == "Open MPI" else ["pmi2", "pmix"]
+    usable = [name for name in wanted if name in said]
+    detail = f"{version.out}{f', in job {job}' if job else ''}"
+    if not usable:
+        hint = f"{family or 'this MPI'} needs the plugin {' or '.join(wanted)}: see srun --mpi=list"
+        return Finding("Slurm", "failed", f"{detail}, without {' and '.join(wanted)}", hint)
+    return Finding("Slurm", "ok", f"{detail}, srun --mpi={usable[0]}")

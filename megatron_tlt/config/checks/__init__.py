@@ -1,0 +1,1 @@
+"""Every rule about a configuration, by topic."""

@@ -1,0 +1,170 @@
+"""What `megatron-tlt check` prints: the resolved config, the rank grid, memory per rank, tokens per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.config.checks.cluster import (
+    Device,
+    check_config,
+    check_sft,
+    longest_request,
+    resolve_device,
+)
+from megatron_tlt.config.load import dump_config
+from megatron_tlt.config.planning.memory import (
+    GIB,
+    check_memory,
+    estimate_memory,
+    kv_bytes_per_token,
+    micro_batch_tokens,
+    total_parameters,
+)
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+
+MAX_GRID_ROWS = 16
+
+
+def find_problems(
+    config: Config | SftConfig,
+    shape: ModelShape | None,
+    num_ranks: int,
+    device: Device | None = None,
+    max_positions: int | None = None,
+) -> list[ConfigProblem]:
+    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
+    if isinstance(config, Config):
+        problems = check_config(config, shape, num_ranks, device, max_positions)
+    else:
+        problems = check_sft(config, shape, num_ranks, device, max_positions)
+    shape = shape if shape is not None else config.model.architecture
+    actor = config.actor
+    if shape is not None and num_ranks % (actor.tp * actor.pp * actor.cp) == 0:
+        problems += check_memory(config, shape, num_ranks, device)
+    return problems
+
+
+def render_check(
+    config: Config | SftConfig, shape: ModelShape | None, num_ranks: int, device: Device | None = None
+) -> str:
+    """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `find_problems`).
+
+    Without a shape (no model directory, no `model.architecture`) the memory table says that it cannot be
+    given.
+    """
+    shape = shape if shape is not None else config.model.architecture
+    dims = Dims.fit(num_ranks, tp=config.actor.tp, pp=config.actor.pp, cp=config.actor.cp)
+    parts = ["Resolved configuration", _indent(dump_config(config)), *_grid(dims)]
+    if isinstance(config, Config):
+        parts += _engines(config, num_ranks)
+    parts += ["", *_memory(config, shape, num_ranks, device), "", *_tokens(config, dims)]
+    return "\n".join(parts) + "\n"
+
+
+def _indent(text: str) -> str:
+    return "".join(f"  {line}\n" for line in text.splitlines())
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned plain-text lines: first column left, the others right."""
+    table = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]
+
+
+def _span(first: int, size: int) -> str:
+    return str(first) if size == 1 else f"{first}-{first + size - 1}"
+
+
+def _grid(dims: Dims) -> list[str]:
+    """A row a data-parallel replica, a column a pipeline stage; a cell holds its TP (x CP) ranks in order."""
+    inner = dims.tp * dims.cp
+    lines = [f"Ranks: {dims.world_size} = tp {dims.tp} x pp {dims.pp} x cp {dims.cp} x dp {dims.dp}"]
+    within = (
+        "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
+    )
+    lines.append(f"  in a cell: {within}" if inner > 1 else "  in a cell: the rank")
+    shown = range(dims.dp) if dims.dp <= MAX_GRID_ROWS else [*range(MAX_GRID_ROWS - 1), dims.dp - 1]
+    header = ["", *[f"stage {pp}" for pp in range(dims.pp)]]
+    rows = [
+        [f"dp {dp}", *[_span(dims.rank_at(dp=dp, pp=pp), inner) for pp in range(dims.pp)]] for dp in shown
+    ]
+    if dims.dp > MAX_GRID_ROWS:
+        rows.insert(-1, ["...", *["..."] * dims.pp])
+    return lines + format_table(header, rows)
+
+
+def _engines(config: Config, num_ranks: int) -> list[str]:
+    size = config.rollout.tp
+    count = num_ranks // size
+    spans = [_span(i * size, size) for i in range(count)]
+    shown = ", ".join(spans) if count <= MAX_GRID_ROWS else f"{spans[0]}, {spans[1]}, ..., {spans[-1]}"
+    each = "rank" if size == 1 else "ranks"
+    return [f"Rollout engines: {count} of {size} {each}: {shown}"]
+
+
+def _memory(
+    config: Config | SftConfig, shape: ModelShape | None, num_ranks: int, device: Device | None
+) -> list[str]:
+    if shape is None:
+        return [f"Memory: unknown ({config.model.path} is not here and model.architecture is not set)"]
+    stages = estimate_memory(config, shape, num_ranks, device)
+    names = list(stages[0].parts)
+    rows = [[name, *[f"{stage.parts[name] / GIB:.2f}" for stage in stages]] for name in names]
+    if len(stages[0].phases) > 1:
+        for phase in stages[0].phases:
+            rows.append([f"in the {phase}", *[f"{stage.of_phase(phase) / GIB:.2f}" for stage in stages]])
+    rows.append(["at most", *[f"{stage.total / GIB:.2f}" for stage in stages]])
+    limit = config.cluster.memory_gib
+    of_limit = "" if limit is None else f", {limit:g} there"
+    lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape) / 1e9:.2f}e9 parameters)"]
+    lines += format_table(["", *[f"stage {stage.stage}" for stage in stages]], rows)
+    if isinstance(config, Config):
+        lines += _cache_line(config, shape, max(stage.total for stage in stages), device)
+    return lines
+
+
+def _cache_line(config: Config, shape: ModelShape, total: int, device: Device | None) -> list[str]:
+    """How many full-length requests the KV cache holds; on CUDA what is free goes to it."""
+    request = longest_request(config) * kv_bytes_per_token(config, shape)
+    limit = config.cluster.memory_gib
+    if config.rollout.kv_cache_mib is not None:
+        held = config.rollout.kv_cache_mib * 2**20 // request
+    elif resolve_device(config, device) != "cuda":
+        held = config.rollout.max_running_requests
+    elif limit is not None:
+        held = max(0, int((limit * GIB - total) // request) + 1)
+    else:
+        return []
+    length = longest_request(config)
+    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens)"]
+
+
+def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
+    if isinstance(config, SftConfig):
+        return [
+            f"One step: {config.sft.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas"
+        ]
+    prompts, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
+    answers = prompts * samples
+    steps = config.algorithm.mini_batches
+    most = answers * longest_request(config)
+    pack = micro_batch_tokens(config) * dims.cp
+    packs = -(-most // (dims.dp * steps * pack))
+    plural = "s" if steps > 1 else ""
+    return [
+        f"One step: {prompts} prompts x {samples} answers = {answers} sequences, at most {most} tokens",
+        f"  {steps} optimizer step{plural} of {answers // steps} sequences",
+        f"  {answers / dims.dp:g} sequences a data-parallel replica",
+        f"  at most {packs} micro-batches of {pack} tokens a replica and optimizer step",
+    ]

@@ -1,0 +1,1 @@
+"""EAGLE drafters: models, and the PyTorch drafting steps."""

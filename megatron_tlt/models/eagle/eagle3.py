@@ -1,0 +1,303 @@
+"""The EAGLE-3 drafter (2503.01840): what TensorRT-LLM serves, and SGLang and vLLM for policies of every family.
+
+    g_s = fc [f_a ; f_b ; f_c]_s                      outputs of three policy layers at s
+    r   = g_{s-1},  x_s = [norm(E(token_s)) ; norm(r)]
+    r'  = r + attention(x_s),  o_s = r' + mlp(norm(r'))
+    logits of the token at s + 1 = lm_head norm(o_s), over the drafter's own vocabulary
+
+Further drafts read o_s in place of g_s. The layer is Llama's whatever the policy is (no bias, no norm of queries and
+keys): it is what all three engines have. Names are the ones they read.
+
+Legend: T packed tokens, N bases, H hidden size, D head size, L policy layers, V vocabulary, Vd the drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
+from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
+
+_SHOWN = 8
+_FIRST_POSITIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """A drafter of `policy`. Build it with `of`, which checks."""
+
+    policy: ModelConfig
+    layers: tuple[int, int, int]  # policy layers, from 0, whose outputs (residual stream) are read; ascending
+    draft_vocab_size: int
+
+    @classmethod
+    def of(
+        cls,
+        policy: ModelConfig,
+        layers: tuple[int, ...] | None = None,
+        draft_vocab_size: int | None = None,
+    ) -> Eagle3Config:
+        """By default the engines' own choice of layers, and the whole vocabulary.
+
+        Raises ConfigError for layers that the engines could not collect: they are asked for a layer's input, so the
+        last one's output is out of reach.
+        """
+        chosen = default_layers(policy.num_layers) if layers is None else tuple(layers)
+        last = policy.num_layers - 2
+        rising = all(a < b for a, b in pairwise(chosen))
+        if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
+            raise ConfigError.of(
+                "eagle3_layers", list(chosen), f"must be three ascending layers of 0 .. {last}"
+            )
+        size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
+        if not 1 <= size <= policy.vocab_size:
+            raise ConfigError.of("draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
+        return cls(policy, (chosen[0], chosen[1], chosen[2]), size)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter knows only some of the policy's tokens (`d2t`, `t2d`)."""
+        return self.draft_vocab_size != self.policy.vocab_size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor on disk."""
+        p, h = self.policy, self.policy.hidden_size
+        q, kv, i = p.num_heads * p.head_dim, p.num_kv_heads * p.head_dim, p.intermediate_size
+        out: dict[str, tuple[int, ...]] = {
+            "fc.weight": (h, 3 * h),
+            "midlayer.self_attn.q_proj.weight": (q, 2 * h),
+            "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
+            "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
+            "midlayer.self_attn.o_proj.weight": (h, q),
+            "midlayer.mlp.gate_proj.weight": (i, h),
+            "midlayer.mlp.up_proj.weight": (i, h),
+            "midlayer.mlp.down_proj.weight": (h, i),
+            "midlayer.hidden_norm.weight": (h,),
+            "midlayer.input_layernorm.weight": (h,),
+            "midlayer.post_attention_layernorm.weight": (h,),
+            "norm.weight": (h,),
+            "lm_head.weight": (self.draft_vocab_size, h),
+        }
+        if self.reduced:
+            out |= {"d2t": (self.draft_vocab_size,), "t2d": (p.vocab_size,)}
+        return out
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The engines' default for policies of seven layers or more; shorter ones get a spread of what can be collected."""
+    if num_layers >= 7:
+        return 1, num_layers // 2 - 1, num_layers - 4
+    if num_layers < 4:
+        raise ConfigError.of(
+            "num_hidden_layers", num_layers, "EAGLE-3 reads three layers below the last: 4 or more"
+        )
+    return 0, num_layers // 2 - 1, num_layers - 2
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        p, h = config.policy, config.policy.hidden_size
+        q, kv = p.num_heads * p.head_dim, p.num_kv_heads * p.head_dim
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(2 * h, q, bias=False),
+                "k_proj": nn.Linear(2 * h, kv, bias=False),
+                "v_proj": nn.Linear(2 * h, kv, bias=False),
+                "o_proj": nn.Linear(q, h, bias=False),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(h, p.intermediate_size, bias=False),
+                "up_proj": nn.Linear(h, p.intermediate_size, bias=False),
+                "down_proj": nn.Linear(p.intermediate_size, h, bias=False),
+            }
+        )
+        self.hidden_norm, self.input_layernorm = _Norm(h), _Norm(h)
+        self.post_attention_layernorm = _Norm(h)
+
+
+class Eagle3Model(nn.Module):
+    """Weights, arithmetic and the training unroll. The embedding is the policy's and is given at every call."""
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        h = config.policy.hidden_size
+        self.fc = nn.Linear(3 * h, h, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = _Norm(h)
+        self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
+        size, vocab = config.draft_vocab_size, config.policy.vocab_size
+        ids = torch.arange(size) if config.reduced else None
+        self.register_buffer("d2t", None if ids is None else torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", None if ids is None else torch.arange(vocab) < size)
+        self._rope = rope_table(config.policy, min(config.policy.max_position_embeddings, _FIRST_POSITIONS))
+
+    def initialise(self, seed: int, head: Tensor, token_ids: Tensor | None = None) -> None:
+        """Random weights; the head starts as the policy's rows (head [V, H]) of the drafter's vocabulary.
+
+        token_ids [Vd]: that vocabulary, for a reduced one (`choose_vocabulary`). The highest layer passes through fc at
+        first: it is the one next to the policy's answer.
+        """
+        h = self.config.policy.hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.ndim == 1:
+                    p.fill_(1.0)
+                else:
+                    scale = 0.2 if "o_proj" in name or "down_proj" in name or name == "fc.weight" else 1.0
+                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
+            self.fc.weight[:, 2 * h :] += torch.eye(h, device=self.fc.weight.device)
+            if token_ids is not None:
+                self.set_vocabulary(token_ids)
+            self.lm_head.weight.copy_(head[self.token_ids().to(head.device)])
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Takes the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
+        size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
+        ids = token_ids.long().cpu()
+        fits = (
+            tuple(ids.shape) == (size,)
+            and bool((ids.diff() > 0).all())
+            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
+        )
+        if self.d2t is None or self.t2d is None or not fits:
+            given = f"{tuple(ids.shape)} ids"
+            raise ConfigError.of(
+                "draft vocabulary", given, f"must be {size} ascending ids below {vocab}, of a reduced one"
+            )
+        self.d2t.copy_(ids - torch.arange(size))
+        self.t2d.zero_()[ids] = True
+
+    def token_ids(self) -> Tensor:
+        """The policy's ids [Vd] of the drafter's tokens."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def load_full(self, named: Mapping[str, Tensor]) -> None:
+        """Takes all of `Eagle3Config.shapes`. Raises CheckpointError otherwise."""
+        check_eagle3_tensors(named, self.config)
+        with torch.no_grad():
+            for name, target in self.state_dict(keep_vars=True).items():
+                target.copy_(named[name])
+
+    def combine(self, features: Tensor) -> Tensor:
+        """g [.., H] of three layers' outputs [.., 3H]."""
+        return linear(features, self.fc.weight)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Float32 [.., Vd] of outputs o [.., H]."""
+        normed = rms_norm(outputs, self.norm.weight, self.config.policy.rms_norm_eps)
+        return linear(normed, self.lm_head.weight).float()
+
+    def full_logits(self, outputs: Tensor) -> Tensor:
+        """Float32 [.., V] of outputs o [.., H]: -inf for tokens that the drafter does not know."""
+        own = self.logits(outputs)
+        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
+        out[..., self.token_ids()] = own
+        return out
+
+    def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
+        """As `EagleModel.unroll`: `steps` outputs o [N, H] from every base, fed with the true tokens.
+
+        `batch.hidden` [T, 3H or more] begins with the three layers' outputs (`FeatureDecoder`).
+        """
+        h, longest = self.config.policy.hidden_size, layout.longest + steps
+        embedded = embed[batch.tokens]
+        residual = self.combine(batch.hidden[:, : 3 * h].to(embedded.dtype)).roll(1, 0)
+        x = self._join(embedded, residual)
+        keys, values = self._keys_values(x, self._table(layout.positions, longest))
+        far = [take(t, layout.keys).transpose(1, 2) for t in (keys, values)]  # [B, kv, K, D]
+        x, residual = x.index_select(0, layout.bases), residual.index_select(0, layout.bases)
+        position = layout.positions[layout.bases]
+        chain: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        for step in range(steps):
+            rope = self._table(position + step, longest)
+            if step:
+                residual = outputs[-1]
+                x = self._join(embedded.index_select(0, layout.rows(step)), residual)
+                chain.append(self._keys_values(x, rope))
+            attended = attend(self._queries(x, rope), far[0], far[1], chain, layout)
+            outputs.append(self._finish(residual, attended))
+        return outputs
+
+    def _table(self, positions: Tensor, longest: int) -> Tensor:
+        if longest > self._rope.shape[0] or positions.device != self._rope.device:
+            self._rope = rope_table(self.config.policy, max(longest, self._rope.shape[0]), positions.device)
+        return self._rope[positions]
+
+    def _join(self, embedded: Tensor, residual: Tensor) -> Tensor:
+        layer, eps = self.midlayer, self.config.policy.rms_norm_eps
+        left = rms_norm(embedded, layer.input_layernorm.weight, eps)
+        return torch.cat([left, rms_norm(residual, layer.hidden_norm.weight, eps)], dim=-1)
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        out: Tensor = self.midlayer.self_attn[name](x)
+        return out.unflatten(-1, (-1, self.config.policy.head_dim))
+
+    def _queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self._heads("q_proj", x), rope)
+
+    def _keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(self._heads("k_proj", x), rope), self._heads("v_proj", x)
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        layer = self.midlayer
+        x = residual + layer.self_attn["o_proj"](attended.flatten(1))
+        y = rms_norm(x, layer.post_attention_layernorm.weight, self.config.policy.rms_norm_eps)
+        mlp = layer.mlp
+        out: Tensor = x + mlp["down_proj"](silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+        return out
+
+
+def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens of counts [V], ascending ids [size]; of equals the smaller id."""
+    order = counts.argsort(descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def check_eagle3_tensors(given: Mapping[str, Tensor], config: Eagle3Config) -> None:
+    """Raises CheckpointError that names every missing, unexpected and misshapen tensor, and a `d2t` that lies."""
+    wanted = config.shapes()
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
+    problems += [
+        f"{name} has shape {tuple(given[name].shape)}, it must be {shape}"
+        for name, shape in wanted.items()
+        if name in given and tuple(given[name].shape) != shape
+    ]
+    if not problems and config.reduced:
+        problems = _vocabulary_problems(given["d2t"], given["t2d"])
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError("the drafter does not fit the policy: " + "; ".join(problems[:_SHOWN]) + more)
+
+
+def _vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return [f"d2t and t2d are {d2t.dtype} and {t2d.dtype}, they must be int64 and bool"]
+    known = t2d.nonzero().flatten()
+    if not torch.equal(torch.arange(len(d2t)) + d2t.cpu(), known.cpu()):
+        return ["d2t[i] + i does not name the tokens that t2d marks, in ascending order"]
+    return []

@@ -1,0 +1,1 @@
+"""The C decoder for CPUs, its library and what calls it."""

@@ -1,0 +1,219 @@
+"""`NativeDecoder`: the rollout decoder on CPU, in C (`csrc/`), one call a forward.
+
+Results are independent of the batch, bit for bit: see `csrc/gemm.c` and `csrc/attention.c` for why.
+Legend: T rows, R wanted rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Step, library
+from megatron_tlt.models.native.parts import (
+    Forward,
+    PackedLayers,
+    Packer,
+    check_support,
+    fill_step,
+    kv_bytes_per_block,
+    new_kv_cache,
+    pad,
+)
+
+Numbers = Sequence[int] | np.ndarray | Tensor
+
+
+class NativeDecoder:
+    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps.
+
+    A process has one team: forwards of several decoders in threads of one process take turns, so
+    tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
+    all-reduce for ever).
+    """
+
+    kind = "native"
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        threads: int = 1,
+        tp: TensorParallel | None = None,
+    ):
+        """Raises BackendError without a C compiler, ConfigError for a dtype, head or TP size it cannot do."""
+        check_support(config, dtype)
+        self._lib = library()
+        self.config, self.dtype, self.threads = config, dtype, max(1, threads)
+        self._tp = tp
+        self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
+        self._ledger = WeightLedger(config)
+        h, is_bf16 = config.hidden_size, dtype == torch.bfloat16
+        self._packer = Packer(is_bf16, self.threads)
+        self._layers = PackedLayers(config, self._shard, self._packer, (self._shard.vocab, h))
+        self._embed = torch.zeros(config.vocab_size, h, dtype=dtype)
+        self._final_norm = torch.zeros(pad(h))
+        self._forward = Forward(config, self._shard, tp, is_bf16, self._layers)
+        self._forward.model.embed = self._embed.data_ptr()
+        self._forward.model.head = self._layers.extra.data_ptr()
+        self._forward.model.final_norm = self._final_norm.data_ptr()
+        self._step = Step()
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that the library was compiled for, for logs."""
+        return self._lib.tlt_isa().decode()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all weights have come."""
+        return self._ledger.complete
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The embedding table [V, H] and the packed LM head, where they stay: weights are loaded in place."""
+        return self._embed, self._layers.extra
+
+    @property
+    def structure(self) -> Forward:
+        """The model as C sees it, with its buffers and its rotary table, which grows."""
+        return self._forward
+
+    # -- weights --------------------------------------------------------------------------------------------
+
+    def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
+        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by all threads."""
+        for name, tensor in self._ledger.check(named, partial):
+            self._load(name, tensor.detach())
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        index, part, kind = split_name(name)
+        if index is not None:
+            self._layers.load(index, part, kind, tensor)
+            return
+        if part == "norm":
+            self._final_norm[: self.config.hidden_size].copy_(tensor)
+        if part == "embed_tokens":
+            self._embed.copy_(tensor)
+        if part == "lm_head" or (part == "embed_tokens" and self.config.tie_word_embeddings):
+            self._packer.pack(self._layers.extra, self._shard.slice("lm_head", tensor))
+
+    # -- cache ----------------------------------------------------------------------------------------------
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers, heads padded to the tiles' width."""
+        return kv_bytes_per_block(self.config, self._shard, self.dtype, block_size)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeroed; memory is taken as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
+        return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
+
+    def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
+        """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
+        copy_blocks(kv, src, dst, self.config.num_layers, self.kv_bytes_per_block(kv.block_size))
+
+    def copy_slots(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
+        """See `base.Decoder.copy_slots`. Raises BackendError on wrong numbers; nothing is copied then."""
+        a, b = _numbers(src), _numbers(dst)
+        where = (kv.data.data_ptr(), self._forward.model, kv.num_blocks, kv.block_size)
+        if a.shape != b.shape or self._lib.tlt_copy_slots(*where, a.ctypes.data, b.ctypes.data, a.size):
+            raise BackendError(
+                f"copy_slots: slots {a.tolist()} -> {b.tolist()} of {kv.num_blocks * kv.block_size}"
+            )
+
+    # -- forward --------------------------------------------------------------------------------------------
+
+    def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
+        """See `base.Decoder.forward`.
+
+        A branch of a draft tree may be up to 64 rows deeper than its root; chains that lie where the block table says
+        may have any length. Raises BackendError for weights that are missing and for a batch that C could not
+        read safely: its tensors must be contiguous int32 on CPU, of the shapes in `DecoderInput`.
+        """
+        if not self._ledger.complete:
+            raise BackendError("forward before all weights were loaded")
+        step = self._step
+        fill_step(step, batch, kv)
+        wanted, tokens, h = step.logits_rows, step.tokens, self.config.hidden_size
+        logits = torch.empty(wanted, self._shard.vocab)
+        hidden = torch.empty(wanted, h, dtype=self.dtype)
+        every = torch.empty(tokens, h, dtype=self.dtype) if batch.all_hidden else None
+        branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
+        step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
+        step.all_hidden = None if every is None else every.data_ptr()
+        step.branch = None if branch is None else branch.data_ptr()
+        step.logits_stride = self._shard.vocab
+        self._run(batch)
+        logits = self._shard.gather_logits(self._tp, logits, self.config.vocab_size)
+        return DecoderOutput(logits, hidden, every)
+
+    def _run(self, batch: DecoderInput) -> None:
+        forward = self._forward
+        code = self._lib.tlt_forward(forward.model, self._step, self.threads, forward.all_reduce)
+        if code == BAD_POSITION and forward.grow_rope(int(batch.positions.max()) + 1):
+            code = self._lib.tlt_forward(forward.model, self._step, self.threads, forward.all_reduce)
+        if code:
+            error, forward.reduce_error = forward.reduce_error, None
+            raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
+
+
+def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int, bytes_per_block: int) -> None:
+    """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
+    a, b = _numbers(src), _numbers(dst)
+    if a.shape != b.shape or (
+        a.size and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)
+    ):
+        raise BackendError(f"copy_blocks: blocks {a.tolist()} -> {b.tolist()} of {kv.num_blocks}")
+    planes = 2 * layers
+    size = (planes, kv.num_blocks, bytes_per_block // planes)
+    library().tlt_copy_blocks(kv.data.data_ptr(), *size, a.ctypes.data, b.ctypes.data, a.size)
+
+
+def _numbers(values: Numbers) -> np.ndarray:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def keyed_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed_keys: Tensor,
+    out_token: Tensor | None = None,
+    out_logprob: Tensor | None = None,
+    threads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Draws one token per row by keyed Gumbel noise (`csrc/sample.c`); the result ignores batch and threads.
+
+    logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
+    int64 (bits); returns (token [R] int32, logprob [R] float32), written into `out_token`, `out_logprob`
+    if given. logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types or row counts.
+    """
+    rows, vocab = logits.shape
+    token = torch.empty(rows, dtype=torch.int32) if out_token is None else out_token
+    logprob = torch.empty(rows, dtype=torch.float32) if out_logprob is None else out_logprob
+    for tensor, dtypes in (
+        (logits, (torch.float32,)),
+        (temperature, (torch.float32,)),
+        (seed_keys, (torch.uint64, torch.int64)),
+        (token, (torch.int32,)),
+        (logprob, (torch.float32,)),
+    ):
+        if tensor.dtype not in dtypes or tensor.shape[0] != rows or tensor.stride(-1) != 1 or tensor.is_cuda:
+            raise BackendError(
+                f"keyed_sample: a CPU tensor of {rows} rows and {dtypes[0]} is needed, got "
+                f"{tuple(tensor.shape)} {tensor.dtype}"
+            )
+    lib = library()
+    scratch = torch.empty(lib.tlt_sample_scratch_bytes(rows, vocab), dtype=torch.uint8)
+    inputs = (logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr())
+    outputs = (token.data_ptr(), logprob.data_ptr())
+    lib.tlt_keyed_sample(*inputs, *outputs, scratch.data_ptr(), max(1, threads))
+    return token, logprob

@@ -1,0 +1,260 @@
+"""What the native policy and its native drafter share: memory, packed layers, buffers and inputs of a forward.
+
+Legend: T rows, S sequences, R wanted rows, H hidden size, D head size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
+from megatron_tlt.models.base import KVCache, Shard
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.native.abi import AllReduce, Layer, Model, Step, library
+from megatron_tlt.models.torch.layers import rope_table
+
+TILE = 16  # cached positions in a tile: block sizes are multiples of it
+MAX_HEAD_DIM = 256
+MAX_ROWS = 256  # rows computed together; longer batches are walked in chunks of this many
+_LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most arm64
+_FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
+
+
+class Arena:
+    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if possible.
+
+    A step reads every weight, and the addresses of 10 MB in pages of 4 KiB do not fit the processor's cache of them.
+    """
+
+    def __init__(self, size: int):
+        page = mmap.PAGESIZE if size < _LARGE_PAGE else _LARGE_PAGE
+        # One more: the mapping may begin within a page. Private: mmap's default is shared, to which Linux gives large
+        # pages only where an administrator says so.
+        memory = mmap.mmap(-1, align(size, page) + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without large pages: only slower
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        mapped = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+        self._all = mapped[-mapped.data_ptr() % page :]
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8, page-aligned."""
+        view = self._all[self._used : self._used + size]
+        self._used += align(size)
+        return view
+
+
+def pad(n: int) -> int:
+    """Row lengths of buffers: multiples of 64 floats."""
+    return -(-n // 64) * 64
+
+
+def align(n: int, page: int = mmap.PAGESIZE) -> int:
+    """`n` bytes up to whole pages."""
+    return -(-n // page) * page
+
+
+def check_support(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError for a type or head size that C does not compute."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            ConfigProblem("dtype", str(dtype), "the native decoder computes float32 or bfloat16")
+        )
+    if config.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(ConfigProblem("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM}"))
+
+
+class Packer:
+    """Packs weights [rows, K] into panels (`csrc/pack.c`)."""
+
+    def __init__(self, bf16: bool, threads: int):
+        self._lib, self._bf16, self._threads = library(), bf16, threads
+        self._panel = self._lib.tlt_panel_width()
+
+    def size(self, columns: int, k: int) -> int:
+        """Bytes of a packed weight of `columns` outputs."""
+        panels = -(-columns // self._panel)
+        return panels * self._panel * 4 * ((k + 1) // 2 if self._bf16 else k)
+
+    def pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
+        """Writes source [rows, K] as output columns `first` ... of a packed weight."""
+        if source.dtype not in (torch.float32, torch.bfloat16):
+            source = source.float()
+        source = source.cpu()
+        if source.stride(-1) != 1:
+            source = source.contiguous()
+        rows, k = source.shape
+        from_bf16, stride = source.dtype == torch.bfloat16, source.stride(0)
+        where = (rows, k, stride, first, step, offset)
+        self._lib.tlt_pack(target.data_ptr(), source.data_ptr(), from_bf16, self._bf16, *where, self._threads)
+
+
+class PackedLayers:
+    """The layers' weights of one rank, and one more packed weight: the LM head, or the drafter's `fc`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        packer: Packer,
+        extra: tuple[int, int],
+        input_norm: bool = True,
+    ):
+        """`extra` is the other weight's (columns, K)."""
+        self._config, self._shard, self._packer = config, shard, packer
+        d, h = config.head_dim, config.hidden_size
+        qkv = (shard.heads + 2 * shard.kv_heads) * d
+        sizes = {
+            "qkv": packer.size(qkv, h),
+            "o": packer.size(h, shard.heads * d),
+            "gate_up": 2 * packer.size(shard.inter, h),
+            "down": packer.size(h, shard.inter),
+        }
+        other = packer.size(*extra)
+        arena = Arena(config.num_layers * sum(align(n) for n in sizes.values()) + align(other))
+        self._weights = [{name: arena.take(n) for name, n in sizes.items()} for _ in range(config.num_layers)]
+        self.extra = arena.take(other)
+        wide = {"qkv_bias": pad(qkv), "post_norm": pad(h)} | ({"input_norm": pad(h)} if input_norm else {})
+        heads = {"q_norm": d, "k_norm": d} if config.qk_norm else {}
+        self._vectors = [
+            {name: torch.zeros(n) for name, n in (wide | heads).items()} for _ in range(config.num_layers)
+        ]
+        self.structures = (Layer * config.num_layers)()
+        for layer, weights, vectors in zip(self.structures, self._weights, self._vectors, strict=True):
+            for name, tensor in (weights | vectors).items():
+                setattr(layer, name, tensor.data_ptr())
+
+    def load(self, index: int, part: str, kind: str, tensor: Tensor) -> None:
+        """Takes the full tensor of a layer's `part` ("q_proj", ...), `kind` "weight" or "bias"."""
+        s = self._shard
+        source = s.slice(part, tensor.detach())
+        weights, vectors, pack = self._weights[index], self._vectors[index], self._packer.pack
+        first = {"k_proj": s.heads, "v_proj": s.heads + s.kv_heads}.get(part, 0) * self._config.head_dim
+        if kind == "bias":
+            vectors["qkv_bias"][first : first + source.shape[0]].copy_(source)
+        elif part in ("q_proj", "k_proj", "v_proj"):
+            pack(weights["qkv"], source, first)
+        elif part in ("gate_proj", "up_proj"):
+            pack(weights["gate_up"], source, 0, 2, part == "up_proj")
+        elif part in ("o_proj", "down_proj"):
+            pack(weights[part.removesuffix("_proj")], source)
+        else:
+            renamed = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+            vectors[renamed.get(part, part)][: source.shape[0]].copy_(source)
+
+
+class Forward:
+    """A model's structure in C with its buffers, its rotary table and its all-reduce."""
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, bf16: bool, layers: PackedLayers
+    ):
+        self._config, self._tp = config, tp
+        self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
+        self.reduce_error: BaseException | None = None  # why the last all-reduce failed
+        self.all_reduce = AllReduce(self._reduce) if shard.size > 1 else AllReduce()
+        c, h, padded = config, pad(config.hidden_size), -(-config.head_dim // TILE) * TILE
+        self._part = torch.zeros(MAX_ROWS * h)
+        self._rope = rope_table(c, min(c.max_position_embeddings, _FIRST_POSITIONS))
+        self.model = Model(
+            is_bf16=bf16,
+            hidden=c.hidden_size,
+            layers=c.num_layers,
+            heads=shard.heads,
+            kv_heads=shard.kv_heads,
+            head_dim=c.head_dim,
+            inter=shard.inter,
+            vocab=shard.vocab,
+            embed_rows=c.vocab_size,
+            max_rows=MAX_ROWS,
+            rope_len=self._rope.shape[0],
+            tp=shard.size,
+            eps=c.rms_norm_eps,
+            rope=self._rope.data_ptr(),
+            layer=layers.structures,
+            resid=self.buffer(h),
+            part=self._part.data_ptr(),
+            qkv_out=self.buffer(pad((shard.heads + 2 * shard.kv_heads) * c.head_dim)),
+            x=self.buffer(h),
+            q=self.buffer(shard.heads * padded),
+            att=self.buffer(pad(shard.heads * c.head_dim)),
+            mid=self.buffer(pad(shard.inter)),
+            units=self.buffer(4),
+            picked=self.buffer(2),
+        )
+
+    def buffer(self, columns: int) -> int:
+        """Address of MAX_ROWS zeroed rows, which live as long as this object."""
+        # 16 columns to spare: vector stores of the last row may run over
+        self._keep.append(torch.zeros(MAX_ROWS * columns + 16))
+        return int(self._keep[-1].data_ptr())
+
+    def grow_rope(self, needed: int) -> bool:
+        """Extends the rotary table to `needed` positions; False if it reaches so far, or the model does not."""
+        limit = self._config.max_position_embeddings
+        if needed > limit or needed <= self._rope.shape[0]:
+            return False
+        self._rope = rope_table(self._config, min(limit, 2 * needed))
+        self.model.rope, self.model.rope_len = self._rope.data_ptr(), self._rope.shape[0]
+        return True
+
+    def _reduce(self, _address: int, count: int) -> int:
+        """Called from C on the calling thread, between two barriers; an exception becomes an error code."""
+        assert self._tp is not None
+        try:
+            self._tp.all_reduce(self._part[:count])
+        except BaseException as e:  # noqa: BLE001  # C cannot unwind Python; the caller raises it again
+            self.reduce_error = e
+            return 1
+        return 0
+
+
+def kv_bytes_per_block(config: ModelConfig, shard: Shard, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one block over all layers, heads padded to the tiles' width."""
+    padded = -(-config.head_dim // TILE) * TILE
+    return config.num_layers * 2 * shard.kv_heads * block_size * padded * dtype.itemsize
+
+
+def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
+    """Zeroed; memory is taken as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
+    if block_size < 1 or block_size % TILE:
+        raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
+    size = max(1, num_blocks * bytes_per_block)
+    return KVCache(num_blocks, block_size, Arena(size).take(size))
+
+
+def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
+    """Points `step` at a batch and a cache; `batch` must stay alive while it is used.
+
+    Raises BackendError for tensors that are not contiguous int32 on CPU, of the shapes in `DecoderInput`.
+    """
+    tokens, seqs, wanted = batch.token_ids.shape[0], batch.context_lens.shape[0], batch.logit_rows.shape[0]
+    step.token_ids = address("token_ids", batch.token_ids, tokens)
+    step.positions = address("positions", batch.positions, tokens)
+    step.slots = address("slots", batch.slot_mapping, tokens)
+    step.query_start = address("query_start", batch.query_start, seqs + 1)
+    step.context_lens = address("context_lens", batch.context_lens, seqs)
+    step.block_tables = address("block_tables", batch.block_tables, seqs)
+    step.logit_rows = address("logit_rows", batch.logit_rows, wanted)
+    step.parents = None if batch.parents is None else address("parents", batch.parents, tokens)
+    step.tokens, step.seqs = tokens, seqs
+    step.logits_rows, step.max_blocks = wanted, batch.block_tables.shape[1]
+    step.num_blocks, step.block_size, step.kv = kv.num_blocks, kv.block_size, kv.data.data_ptr()
+
+
+def address(field: str, tensor: Tensor, rows: int, dtype: torch.dtype = torch.int32) -> int:
+    """Where a contiguous CPU tensor of `rows` rows lies. Raises BackendError if it is another."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda or tensor.shape[0] != rows:
+        raise BackendError(
+            f"decoder input {field} must be contiguous {str(dtype).removeprefix('torch.')} on CPU of {rows} rows, "
+            f"not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    return tensor.data_ptr()

@@ -1,0 +1,1 @@
+"""The PyTorch decoder and its attention."""

@@ -1,0 +1,299 @@
+"""`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
+
+Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks kernels by shape.
+With `invariant` they do not (see `invariant.py`). `forward_static` is the same model without a look at the values from
+the host, for CUDA graphs.
+
+Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
+from megatron_tlt.models.torch.invariant import (
+    CHUNK,
+    TILE,
+    TilePlan,
+    by_tiles,
+    check_rows_alike,
+    rowwise,
+    tiles,
+)
+from megatron_tlt.models.torch.layers import gated_silu, rms_norm, rope_table, rotate
+from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
+
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+class TorchDecoder:
+    """See `base.Decoder`. Cache layout: [L, 2, (num_blocks + 1) * block_size, kv heads, D].
+
+    The block behind the last one is scratch: padding rows write there, and no block table of a request names it.
+    """
+
+    kind = "torch"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        tp: TensorParallel | None = None,
+        invariant: bool = False,
+        paged: PagedRun | None = None,
+    ):
+        """`paged` reads the cache where it lies (`paged.py`); without it every step gathers what it attends to."""
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.invariant, self.paged = invariant, paged
+        self._checked = False  # whether this machine was seen to compute rows alike
+        self._tp = tp
+        self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
+        self._ledger = WeightLedger(config)
+        self._rope = rope_table(config, min(config.max_position_embeddings, 4096), self.device)
+        self._allocate()
+
+    def _allocate(self) -> None:
+        c, s = self.config, self._shard
+        d = c.head_dim
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+        self._qkv_sizes = [s.heads * d, s.kv_heads * d, s.kv_heads * d]
+        self._embed, self._final_norm = empty(c.vocab_size, c.hidden_size), empty(c.hidden_size)
+        shared = c.tie_word_embeddings and s.size == 1
+        self._head = self._embed if shared else empty(s.vocab, c.hidden_size)
+        self._layers: list[dict[str, Tensor]] = [
+            {
+                "qkv": empty(sum(self._qkv_sizes), c.hidden_size),
+                "o_proj": empty(c.hidden_size, s.heads * d),
+                "gate_up": empty(2 * s.inter, c.hidden_size),
+                "down_proj": empty(c.hidden_size, s.inter),
+                "input_layernorm": empty(c.hidden_size),
+                "post_attention_layernorm": empty(c.hidden_size),
+            }
+            | ({"qkv_bias": empty(sum(self._qkv_sizes))} if c.qkv_bias else {})
+            | ({"q_norm": empty(d), "k_norm": empty(d)} if c.qk_norm else {})
+            for _ in range(c.num_layers)
+        ]
+
+    def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
+        """See `base.Decoder.load_weights`."""
+        with torch.no_grad():
+            for name, tensor in self._ledger.check(named, partial):
+                self._load(name, tensor)
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        index, part, kind = split_name(name)
+        if index is None:
+            if part == "norm":
+                self._final_norm.copy_(tensor)
+            if part == "embed_tokens":
+                self._embed.copy_(tensor)
+            if part == "lm_head" or (part == "embed_tokens" and self.config.tie_word_embeddings):
+                rows = self._shard.slice("lm_head", tensor)
+                self._head[: rows.shape[0]].copy_(rows)
+            return
+        layer, source = self._layers[index], self._shard.slice(part, tensor)
+        if part in _QKV:
+            target = layer["qkv" if kind == "weight" else "qkv_bias"]
+            target.split(self._qkv_sizes)[_QKV.index(part)].copy_(source)
+        elif part in _GATE_UP:
+            layer["gate_up"].chunk(2)[_GATE_UP.index(part)].copy_(source)
+        else:
+            layer[part].copy_(source)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Zeroed; its memory, one scratch block included, is taken at once."""
+        slots = (num_blocks + 1) * block_size
+        shape = (self.config.num_layers, 2, slots, self._shard.kv_heads, self.config.head_dim)
+        return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block over all layers."""
+        row = self._shard.kv_heads * self.config.head_dim * self.dtype.itemsize
+        return self.config.num_layers * 2 * block_size * row
+
+    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copies block src[i] to dst[i] in every layer, in order of i."""
+        blocks = kv.data.unflatten(2, (-1, kv.block_size))
+        for a, b in zip(src, dst, strict=True):
+            blocks[:, :, b] = blocks[:, :, a]
+
+    def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
+        """See `base.Decoder.copy_slots`."""
+        assert len(src) == len(dst)
+        if len({*dst}) == len(dst) and not {*src} & {*dst}:  # then the order is nothing to care about
+            kv.data[:, :, list(dst)] = kv.data[:, :, list(src)]
+            return
+        for a, b in zip(src, dst, strict=True):
+            kv.data[:, :, b] = kv.data[:, :, a]
+
+    def reserve_positions(self, count: int) -> None:
+        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
+        if count > self._rope.shape[0]:
+            self._rope = rope_table(self.config, count, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
+        """See `base.Decoder.forward`. Raises BackendError before all weights were loaded."""
+        self._require_weights()
+        longest = max(batch.context_lens.tolist())
+        if longest > self._rope.shape[0]:
+            self.reserve_positions(2 * longest)
+        if self.invariant:
+            final = self._forward_tiles(batch, kv)
+        else:
+            plan = self._plan(batch, kv.block_size)
+            final = self._layers_forward(
+                batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
+            )
+        wanted = batch.logit_rows.long()
+        if self.invariant or batch.all_hidden:
+            every = self._norm_final(final)
+            hidden = every[wanted]
+        else:
+            every, hidden = None, self._norm_final(final[wanted])
+        local = by_tiles(self._logits, hidden) if self.invariant else self._logits(hidden)
+        logits = self._shard.gather_logits(self._tp, local.float(), self.config.vocab_size)
+        return DecoderOutput(logits, hidden, every if batch.all_hidden else None)
+
+    @torch.inference_mode()
+    def forward_static(
+        self, batch: DecoderInput, kv: KVCache, rows_each: int, into: DecoderOutput | None = None
+    ) -> DecoderOutput:
+        """S sequences of exactly `rows_each` rows; logits and hidden states of all of them (`logit_rows` is not read).
+
+        No value comes to the host and every shape follows from the input's, so a CUDA graph may capture the call.
+        Padding: rows that write to the scratch block, sequences whose table names it. Call `reserve_positions` first.
+        With `into` the outputs are written there. Raises BackendError for a decoder with invariant numerics.
+        """
+        if self.invariant:
+            raise BackendError(
+                "invariant numerics have no static forward: their calls depend on context lengths"
+            )
+        self._require_weights()
+        plan = self._plan(batch, kv.block_size, rows_each)
+        final = self._layers_forward(
+            batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
+        )
+        hidden = self._norm_final(final)
+        local = self._logits(hidden)
+        if into is not None and self._shard.size == 1:  # the conversion to float32 happens on the way
+            into.logits.copy_(local[:, : self.config.vocab_size])
+        else:
+            logits = self._shard.gather_logits(self._tp, local.float(), self.config.vocab_size)
+            if into is None:
+                return DecoderOutput(logits, hidden, hidden if batch.all_hidden else None)
+            into.logits.copy_(logits)
+        into.hidden.copy_(hidden)
+        return into
+
+    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
+        """How the batch attends; with `rows_each` it is one of `forward_static`."""
+        kv_heads = self._shard.kv_heads
+        heads = (kv_heads, self._shard.heads // kv_heads)
+        if self.paged is not None:
+            return PagedPlan(self.paged, batch, block_size, heads, rows_each)
+        if rows_each is None:
+            return AttentionPlan(batch, block_size)
+        return StaticPlan(batch, block_size, rows_each, heads[1])
+
+    def _require_weights(self) -> None:
+        if not self._ledger.complete:
+            raise BackendError("forward before all weights were loaded")
+
+    def _forward_tiles(self, batch: DecoderInput, kv: KVCache) -> Tensor:
+        """`_layers_forward` tile by tile: rows only attend to earlier tiles and their own."""
+        if not self._checked:
+            self._check_rows_alike()
+            self._checked = True
+        done = [
+            self._layers_forward(tile.token_ids, tile.positions, tile.slots, kv, tile.plan)[: tile.used]
+            for tile in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size)
+        ]
+        return torch.cat(done)
+
+    def _layers_forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv: KVCache, plan: Plan
+    ) -> Tensor:
+        """The residual stream behind the last layer, [T, H]."""
+        rope, x = self._rope[positions], self._embed[token_ids]
+        for layer, cache in zip(self._layers, kv.data, strict=True):
+            h = rms_norm(x, layer["input_layernorm"], self.config.rms_norm_eps)
+            x = x + self._attention(layer, h, cache, rope, slots, plan)
+            h = rms_norm(x, layer["post_attention_layernorm"], self.config.rms_norm_eps)
+            x = x + self._mlp(layer, h)
+        return x
+
+    def _attention(
+        self,
+        layer: dict[str, Tensor],
+        h: Tensor,
+        cache: Tensor,
+        rope: Tensor,
+        slots: Tensor,
+        plan: Plan,
+    ) -> Tensor:
+        d, eps = self.config.head_dim, self.config.rms_norm_eps
+        q, k, v = (
+            t.unflatten(-1, (-1, d))
+            for t in linear(h, layer["qkv"], layer.get("qkv_bias")).split(self._qkv_sizes, -1)
+        )
+        if self.config.qk_norm:
+            q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
+        cache[0][slots], cache[1][slots] = rotate(k, rope), v
+        attended = plan.attend(rotate(q, rope), cache[0], cache[1])
+        return self._reduce(linear(attended.flatten(1), layer["o_proj"]))
+
+    def _mlp(self, layer: dict[str, Tensor], h: Tensor) -> Tensor:
+        both = linear(h, layer["gate_up"])
+        gated = rowwise(gated_silu, both) if self.invariant else gated_silu(both)
+        return self._reduce(linear(gated, layer["down_proj"]))
+
+    def _norm_final(self, x: Tensor) -> Tensor:
+        def norm(rows: Tensor) -> Tensor:
+            return rms_norm(rows, self._final_norm, self.config.rms_norm_eps)
+
+        return by_tiles(norm, x) if self.invariant else norm(x)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._head)
+
+    def _reduce(self, part: Tensor) -> Tensor:
+        if self._tp is None or self._tp.size == 1:
+            return part
+        wide = part.float().contiguous()
+        self._tp.all_reduce(wide)
+        return wide.to(part.dtype)
+
+    def _check_rows_alike(self) -> None:
+        """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""
+        layer, d = self._layers[0], self.config.head_dim
+        products = {name: layer[name] for name in ("qkv", "o_proj", "gate_up", "down_proj")} | {
+            "head": self._head
+        }
+        for name, weight in products.items():
+            check_rows_alike(f"matmul {name}", partial(linear, weight=weight), weight)
+        cache = torch.randn(2, 2 * CHUNK, self._shard.kv_heads, d, generator=torch.Generator().manual_seed(0))
+        keys, values = cache.to(self.device, self.dtype)
+        slots = torch.arange(2 * CHUNK, device=self.device).repeat(TILE, 1)
+        plan = TilePlan(slots, torch.full((TILE,), CHUNK + 7, device=self.device), CHUNK + 7)
+        queries = torch.zeros(1, self._shard.heads * d, dtype=self.dtype, device=self.device)
+
+        def attend(x: Tensor) -> Tensor:
+            return plan.attend(x.unflatten(-1, (-1, d)), keys, values).flatten(1)
+
+        check_rows_alike("attention", attend, queries)

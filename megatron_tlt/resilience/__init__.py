@@ -1,0 +1,1 @@
+"""What keeps a job alive or ends it well."""

@@ -1,0 +1,1 @@
+"""Training runs: putting one together, the RL loop, evaluation, supervised fine-tuning."""

@@ -1,0 +1,148 @@
+"""Evaluation on held-out prompts: pass@1, pass@k, response lengths.
+
+Every evaluation of a run answers the same prompts with the same noise, so differences between two of them are
+differences of the policy (common random numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.distributed.dims import rollout_replica
+from megatron_tlt.distributed.exchange import gather_columns
+from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.run import EvalSection
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.resilience.shutdown import StopKeeper
+    from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.types import Prompt, SamplingParams
+
+_SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
+_HISTOGRAM_BINS = 16
+
+
+def pass_at_k(correct: int, total: int, k: int) -> float:
+    """Unbiased estimate of "at least one of k answers is right" from `total` answers (Chen et al. 2021, eq. 1)."""
+    if total - correct < k:
+        return 1.0
+    return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One evaluation. `pass_at[k]` is a mean over prompts; `stderr` is that of pass@1 over prompts."""
+
+    step: int
+    num_prompts: int
+    pass_at: dict[int, float]
+    stderr: float
+    reward: float
+    mean_length: float
+    p95_length: float
+    truncated: float
+    histogram_edges: list[float]
+    histogram_counts: list[int]
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars under `eval/`."""
+        values = {f"eval/pass@{k}": v for k, v in self.pass_at.items()}
+        names = ("stderr", "reward", "mean_length", "p95_length", "truncated")
+        return values | {f"eval/{name}": float(getattr(self, name)) for name in names}
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able form, for checkpoints and the summary."""
+        return asdict(self) | {"pass_at": {str(k): v for k, v in self.pass_at.items()}}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> EvalResult:
+        """The inverse of `to_json`."""
+        return cls(**(data | {"pass_at": {int(k): v for k, v in data["pass_at"].items()}}))
+
+
+class Evaluator:
+    """Answers and judges a fixed set of prompts, split over the rollout replicas."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        section: EvalSection,
+        params: SamplingParams,
+        backend: RolloutBackend,
+        rewards: RewardPool,
+        world: World,
+        rollout_tp: int,
+    ):
+        replica, self._tp_rank = rollout_replica(world.rank, rollout_tp)
+        self._mine = list(prompts)[replica :: world.size // rollout_tp]
+        self._section, self._backend, self._rewards, self._world = section, backend, rewards, world
+        max_tokens = section.max_tokens or params.max_tokens
+        self._params = replace(
+            params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
+        )
+
+    def run(self, step: int, stop: StopKeeper | None = None) -> EvalResult:
+        """Evaluates the engine's present policy. Collective. Raises LeavingError if `stop` cuts it short."""
+        generate = partial(self._backend.generate, self._mine, self._params, self._section.samples_per_prompt)
+        if stop is None:
+            samples = generate(self._pulse)
+        else:
+            samples, dropped = stop.guarded(generate, self._pulse)
+            stop.agree("eval", dropped)
+        groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
+        self._rewards.score(groups)
+        share_answers(self._world, self._backend, groups)  # the same questions come again
+        rows = [
+            (g.prompt.prompt_id, r.correct, r.value, len(s.token_ids), s.finish_reason == "length")
+            for g in groups
+            for s, r in zip(g.samples, g.rewards, strict=True)
+        ]
+        names = (
+            ("prompt", np.int64),
+            ("correct", np.int64),
+            ("reward", float),
+            ("length", float),
+            ("cut", float),
+        )
+        local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(names)}
+        return summarise(step, gather_columns(self._world, local))
+
+    def _pulse(self, running: int, waiting: int, _: int) -> None:
+        self._world.pulse(running=running, queued=waiting)
+
+
+def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
+    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut.
+
+    The rows are brought into the prompts' order first: as they come, it depends on the number of ranks, and the
+    last bits of a sum on it.
+    """
+    order = np.argsort(columns["prompt"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    _, inverse = np.unique(columns["prompt"], return_inverse=True)
+    total, right = np.bincount(inverse), np.bincount(inverse, weights=columns["correct"])
+    pairs = [(int(c), int(n)) for c, n in zip(right, total, strict=True)]
+    ks = [2**i for i in range(int(total.min()).bit_length())]
+    share = right / total
+    stderr = float(share.std(ddof=1) / math.sqrt(len(share))) if len(share) > 1 else float("nan")
+    counts, edges = np.histogram(columns["length"], bins=_HISTOGRAM_BINS)
+    return EvalResult(
+        step=step,
+        num_prompts=len(total),
+        pass_at={k: float(np.mean([pass_at_k(c, n, k) for c, n in pairs])) for k in ks},
+        stderr=stderr,
+        reward=float(columns["reward"].mean()),
+        mean_length=float(columns["length"].mean()),
+        p95_length=float(np.quantile(columns["length"], 0.95)),
+        truncated=float(columns["cut"].mean()),
+        histogram_edges=edges.tolist(),
+        histogram_counts=counts.tolist(),
+    )

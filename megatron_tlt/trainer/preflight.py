@@ -1,0 +1,165 @@
+"""Everything that can be wrong with a run, found at once and before any weight is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.tokenizer_files import has_tokenizer
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import shards
+from megatron_tlt.rewards.build import check_user_functions
+from megatron_tlt.rollout.spec.strategy import build_selector
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.checks.cluster import Device
+    from megatron_tlt.distributed.world import World
+
+_DRAFTER_PATH = "rollout.speculation.drafter_path"
+
+
+def check_report(config: Config | SftConfig, ranks: int | None) -> str:
+    """`megatron-tlt check`: the report, or ConfigError with every problem.
+
+    Model and prompt files may be on another machine (a login node has neither); where they are here they count.
+    """
+    num_ranks = ranks if ranks is not None else config.cluster.num_ranks
+    shape, positions = model_facts(config)
+    problems = find_problems(config, shape, num_ranks, None, positions)
+    problems += tokenizer_problems(config) + weight_problems(config, shape)
+    if isinstance(config, Config):
+        problems += input_problems(config) + speculation_problems(config, shape)
+    if problems:
+        raise ConfigError(problems)
+    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
+    return "\n".join([render_check(config, shape, num_ranks), *absent])
+
+
+def check_on(config: Config | SftConfig, world: World) -> None:
+    """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
+    problems = missing_files(config) + tokenizer_problems(config)
+    shape, positions = model_facts(config)
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems += find_problems(config, shape, world.size, device, positions)
+    # One rank looks, and all hear the same: there are many files, and a run that goes on may be removing them.
+    problems += world.broadcast_object(weight_problems(config, shape) if world.is_main else [])
+    if isinstance(config, Config):
+        problems += input_problems(config) + speculation_problems(config, shape)
+    if problems:
+        raise ConfigError(problems)
+
+
+def without_megatron(config: Config) -> Config:
+    """For what starts from `model.path` in any case: evaluation, and the training of a drafter beforehand."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"megatron_path": None})})
+
+
+def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
+    """(shape, longest context) of the model directory; (None, None) if it is not on this machine."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return None, None
+    model = ModelConfig.from_hf(config.model.path)
+    return model, model.max_position_embeddings
+
+
+def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
+    """Model, drafter, prompts and records that are not on this machine."""
+    problems = []
+    if not (Path(config.model.path) / "config.json").is_file():
+        allowed = "must be a Hugging Face directory with a config.json"
+        problems.append(ConfigProblem("model.path", config.model.path, allowed))
+    if isinstance(config, SftConfig):
+        named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
+    else:
+        held_out = config.data.eval.path if config.data.eval is not None else None
+        named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
+        if config.rollout.speculation.uses_eagle:
+            named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
+        if config.rollout.backend == "trtllm":
+            named["rollout.trtllm.python"] = config.rollout.trtllm.python
+            named["rollout.trtllm.drafter_path"] = config.rollout.trtllm.drafter_path
+    named["model.megatron_path"] = config.model.megatron_path
+    for field, path in named.items():
+        if path is not None and not Path(path).exists():
+            problems.append(ConfigProblem(field, path, "no such file or directory"))
+    return problems
+
+
+def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A directory on this machine that has no tokenizer."""
+    field, source = "path", Path(config.model.path)
+    if config.model.tokenizer:
+        field, source = "tokenizer", Path(config.model.tokenizer)
+    if not source.is_dir() or has_tokenizer(source):
+        return []
+    allowed = (
+        "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
+    )
+    return [ConfigProblem(f"model.{field}", str(source), allowed)]
+
+
+def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> list[ConfigProblem]:
+    """Starting weights on this machine with a file missing, or of another model. Reads no weights.
+
+    Without a `shape` (no model directory here) nothing is looked at; nor is what the run does not start from.
+    """
+    model = config.model
+    if shape is None or (isinstance(config, SftConfig) and config.sft.random_init):
+        return []
+    try:
+        if model.megatron_path is None:
+            shards(model.path)
+        elif Path(model.megatron_path).exists():
+            # Here, for it needs torch.
+            from megatron_tlt.actor.megatron_dir import MegatronDir
+
+            MegatronDir(model.megatron_path).check(shape)
+    except (CheckpointError, OSError) as error:
+        if model.megatron_path is None:
+            return [ConfigProblem("model.path", model.path, str(error))]
+        return [ConfigProblem("model.megatron_path", model.megatron_path, str(error))]
+    return []
+
+
+def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
+    """Bandit arms that cannot be, and a drafter on this machine that is none or is another model's.
+
+    Without a `shape` (no model directory here) the drafter is not looked at.
+    """
+    section = config.rollout.speculation
+    problems: list[ConfigProblem] = []
+    try:
+        build_selector(section, section.drafter)
+    except ConfigError as error:
+        problems += error.problems
+    path = section.drafter_path
+    if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
+        # Here, for it needs torch.
+        from megatron_tlt.drafter.checkpoint import check_drafter
+
+        try:
+            check_drafter(path, shape)
+        except CheckpointError as error:
+            problems.append(ConfigProblem(_DRAFTER_PATH, path, str(error)))
+    return problems
+
+
+def input_problems(config: Config) -> list[ConfigProblem]:
+    """Procedural tasks that cannot be generated, and users' reward functions that cannot be imported."""
+    problems: list[ConfigProblem] = []
+    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is not None and source.kind == "tasks":
+            try:
+                open_source(source, name, seed=0)
+            except ConfigError as error:
+                problems += error.problems
+    try:
+        check_user_functions(config.rewards)
+    except RewardError as error:
+        named = [f.path for f in config.rewards.functions if f.name == "python"]
+        problems.append(ConfigProblem("rewards.functions", named, str(error)))
+    return problems

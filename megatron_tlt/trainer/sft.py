@@ -1,0 +1,155 @@
+"""Supervised fine-tuning (`megatron-tlt sft`): JSONL in, Hugging Face directory out, through the same actor as RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.checkpoint.export import write_hf
+from megatron_tlt.data.packing import balance
+from megatron_tlt.data.sources import read_jsonl
+from megatron_tlt.distributed.exchange import sum_over_replicas
+from megatron_tlt.errors import DataError
+from megatron_tlt.types import TrainBatch, TrainSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.algorithms.base import LossInputs
+    from megatron_tlt.config.root import SftConfig
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import Tokenizer
+
+
+class CompletionLoss:
+    """Negative log-likelihood of the completion's tokens, summed."""
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss sum over unmasked tokens (0-d) and its metric sums."""
+        nll = -(inputs.logprobs * inputs.mask).sum()
+        return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
+
+
+def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
+    """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added and learned.
+
+    `chat` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and line for
+    a record that is not such an object or exceeds `max_context` tokens.
+    """
+    eos, chat = tokenizer.eos_token_ids[0], chat and tokenizer.has_chat_template
+    sequences = []
+    for record, number in zip(*read_jsonl(path), strict=True):
+        missing = [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]
+        if missing:
+            raise DataError(
+                f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}"
+            )
+        prompt = tokenizer.encode_chat(record["prompt"]) if chat else tokenizer.encode(record["prompt"])
+        tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
+        if len(tokens) > max_context:
+            raise DataError(f"{path}:{number}: {len(tokens)} tokens, model.max_context allows {max_context}")
+        response = len(tokens) - len(prompt)
+        ones, zeros = np.ones(response, dtype=np.float32), np.zeros(response, dtype=np.float32)
+        ids = np.array(tokens, dtype=np.int64)
+        sequences.append(TrainSequence(number, 0, ids, len(prompt), ones, ones.copy(), zeros))
+    if not sequences:
+        raise DataError(f"{path}: no records")
+    return sequences
+
+
+def steps_of(
+    sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
+) -> Iterator[list[TrainSequence]]:
+    """Endless optimizer steps: whole sequences, shuffled anew each epoch, up to `tokens_per_step` tokens each."""
+    step: list[TrainSequence] = []
+    epoch, size = 0, 0
+    while True:
+        for index in np.random.default_rng((seed, epoch)).permutation(len(sequences)):
+            sequence = sequences[int(index)]
+            if step and size + sequence.length > tokens_per_step:
+                yield step
+                step, size = [], 0
+            step.append(sequence)
+            size += sequence.length
+        epoch += 1
+
+
+class SftTrainer:
+    """Trains on completions and writes the result."""
+
+    def __init__(self, config: SftConfig, world: World, tokenizer: Tokenizer):
+        self._config, self._world, self._tokenizer = config, world, tokenizer
+        sft = config.sft
+        self._train = read_records(
+            Path(sft.train_path), tokenizer, sft.chat_template, config.model.max_context
+        )
+        self._eval: list[TrainSequence] = []
+        if sft.eval_path is not None:
+            self._eval = read_records(
+                Path(sft.eval_path), tokenizer, sft.chat_template, config.model.max_context
+            )
+        self.policy = MegatronPolicy(
+            world,
+            config.model,
+            config.actor,
+            config.optimizer,
+            CompletionLoss(),
+            total_optimizer_steps=sft.num_steps,
+            seed=sft.seed,
+            random_init=sft.random_init,
+        )
+
+    def run(self) -> None:
+        """Trains `sft.num_steps` steps and writes `sft.out`. Collective."""
+        sft = self._config.sft
+        steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
+        started, tokens = time.perf_counter(), 0
+        for step in range(1, sft.num_steps + 1):
+            self._world.enter("update", step)
+            sequences = next(steps)
+            tokens += sum(s.length for s in sequences)
+            out = self.policy.train_step(self._share(sequences))
+            if step % sft.eval_every == 0 or step == sft.num_steps:
+                self._report(step, out.metrics, tokens / (time.perf_counter() - started))
+            if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
+                self._world.enter("save", step)
+                self._save()
+
+    def _save(self) -> None:
+        config = self._config
+        write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
+
+    def evaluate(self) -> float:
+        """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""
+        if not self._eval:
+            return float("nan")
+        mine = self._share(self._eval).mini_batches[0]
+        logprobs = self.policy.logprobs(mine, temperature=1.0)
+        sums = np.array([sum(float(lp.sum()) for lp in logprobs), sum(len(lp) for lp in logprobs)])
+        total = sum_over_replicas(self._world, self.policy.dims, sums)
+        return float(-total[0] / total[1])
+
+    def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
+        """This replica's part of one optimizer step, balanced by tokens."""
+        dims = self.policy.dims
+        bins = balance([s.length for s in sequences], dims.dp)
+        me = dims.coordinates(self._world.rank).dp
+        mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
+        return TrainBatch([mine], [float(sum(len(s.loss_mask) for s in sequences))])
+
+    def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
+        held_out = self.evaluate()
+        if self._world.is_main:
+            shown = {
+                "loss": metrics["loss"],
+                "held-out": held_out,
+                "lr": metrics["lr"],
+                "tokens/s": tokens_per_s,
+            }
+            text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+            print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)

@@ -1,0 +1,144 @@
+"""What TensorRT-LLM is told, by version. That the names exist is test_trtllm_contract's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.backends.trtllm.args import (
+    CLASS,
+    EngineSize,
+    Speculation,
+    build_llm_kwargs,
+    build_sampling_params,
+    build_spec_config,
+    instantiate,
+    series,
+)
+
+SIZE = EngineSize("/m", "bf16", 4096, 128, 8192, 0.4)
+PLAIN = Speculation()
+EAGLE = Speculation("eagle3", 5, "/d", (30, 1, 14))
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "max_tokens": 16,
+    "stop_token_ids": (7, 2, 7),
+    "speculative": False,
+}
+
+
+def kwargs(
+    version: str = "1.2.1", size: EngineSize = SIZE, spec: Speculation = PLAIN, **more: Any
+) -> dict[str, Any]:
+    return build_llm_kwargs(version, size, spec, **{"sleep": True, **more})
+
+
+@pytest.mark.parametrize("version", ["1.2.0", "1.2.1", "1.2.0rc6", "1.2.1.post1", "1.3.0rc27", "1.3.0"])
+def test_versions_that_are_known(version: str) -> None:
+    assert series(version) == version[:3]
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "1.20.0", "1.2", "2.3.1", "", "1.2.1; rm"])
+def test_versions_that_are_not(version: str) -> None:
+    for build in (series, lambda v: kwargs(v, spec=EAGLE), lambda v: build_sampling_params(v, **SAMPLING)):
+        with pytest.raises(ValueError, match=r"1\.2\.x and 1\.3\.x are known"):
+            build(version)
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27"])
+def test_limits_are_always_said(version: str) -> None:
+    given = kwargs(version)
+    assert given["max_input_len"] == given["max_seq_len"] == 4096
+    assert (given["max_batch_size"], given["max_num_tokens"]) == (128, 8192)
+    assert given["dtype"] == "bfloat16"
+    assert given["enable_iter_perf_stats"] is True
+    assert given["kv_cache_config"]["free_gpu_memory_fraction"] == 0.4
+    assert "speculative_config" not in given
+
+
+def test_sleep_by_version() -> None:
+    assert kwargs("1.2.1")["enable_sleep"] is True
+    assert kwargs("1.3.0")["sleep_config"] == {CLASS: "SleepConfig"}
+    for version in ("1.2.1", "1.3.0"):
+        assert not {"enable_sleep", "sleep_config"} & kwargs(version, sleep=False).keys()
+
+
+def test_graphs_have_sizes_or_a_maximum() -> None:
+    base = {CLASS: "CudaGraphConfig", "enable_padding": True}
+    assert kwargs()["cuda_graph_config"] == {**base, "max_batch_size": 128}
+    sized = EngineSize("/m", "fp32", 8, 4, 8, 0.5, graph_sizes=(4, 1, 4))
+    assert kwargs(size=sized)["cuda_graph_config"] == {**base, "batch_sizes": [1, 4], "max_batch_size": 0}
+    assert kwargs(size=EngineSize("/m", "fp32", 8, 4, 8, 0.5, graphs=False))["cuda_graph_config"] is None
+
+
+def test_free_fields_add_and_never_replace() -> None:
+    assert kwargs(extra={"attn_backend": "FLASHINFER"})["attn_backend"] == "FLASHINFER"
+    with pytest.raises(ValueError, match="set by other settings already: dtype, model"):
+        kwargs(extra={"model": "x", "dtype": "y", "z": 1})
+
+
+def test_eagle3_samples_with_the_temperature() -> None:
+    old, new = build_spec_config("1.2.1", EAGLE), build_spec_config("1.3.0", EAGLE)
+    assert old is not None
+    assert new is not None
+    assert (old[CLASS], new[CLASS]) == ("EagleDecodingConfig", "Eagle3DecodingConfig")
+    for config in (old, new):
+        assert config["allow_advanced_sampling"] is True
+        assert (config["max_draft_len"], config["speculative_model"]) == (5, "/d")
+        assert config["eagle3_layers_to_capture"] == [1, 14, 30]
+    assert old["eagle3_one_model"] is True
+    assert "eagle3_one_model" not in new
+    assert "eagle3_layers_to_capture" not in (
+        build_spec_config("1.2.1", Speculation("eagle3", 4, "/d")) or {}
+    )
+
+
+def test_ngram_and_none() -> None:
+    ngram = build_spec_config("1.2.1", Speculation("ngram", 6, ngram_size=3))
+    assert ngram == {CLASS: "NGramDecodingConfig", "max_draft_len": 6, "max_matching_ngram_size": 3}
+    assert build_spec_config("1.2.1", Speculation()) is None
+
+
+@pytest.mark.parametrize("spec", [Speculation("eagle3"), Speculation("medusa"), Speculation("ngram", 0)])
+def test_speculation_that_cannot_be(spec: Speculation) -> None:
+    with pytest.raises(ValueError):
+        build_spec_config("1.2.1", spec)
+
+
+def test_sampling_is_said_whole_and_without_log_probs() -> None:
+    given = build_sampling_params("1.2.1", **SAMPLING)
+    assert given == {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_tokens": 16,
+        "end_id": -1,
+        "stop_token_ids": [2, 7],
+        "include_stop_str_in_output": True,
+        "detokenize": False,
+    }
+    assert build_sampling_params("1.2.1", **{**SAMPLING, "min_p": 0.1})["min_p"] == 0.1
+    assert build_sampling_params("1.2.1", **{**SAMPLING, "stop_token_ids": ()})["stop_token_ids"] is None
+
+
+def test_greedy_is_the_one_most_likely_token() -> None:
+    given = build_sampling_params("1.3.0", **{**SAMPLING, "temperature": 0, "top_p": 0.5, "min_p": 0.2})
+    assert (given["temperature"], given["top_k"], given["top_p"]) == (1.0, 1, 1.0)
+    assert "min_p" not in given
+
+
+def test_min_p_goes_not_with_speculation() -> None:
+    with pytest.raises(ValueError, match=r"min_p = 0\.1"):
+        build_sampling_params("1.3.0", **{**SAMPLING, "min_p": 0.1, "speculative": True})
+
+
+def test_marked_maps_become_instances() -> None:
+    made = instantiate({"a": [{CLASS: "X", "b": {CLASS: "X"}}], "c": {"d": 1}}, {"X": SimpleNamespace})
+    assert made == {"a": [SimpleNamespace(b=SimpleNamespace())], "c": {"d": 1}}
+    with pytest.raises(ValueError, match="has no Y"):
+        instantiate({CLASS: "Y"}, {"X": SimpleNamespace})

@@ -1,0 +1,422 @@
+"""The client and the server of TensorRT-LLM engines, in two real processes, around a toy engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.backends.trtllm.args import EngineSize, Speculation
+from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend, request_seed
+from megatron_tlt.backends.trtllm.weights import BytesTransport, describe
+from megatron_tlt.errors import BackendError, SyncError
+from megatron_tlt.interfaces import RolloutBackend
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.types import PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
+from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.mpi import ROOT
+from tests.helpers.trtllm_engines import (
+    DRAFTER,
+    PROMPTS,
+    SHAPES,
+    push,
+    scratch_directory,
+    start_backend,
+    tensors,
+)
+from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
+
+PARAMS = SamplingParams(max_tokens=12)
+EAGLE = Speculation("eagle3", draft_len=3, drafter_path="/drafter")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A short place for sockets and logs: the log of an engine that failed stays."""
+    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
+    with scratch_directory():
+        yield
+
+
+@pytest.fixture(scope="module", params=["1.2.1", "1.3.0rc27"])
+def backend(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrtllmBackend]:
+    """One engine for the tests that leave it well."""
+    started = start_backend(tmp_path_factory.mktemp("engine"), version=request.param, spec=EAGLE)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[TrtllmBackend]:
+    """An engine of the test's own, with weights."""
+    started = start_backend(tmp_path)
+    push(started, 1)
+    yield started
+    started.close()
+
+
+def tokens(samples: list[Sample]) -> list[tuple[int, ...]]:
+    return [tuple(s.token_ids) for s in samples]
+
+
+def test_without_weights_it_does_not_answer(backend: TrtllmBackend) -> None:
+    if backend.policy_version == -1:  # the first test of the module
+        with pytest.raises(BackendError, match="no weights yet"):
+            backend.generate(PROMPTS, PARAMS, 1)
+
+
+def test_answers_are_sorted_stamped_and_counted(backend: TrtllmBackend) -> None:
+    assert isinstance(backend, RolloutBackend)
+    push(backend, 3)
+    backend.take_stats()
+    seen: list[tuple[int, int, int]] = []
+    samples = backend.generate(PROMPTS, PARAMS, 6, lambda *figures: seen.append(figures))
+    assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(6)]
+    for s in samples:
+        assert s.policy_version == 3
+        assert s.text == CharTokenizer().decode(s.token_ids)
+        assert s.logprobs == []
+        assert (s.finish_reason == "stop") == (s.token_ids[-1] == 0)
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+    assert len(set(tokens(samples))) == len(samples), "the temperature is not ignored"
+    assert seen[0][0] + seen[0][1] <= 12
+    assert max(running for running, _, _ in seen) <= 8, "no more than the engine runs at once"
+    assert seen[-1][:2] == (0, 0)
+    total = sum(len(s.token_ids) for s in samples)
+    stats = backend.take_stats()
+    assert (stats.generated_tokens, stats.finished_requests, stats.prompt_tokens) == (total, 12, 5)
+    assert stats.seconds > 0
+    assert stats.running_curve[-1][1] == 0
+    # The toy's drafter: three drafted and one accepted in each step.
+    assert stats.steps == sum(-(-len(s.token_ids) // 2) for s in samples)
+    assert stats.speculation.row_steps == stats.steps
+    assert stats.speculation.drafted_tokens == 3 * stats.steps
+    assert stats.speculation.accept_length == 2.0
+    assert backend.take_stats().steps == 0
+
+
+def test_pushed_weights_arrive_and_answer(backend: TrtllmBackend) -> None:
+    first = push(backend, 5, seed=1)
+    assert backend.weight_checksums() == {n: checksum(t) for n, t in first.items()}
+    assert backend.policy_version == 5
+    before = tokens(backend.generate(PROMPTS, PARAMS, 4))
+    push(backend, 6, seed=2)
+    other = tokens(backend.generate(PROMPTS, PARAMS, 4))
+    push(backend, 7, seed=1)
+    assert tokens(backend.generate(PROMPTS, PARAMS, 4)) == before != other
+
+
+def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
+    push(backend, 8)
+    backend.begin_update(9)
+    weights = tensors(SHAPES, 9)
+    backend.update_weights(WeightBucket(9, [("a.weight", weights["a.weight"])]))
+    with pytest.raises(BackendError, match="torn: the push of version 9 has not finished"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    with pytest.raises(SyncError, match=r"version 9 lacks b\.weight, norm\.weight"):
+        backend.finish_update()
+    backend._open = None  # the client forgets; the server does not
+    with pytest.raises(BackendError, match=r"could not answer prompt .*push of version 9 has not finished"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    push(backend, 10)  # a later push heals it
+    assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {10}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (WeightBucket(12, [("a.weight", torch.ones(3))]), "version 12 came into the push of 11"),
+        (WeightBucket(11, [("c.weight", torch.ones(3))]), "engine expects None"),
+        (WeightBucket(11, [("a.weight", torch.ones(4))]), r"\(4,\) came, the engine expects \(3,\)"),
+    ],
+)
+def test_wrong_buckets_are_refused(backend: TrtllmBackend, wrong: WeightBucket, message: str) -> None:
+    backend.begin_update(11)
+    with pytest.raises(SyncError, match=message):
+        backend.update_weights(wrong)
+    push(backend, 11)
+
+
+def test_the_server_refuses_tensors_of_another_push_and_parts_out_of_order(backend: TrtllmBackend) -> None:
+    backend.begin_update(13)
+    transport = BytesTransport(backend.process, part_bytes=8)
+    with pytest.raises(BackendError, match="version 12 came into the push of 13"):
+        transport.send(12, [("a.weight", torch.ones(3))])
+    entry = describe("a.weight", torch.ones(3))
+    with pytest.raises(BackendError, match="out of order"):
+        backend.process.call(
+            "part", version=13, entry=entry, drafter=False, offset=8, total=12, data=b"\0\0\0\0"
+        )
+    backend.begin_update(13)
+    with pytest.raises(BackendError, match="4 bytes came for float32"):
+        backend.process.call("weights", version=13, entries=[{**entry, "data": b"abcd"}], drafter=False)
+    backend.begin_update(13)
+    transport.send(13, [("a.weight", torch.ones(3))])  # in two parts
+    push(backend, 13)
+
+
+def test_a_tied_head_goes_no_further_but_counts(backend: TrtllmBackend) -> None:
+    backend.begin_update(14)
+    weights = {**tensors(SHAPES, 3), "lm_head.weight": torch.ones(6)}
+    backend.update_weights(WeightBucket(14, list(weights.items())))
+    backend.finish_update()
+    assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
+
+
+def test_a_drafter_comes_whole_with_a_push(backend: TrtllmBackend) -> None:
+    policy = push(backend, 15, drafter=tensors(DRAFTER, 0))
+    assert backend.drafter_version == 15
+    assert backend.weight_checksums() == {n: checksum(t) for n, t in policy.items()}, (
+        "norm.weight is the policy's"
+    )
+    backend.begin_update(16)
+    for bad in ({**tensors(DRAFTER, 0), "embed_tokens.weight": torch.ones(2)}, {"d2t": torch.ones(5)}):
+        with pytest.raises(SyncError, match="not the tensors it was started with"):
+            backend.update_drafter(bad, 16)
+    assert backend.drafter_version == 15
+    push(backend, 16)
+    assert backend.drafter_version == 15
+
+
+def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(backend: TrtllmBackend) -> None:
+    push(backend, 17, drafter=tensors(DRAFTER, 0))
+    backend.begin_update(18)
+    backend.update_drafter(tensors(DRAFTER, 1), 18)
+    backend._transport.send(18, [("a.weight", torch.ones(3))])
+    push(backend, 19)  # raises SyncError if the engine loaded a drafter
+    assert backend.drafter_version == 17
+    backend.begin_update(20)
+    backend.update_drafter(tensors(DRAFTER, 1), 20)
+    backend._transport.send(
+        20, [("fc.weight", torch.ones(2, 3))], drafter=True
+    )  # not what the client knows of
+    backend.update_weights(WeightBucket(20, list(tensors(SHAPES, 0).items())))
+    with pytest.raises(SyncError, match="other bytes of the drafter than version 20 has"):
+        backend.finish_update()
+    with pytest.raises(BackendError, match="torn"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    push(backend, 21)
+
+
+def test_a_drafter_is_refused_outside_a_push_and_by_an_engine_without(
+    backend: TrtllmBackend, tmp_path: Path
+) -> None:
+    with pytest.raises(SyncError, match="no push is open"):
+        backend.update_drafter(tensors(DRAFTER, 0), 1)
+    plain = start_backend(tmp_path)
+    plain.begin_update(1)
+    with pytest.raises(SyncError, match="engine that has none"):
+        plain.update_drafter(tensors(DRAFTER, 0), 1)
+    plain._transport.send(1, list(tensors(DRAFTER, 0).items()), drafter=True)
+    with pytest.raises(BackendError, match="no drafter in its model"):
+        plain.process.call("finish_update", version=1)
+    plain.close()
+
+
+def test_memory_is_given_back_between_rollouts(backend: TrtllmBackend) -> None:
+    push(backend, 17)
+    backend.generate(PROMPTS, PARAMS, 1)
+    assert backend._asleep
+    backend.release()  # already: nothing happens
+    backend.resume()
+    with pytest.raises(BackendError, match="could not resume: KeyError"):
+        backend.process.call("resume", tags=["kv_cache"])
+    backend.release()
+    with pytest.raises(BackendError, match="could not release: ValueError: no such memory: attic"):
+        backend.process.call("release", tags=["attic"])
+    backend.generate(PROMPTS, PARAMS, 1)  # wakes it
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (
+            Prompt(1, "q", (REFUSED,), ""),
+            PARAMS,
+            "could not answer prompt 1: ValueError: this prompt is refused",
+        ),
+        (Prompt(1, "q", (5,) * 60, ""), PARAMS, "72 tokens exceed the context of 64"),
+        (PROMPTS[0], SamplingParams(stop=("x",)), "stops at tokens only"),
+        (PROMPTS[0], SamplingParams(max_tokens=4, min_p=0.1), "min_p"),
+    ],
+)
+def test_a_refused_request_leaves_nothing_behind(
+    backend: TrtllmBackend, prompt: Prompt, params: SamplingParams, message: str
+) -> None:
+    push(backend, 18)
+    with pytest.raises(BackendError, match=message):
+        backend.generate([*PROMPTS, prompt], params, 2)
+    assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
+
+
+def test_an_interrupted_rollout_is_aborted(backend: TrtllmBackend) -> None:
+    push(backend, 19)
+
+    def interrupt(running: int, waiting: int, generated: int) -> None:
+        if running + waiting == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        backend.generate([*PROMPTS, Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, interrupt)
+    assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4, "and the endless one is gone"
+
+
+def test_weights_do_not_change_under_a_request(backend: TrtllmBackend) -> None:
+    push(backend, 20)
+    backend.resume()
+    params = backend._sampling(PARAMS)
+    backend.process.send(
+        {"type": "submit", "requests": [{"id": 0, "seed": 0}], "token_ids": [ENDLESS], "params": params}
+    )
+    with pytest.raises(BackendError, match="1 requests are in flight"):
+        backend.process.call("begin_update", version=21, verify=False)
+    backend.process.call("abort")
+    while backend.process.next_answer()["type"] != "answer":
+        pass
+    push(backend, 21)
+
+
+def test_long_expected_answers_start_first() -> None:
+    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
+    facts = EngineFacts(size, Speculation(), "1.2.1", SHAPES, longest_first=True)
+    backend = TrtllmBackend(Mock(), Mock(), facts, history=AnswerHistory(1, 0, 1))
+    assert backend.wants_history
+    backend.remember(
+        [PastAnswer(q, np.zeros(n, np.int32), 0.0, 0) for q, n in (("a", 3), ("b", 9), ("c", 4))]
+    )
+    prompts = [Prompt(i, q, (1,), "") for i, q in enumerate("axcb")]
+    assert [p.dataset_id for p in backend._ordered(prompts)] == ["b", "x", "c", "a"], (
+        "x as the average, 16 / 3"
+    )
+    other = TrtllmBackend(Mock(), Mock(), facts, history=AnswerHistory(1, 0, 1))
+    other.load_state_dict(backend.state_dict())
+    assert [p.dataset_id for p in other._ordered(prompts)] == ["b", "x", "c", "a"]
+
+
+def test_every_request_has_a_seed_of_its_own() -> None:
+    seeds = [request_seed(s, p, i) for s in range(3) for p in range(30) for i in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"id": 1, "token_ids": [5, 6], "finish_reason": "stop"}, "stopped at a token that it left out"),
+        ({"id": 1, "token_ids": [], "finish_reason": "stop"}, "stopped at a token that it left out"),
+        ({"id": 1, "token_ids": [5], "finish_reason": "bored"}, "unknown finish reason 'bored'"),
+        ({"id": 1, "token_ids": [5], "finish_reason": None}, "unknown finish reason None"),
+        ({"id": 2, "token_ids": [5], "finish_reason": "length"}, "answered request 2, which nobody asked"),
+    ],
+)
+def test_answers_that_cannot_be(answer: dict[str, Any], message: str) -> None:
+    process = Mock(alive=False)
+    process.next_answer.return_value = {"type": "answer", **answer}
+    process.failure.side_effect = lambda what: BackendError(what)  # noqa: PLW0108  a class would be raised
+    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
+    backend = TrtllmBackend(
+        process, Mock(), EngineFacts(size, Speculation(), "1.2.1", {}, eos_token_ids=(0,))
+    )
+    backend._version = 0
+    with pytest.raises(BackendError, match=message):
+        backend.generate(PROMPTS[:1], PARAMS, 1)
+
+
+def test_weights_through_shared_memory(tmp_path: Path) -> None:
+    backend = start_backend(tmp_path, transport="shared_memory", spec=EAGLE)
+    weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
+    assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
+    folder = Path(backend._transport._directory.name)
+    backend.begin_update(2)
+    backend.update_weights(WeightBucket(2, [("a.weight", weights["a.weight"])]))
+    assert list(folder.iterdir()) == [], "one bucket at a time"
+    push(backend, 3, drafter=tensors(DRAFTER, 1))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == [], "nothing stays there after a push"
+    backend.close()
+    assert not folder.exists()
+
+
+def test_a_killed_engine_is_reported(lone: TrtllmBackend) -> None:
+    pid = lone.process.pid
+    with pytest.raises(BackendError, match=rf"process {pid}\) was ended by signal 9.*log"):
+        lone.generate([Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, lambda *_: os.kill(pid, signal.SIGKILL))
+    with pytest.raises(BackendError, match="given up"):
+        lone.generate(PROMPTS, PARAMS, 1)
+
+
+def test_a_silent_engine_is_given_up_and_killed(tmp_path: Path) -> None:
+    backend = start_backend(tmp_path, silence_s=3.0)
+    push(backend, 1)
+    pid = backend.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(BackendError, match="gave no sign of life for 3 s"):
+        backend.generate(PROMPTS, PARAMS, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_rank_that_does_not_read_for_long_finds_its_engine_well(tmp_path: Path) -> None:
+    backend = start_backend(tmp_path, heartbeat_s=0.001)
+    push(backend, 1)
+    time.sleep(3)
+    assert len(backend.generate(PROMPTS, PARAMS, 1)) == 2
+    backend.close()
+
+
+def test_close_ends_the_process_and_removes_its_directory(lone: TrtllmBackend) -> None:
+    pid, folder = lone.process.pid, lone.process.log.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    lone.close()
+    lone.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not folder.exists()
+    with pytest.raises(BackendError, match="closed"):
+        lone.generate(PROMPTS, PARAMS, 1)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from tests.helpers.trtllm_engines import push, start_backend
+backend = start_backend(Path(sys.argv[1]))
+push(backend, 1)
+print(backend.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engine_ends_when_its_rank_dies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": tempfile.gettempdir()}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and not _is_zombie(pid):
+        assert time.monotonic() < deadline, "the engine outlives its rank"
+        time.sleep(0.1)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,138 @@
+"""From settings to a started engine; what is wrong is said before or instead of a start, and leaves no process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_tlt.backends.trtllm import build as trtllm_build
+from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names, visible_device
+from megatron_tlt.cli import drafter as cli_drafter
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.trainer.preflight import missing_files
+from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.trtllm_engines import fake_python, scratch_directory
+from tests.unit.backends.test_embedded import CONFIG
+
+PROMPTS = [Prompt(0, "q", (4, 5), "")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A short place for sockets and logs: the log of an engine that failed stays."""
+    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
+    with scratch_directory():
+        yield
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every process that is started."""
+    processes: list[Any] = []
+    real = trtllm_build.EngineProcess
+    monkeypatch.setattr(trtllm_build, "EngineProcess", lambda *a: processes.append(real(*a)) or processes[-1])
+    return processes
+
+
+def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]:
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    given = {"python": fake_python(folder), "transport": "bytes", "heartbeat_s": 0.1, **fields}
+    rollout = RolloutSection.model_validate({"backend": "trtllm", "trtllm": given})
+    return rollout, ModelSection(path=str(folder), max_context=64)
+
+
+def test_it_is_built_pushed_to_and_answers(tmp_path: Path) -> None:
+    backend = build_trtllm(
+        *settings(tmp_path, speculation="ngram", engine={"attn_backend": "FLASHINFER"}),
+        SyncSection(verify=True),
+        device="cpu",
+        tokenizer=CharTokenizer(),
+    )
+    assert backend.policy_version == -1
+    backend.begin_update(4)
+    weights = [(n, torch.zeros(s)) for n, s in CONFIG.parameter_shapes().items()]
+    backend.update_weights(WeightBucket(4, weights))
+    backend.finish_update()
+    assert backend.weight_checksums().keys() == CONFIG.parameter_shapes().keys()
+    samples = backend.generate(PROMPTS, SamplingParams(max_tokens=8), 3)
+    assert [s.policy_version for s in samples] == [4] * 3
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"engine": {"model": "x"}}, ConfigError, "set by other settings already: model"),
+        ({"engine": {"max_inputs": 3}}, BackendError, "unexpected argument 'max_inputs'"),
+        (
+            {"version": "1.3.0rc27"},
+            BackendError,
+            r"is TensorRT-LLM 1\.2\.1, rollout\.trtllm\.version is 1\.3",
+        ),
+        ({"speculation": "eagle3", "drafter_path": "/nowhere"}, CheckpointError, "safetensors"),
+        pytest.param(
+            {"transport": "cuda_ipc"},
+            ConfigError,
+            "needs CUDA",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_and_no_process_stays(
+    tmp_path: Path, started: list[Any], fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build_trtllm(*settings(tmp_path, **fields), SyncSection(), device="cpu")
+    assert not any(process.alive for process in started)
+
+
+def test_a_drafters_names_are_its_files_without_the_embedding(tmp_path: Path) -> None:
+    save_file(
+        {"fc.weight": torch.ones(1), "embed_tokens.weight": torch.ones(1)}, str(tmp_path / "a.safetensors")
+    )
+    save_file({"norm.weight": torch.ones(1)}, str(tmp_path / "b.safetensors"))
+    assert drafter_names(tmp_path) == {"fc.weight", "norm.weight"}
+    (tmp_path / "c.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"c\.safetensors cannot be read"):
+        drafter_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ours", "device", "theirs"),
+    [(None, "cuda:2", "2"), ("4,GPU-ab", "cuda:1", "GPU-ab"), ("4, 6", "cuda:1", "6"), ("4", "cpu", None)],
+)
+def test_the_engine_sees_the_ranks_gpu(
+    monkeypatch: pytest.MonkeyPatch, ours: str | None, device: str, theirs: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if ours is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    assert visible_device(torch.device(device)) == theirs
+
+
+def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_path: Path) -> None:
+    trtllm = {"python": "/no/python", "speculation": "eagle3", "drafter_path": "/no/drafter"}
+    values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm", "trtllm": trtllm}}
+    paths = {p.path for p in missing_files(build_config(values))}
+    assert {"rollout.trtllm.python", "rollout.trtllm.drafter_path"} <= paths
+
+
+def test_a_drafter_is_not_trained_on_this_engine(tmp_path: Path) -> None:
+    values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm"}}
+    with pytest.raises(ConfigError, match=r"rollout\.backend = 'trtllm': must be 'embedded' here"):
+        cli_drafter._warm_up(
+            build_config(values),
+            SimpleNamespace(),
+            SimpleNamespace(kind="eagle", drafter=None, layers=None, draft_vocab=None),
+        )  # type: ignore[arg-type]

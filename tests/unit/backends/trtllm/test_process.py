@@ -1,0 +1,230 @@
+"""Children that do not keep the protocol, and clients that do not: what each side says of the other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.backends.trtllm.process import MODULE, PACKAGE, EngineProcess, child_environment
+from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, FrameReader, WireError, frame
+from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.errors import BackendError
+from tests.helpers.mpi import ROOT
+from tests.helpers.trtllm_engines import fake_python, python_with, scratch_directory, section
+
+# A child that connects, says what it is told to, and waits. Its last argument is the socket.
+CHILD = """
+import socket, sys, time
+print("the child was here", flush=True)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[-1])
+connection.sendall(bytes.fromhex({data!r}))
+time.sleep({seconds})
+"""
+HELLO = {"type": "hello", "protocol": PROTOCOL, "engine": "1.2.1", "pid": 1}
+
+
+def child(folder: Path, data: bytes, seconds: float = 300) -> str:
+    program = folder / "child.py"
+    program.write_text(CHILD.format(data=data.hex(), seconds=seconds))
+    return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A short place for sockets and logs: the log of an engine that failed stays."""
+    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
+    with scratch_directory():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x00\x00\x00\x05hello", "sent no message of ours"),
+        (b"GET / HTTP/1.1\r\n\r\n", "sent no message of ours: a message of 1195725856 bytes was announced"),
+        (struct.pack(">I", MAX_MESSAGE + 1), f"a message of {MAX_MESSAGE + 1} bytes was announced"),
+        (
+            frame({**HELLO, "protocol": PROTOCOL + 1}),
+            f"speaks protocol {PROTOCOL + 1}, {PROTOCOL} is spoken here",
+        ),
+        (frame({"type": "hello"}), "speaks protocol None"),
+        (
+            frame({**HELLO, "engine": "1.3.0rc27"}),
+            "is TensorRT-LLM 1.3.0rc27, rollout.trtllm.version is 1.2.1",
+        ),
+        (frame({**HELLO, "type": "answer"}), "speaks protocol"),
+    ],
+)
+def test_a_child_that_says_something_else_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(BackendError) as caught:
+        EngineProcess(section(child(tmp_path, data)))
+    assert time.monotonic() - started < 120, "killed, not waited for"
+    assert message in str(caught.value)
+    assert "the child was here" in str(caught.value), "the end of the log"
+    pid = int(str(caught.value).split("(process ")[1].split(")")[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (b"\xff\xff\xff\xff", "announced"),
+        (frame({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
+        (frame({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
+        (frame({"type": "surprise"}), "sent 'surprise'"),
+        (b"", "gave no sign of life for 1 s"),
+    ],
+)
+def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
+    process = EngineProcess(section(child(tmp_path, frame(HELLO) + after), silence_s=1.0))
+    with pytest.raises(BackendError, match=message):
+        process.call("stats")
+    assert not process.alive
+    with pytest.raises(BackendError, match="given up"):
+        process.call("stats")
+
+
+def test_a_child_that_hangs_up_is_reported_with_its_exit_code(tmp_path: Path) -> None:
+    def talk() -> None:  # it may be gone before our hello, or after
+        EngineProcess(section(child(tmp_path, frame(HELLO), seconds=0))).call("stats")
+
+    with pytest.raises(BackendError, match=r"ended with exit code 0|hung up"):
+        talk()
+
+
+def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        BackendError, match=r"(?s)ended with exit code 7 before it said hello.*no engine here"
+    ):
+        EngineProcess(section(python_with(tmp_path, "echo no engine here; exit 7")))
+
+
+def test_a_child_that_never_connects(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"did not say hello within 0\.5 s"):
+        EngineProcess(section(python_with(tmp_path, "exec sleep 60"), start_s=0.5))
+
+
+def test_a_python_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"rollout\.trtllm\.python = '/no/python' cannot be started"):
+        EngineProcess(section("/no/python"))
+
+
+def test_an_environment_without_tensorrt_llm_says_so() -> None:
+    with pytest.raises(
+        BackendError, match=r"(?s)exit code 1 before it said hello.*No module named 'tensorrt_llm'"
+    ):
+        EngineProcess(section(sys.executable))
+
+
+def test_a_message_too_long_is_not_sent(tmp_path: Path) -> None:
+    process = EngineProcess(section(child(tmp_path, frame(HELLO))))
+    with pytest.raises(WireError, match="at most"):
+        process.call("part", data=bytes(MAX_MESSAGE + 1))
+    assert process.alive
+    os.killpg(process.pid, signal.SIGKILL)
+    process.close()
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    process = EngineProcess(section(fake_python(tmp_path)))
+    with pytest.raises(
+        BackendError, match="could not start: TypeError: AsyncLLM got an unexpected argument 'modell'"
+    ):
+        process.call("start", llm={"modell": "m"})
+    with pytest.raises(BackendError, match="unknown message 'dance'"):
+        process.call("dance")
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "log"),
+    [
+        (b"\xff\xff\xff\xffgarbage", 3, "broken protocol: a message of 4294967295 bytes was announced"),
+        (frame({"type": "hello", "protocol": 99}), 3, "broken protocol: the client says 99"),
+        (b"\x00\x00\x00\x01\xc1", 3, "no place here"),
+        (b"", 2, ""),
+    ],
+)
+def test_the_server_ends_when_its_client_is_none(tmp_path: Path, data: bytes, code: int, log: str) -> None:
+    (tmp_path / PACKAGE).symlink_to(ROOT / "megatron_tlt" / "backends")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen(1)
+    environment = child_environment(os.environ, str(tmp_path), TrtllmSection())
+    command = [fake_python(tmp_path), "-m", MODULE, str(tmp_path / "s")]
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    listener.settimeout(60)
+    connection, _ = listener.accept()
+    reader = FrameReader()
+    while (hello := reader.next()) is None:
+        reader.feed(connection.recv(1000))
+    assert (hello["type"], hello["protocol"], hello["engine"]) == ("hello", PROTOCOL, "1.2.1")
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+    _, said = server.communicate(timeout=60)
+    assert server.returncode == code
+    assert log in said
+    connection.close()
+    listener.close()
+
+
+def test_the_child_is_told_nothing_of_the_launcher_or_of_our_python() -> None:
+    ours = {
+        **dict.fromkeys(
+            ("PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID"), "1"
+        ),
+        **dict.fromkeys(
+            ("HYDI_CONTROL_FD", "MPICH_X", "PMI2_X", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), "1"
+        ),
+        "PATH": "/bin",
+        "HF_HOME": "/hf",
+        "MPIEXEC_LIKE": "stays: no launcher's prefix",
+    }
+    there = child_environment(
+        ours, "/package", TrtllmSection(environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})
+    )
+    assert there == {
+        "PATH": "/sbin",
+        "HF_HOME": "/hf",
+        "MPIEXEC_LIKE": "stays: no launcher's prefix",
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": "/package",
+        "TLLM_DISABLE_MPI": "1",
+        "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
+    }
+
+
+def test_a_long_temporary_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(BackendError, match="set TMPDIR"):
+        EngineProcess(section(sys.executable))
+    assert list(long.iterdir()) == []
+
+
+def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:
+    program = "from megatron_tlt.backends.trtllm.server import end_with_parent\nend_with_parent(0)\nwhile True: pass"
+    script = f"{shlex.quote(sys.executable)} -c '{program}' & echo $!; sleep 2"
+    parent = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    pid, deadline = int(parent.stdout), time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        assert time.monotonic() < deadline, "the busy process outlives its parent"
+        time.sleep(0.1)

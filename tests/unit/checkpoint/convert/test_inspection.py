@@ -1,0 +1,215 @@
+"""What is said of a checkpoint, and how two are compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, read_manifest, record_of
+from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.inspection import (
+    checksums,
+    compare,
+    comparison_report,
+    describe,
+    open_checkpoint,
+    saved_again,
+)
+from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.errors import CheckpointError
+from tests.helpers.converted import make_model, naive_megatron, save_foreign
+from tests.helpers.mpi import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import convert_hf_to_megatron
+import convert_megatron_to_hf
+import inspect_checkpoint
+import roundtrip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """`hf`, `other` (one number changed) and Megatron checkpoints `mg`, `bf16` of a tiny Qwen3."""
+    folder = tmp_path_factory.mktemp("inspection")
+    model = make_model("qwen3", folder / "hf")
+    shutil.copytree(folder / "hf", folder / "other")
+    tensors = load_file(folder / "other" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 0.5
+    save_file(tensors, folder / "other" / "model.safetensors", metadata={"format": "pt"})
+    for name, dtype, tp in (("mg", None, 4), ("bf16", "bf16", 1)):
+        to_megatron.write(to_megatron.plan(folder / "hf", tp, 1, dtype), folder / name, Alone())
+    save_foreign(folder / "foreign", naive_megatron(model, 256), iteration=7)
+    return folder
+
+
+def as_step(source, target, step):
+    """A converted checkpoint, made to look like one that a run saved after `step`."""
+    shutil.copytree(source / "release", target)
+    manifest = read_manifest(target)
+    changed: Manifest = replace(manifest, step=step, policy_version=step, extra={})
+    (target / MANIFEST).write_text(changed.to_json())
+    return target
+
+
+def test_the_digest_is_the_weights_and_not_the_layout(place):
+    digest = {n: checksums(open_checkpoint(place / n)).weights for n in ("hf", "other", "mg", "bf16")}
+    foreign = open_checkpoint(place / "foreign", config=place / "hf")
+    assert digest["hf"] == digest["mg"] == checksums(foreign).weights
+    assert len(set(digest.values())) == 3
+
+
+def test_a_description_names_kind_layout_type_and_sizes(place):
+    text = describe(open_checkpoint(place / "mg"))
+    for words in (
+        "converted Megatron checkpoint",
+        "qwen3, 3 layers, hidden 64",
+        "tp 4 x pp 1",
+        "fp32",
+        "torch_dist",
+    ):
+        assert words in text, text
+    assert "bf16" in describe(open_checkpoint(place / "bf16"))
+    assert "Qwen3ForCausalLM" in describe(open_checkpoint(place / "hf"))
+    sums = checksums(open_checkpoint(place / "hf"))
+    assert (
+        sums.files["model.safetensors"] == record_of(place / "hf" / "model.safetensors") and not sums.damage
+    )
+    with pytest.raises(CheckpointError, match="--config"):
+        open_checkpoint(place / "foreign")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "counts"),
+    [
+        ("hf", "mg", (35, 0, 0)),
+        ("mg", "other", (34, 0, 1)),
+        ("hf", "bf16", (0, 0, 35)),
+    ],
+)
+def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
+    one, two = open_checkpoint(place / a), open_checkpoint(place / b)
+    found = compare(one.weights, two.weights)
+    assert (found.identical, found.retyped, len(found.differing)) == counts
+    if b == "other":
+        assert found.differing[0][0] == "model.layers.1.mlp.up_proj.weight"
+        assert found.differing[0][1] == pytest.approx(0.5, abs=1e-6)
+        assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(
+            one, two, found
+        )
+
+
+def test_nan_zero_and_type_are_told_apart(place, tmp_path):
+    def changed(name, change):
+        target = shutil.copytree(place / "hf", tmp_path / name)
+        tensors = load_file(target / "model.safetensors")
+        tensors = change(tensors) or tensors
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        return open_checkpoint(target).weights
+
+    def put(value):
+        return lambda tensors: tensors["model.norm.weight"].__setitem__(0, value)
+
+    nan, nan2, zero, minus = (
+        changed(str(i), put(v)) for i, v in enumerate([torch.nan, torch.nan, 0.0, -0.0])
+    )
+    assert compare(nan, nan2).same_bits
+    assert compare(nan, zero).differing == [("model.norm.weight", float("inf"))]
+    assert compare(zero, minus).differing == [("model.norm.weight", 0.0)]
+    half = changed("half", lambda tensors: {n: t.bfloat16() for n, t in tensors.items()})
+    wide = changed("wide", lambda tensors: {n: t.bfloat16().float() for n, t in tensors.items()})
+    assert compare(half, wide).retyped == 35
+
+
+def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
+    first, second = (as_step(place / "mg", tmp_path / f"step-{n:06d}", n) for n in (10, 20))
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    assert (a.kind, a.step, b.step) == ("checkpoint of a run", 10, 20)
+    assert saved_again(a, b, compare(a.weights, b.weights))
+    assert inspect_checkpoint.main([str(second), "--compare", str(first)]) == 1
+    assert "steps 20 and 10 hold the same weights" in capsys.readouterr().out
+    moved = as_step(place / "bf16", tmp_path / "step-000030", 30)
+    assert inspect_checkpoint.main([str(moved), "--compare", str(first), "--quick"]) == 0
+    assert "WARNING" not in capsys.readouterr().out
+    assert inspect_checkpoint.main([str(first), "--compare", str(first), "--quick"]) == 0
+
+
+def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_path, capsys, monkeypatch):
+    make_model("qwen2", tmp_path / "qwen2")
+    (tmp_path / "nothing").mkdir()
+
+    def read(*_):
+        raise AssertionError("the first checkpoint was read")
+
+    monkeypatch.setattr(inspect_checkpoint, "checksums", read)
+    for name, words in {
+        "not-here": "not-here does not exist",
+        "nothing": "nothing is no Megatron checkpoint",
+        "qwen2": "are of different models: family is 'qwen3' and 'qwen2'",
+    }.items():
+        assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 1
+        said = capsys.readouterr()
+        assert words in said.err and not said.out
+
+
+def test_a_directory_that_is_nothing_is_told_what_it_could_be(place, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no Megatron checkpoint.* nor is it a Hugging Face directory"):
+        open_checkpoint(tmp_path)
+    shutil.copytree(place / "mg", tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"did you mean .*/checkpoints\?.*model\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_help_tells_the_exit_codes(capsys):
+    with pytest.raises(SystemExit):
+        inspect_checkpoint.main(["--help"])
+    said = capsys.readouterr().out
+    assert "exit status:" in said and "also where tensors differ" in said
+
+
+def test_damage_is_found(place, tmp_path, capsys):
+    target = shutil.copytree(place / "mg", tmp_path / "mg")
+    shard = target / "release" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert inspect_checkpoint.main([str(target)]) == 1
+    assert "__1_0.distcp is not as the manifest recorded it" in capsys.readouterr().err
+
+
+def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys):
+    hf, out, back = str(place / "hf"), str(tmp_path / "mg"), str(tmp_path / "back")
+    there = ["--hf", hf, "--out", out, "--tp", "2"]
+    assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj.weight" in said
+    assert "-> decoder.layers.self_attention.linear_qkv.weight [3, 480, 64]" in said
+    assert "131 padded to 132" in said and "release/__1_0.distcp" in said and "free in" in said
+    assert list(tmp_path.iterdir()) == []
+    assert convert_hf_to_megatron.main(there) == 0
+    assert convert_hf_to_megatron.main(there) == 1  # exists
+    assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 1
+    assert convert_hf_to_megatron.main(["--hf", hf, "--out", out + "2", "--tp", "3"]) == 2
+    assert "--tp = 3: must divide the query heads (4)" in capsys.readouterr().err
+    assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
+    assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
+    assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0
+    assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 1
+    assert roundtrip.main(["--hf", hf, "--tp", "4", "--work", str(tmp_path)]) == 0
+    assert "35 of 35 tensors identical bit for bit" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "mg"]
+    assert roundtrip.main(["--hf", hf, "--work", str(tmp_path / "nowork")]) == 2
+    assert f"--work = '{tmp_path}/nowork': must be a directory that exists" in capsys.readouterr().err
+    config = json.loads((place / "hf" / "config.json").read_text())
+    (place / "moe").mkdir()
+    (place / "moe" / "config.json").write_text(
+        json.dumps({**config, "architectures": ["Qwen3MoeForCausalLM"]})
+    )
+    assert inspect_checkpoint.main([str(place / "hf"), "--quick"]) == 0
+    assert roundtrip.main(["--hf", str(place / "moe")]) == 2
+    assert "Qwen3MoeForCausalLM" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""Peak memory of a conversion: counted by watching every tensor that is made from a file, or written to one."""
+
+from __future__ import annotations
+
+import weakref
+from math import prod
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
+from tests.helpers.tiny_models import random_weights
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of storages that torch operators have made and that are still alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = self.made = 0
+        self._live: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.watch(tensor)
+        return out
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is None or known() is None:
+            self._live[storage._cdata] = weakref.ref(storage)
+            self.made += storage.nbytes()
+        alive = [held for held in (ref() for ref in self._live.values()) if held is not None]
+        self.peak = max(self.peak, sum(held.nbytes() for held in alive))
+        self._live = {held._cdata: self._live[held._cdata] for held in alive}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(directory, config) of a model whose layers outweigh its largest parameter many times."""
+    config = ModelConfig(
+        family="llama",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=256,
+    )
+    directory = tmp_path_factory.mktemp("memory") / "hf"
+    save_hf(directory, config, random_weights(config))
+    return directory, config
+
+
+@pytest.mark.parametrize(("tp", "pp", "dtype"), [(1, 1, None), (2, 2, None), (2, 4, "bf16")])
+def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, tp, pp, dtype):
+    hf, config = model
+    shapes = config.parameter_shapes()
+    largest = max(prod(shape) for shape in shapes.values()) * 4
+    total = config.num_parameters * 4
+    assert total > 15 * largest
+    # What safetensors and torch.load make does not pass the dispatcher: watch it where it enters.
+    live = LiveBytes()
+    true = to_megatron.HfDir.part
+
+    def part(self, *arguments):
+        tensor = true(self, *arguments)
+        live.watch(tensor)
+        return tensor
+
+    monkeypatch.setattr(to_megatron.HfDir, "part", part)
+    todo = to_megatron.plan(hf, tp, pp, dtype)
+    with live:
+        to_megatron.write(todo, tmp_path / "mg", Alone())
+    assert live.made >= total  # the meter saw the whole model go by
+    assert live.peak <= 3 * largest / tp + 4096
+    loaded, load = LiveBytes(), torch.load
+
+    def watched(*arguments, **options):
+        tensor = load(*arguments, **options)
+        loaded.watch(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "load", watched)
+    back = to_hf.plan(tmp_path / "mg", "fp32")
+    with loaded:
+        to_hf.write(back, tmp_path / "back", Alone())
+    assert loaded.made >= total
+    assert loaded.peak <= 4 * largest + 4096  # gate and up together are one parameter of Megatron's

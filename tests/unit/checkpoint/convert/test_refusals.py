@@ -1,0 +1,309 @@
+"""What cannot be converted is refused by name before anything is written; an interruption leaves nothing whole."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.actor.megatron_dir import MegatronDir
+from megatron_tlt.checkpoint.convert import output, to_hf, to_megatron
+from megatron_tlt.checkpoint.convert.hf_dir import HfDir
+from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.errors import CheckpointError, ConfigError
+from tests.helpers.converted import make_model, naive_megatron, save_foreign
+from tests.helpers.mpi import ROOT, rank_environment
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """(Hugging Face directory in several shards, its model, its Megatron checkpoint at TP2 x PP3)."""
+    place = tmp_path_factory.mktemp("refusals")
+    model = make_model("qwen2", place / "hf", max_shard_size="100KB")
+    to_megatron.write(to_megatron.plan(place / "hf", 2, 3, None), place / "mg", Alone())
+    return place / "hf", model, place / "mg"
+
+
+@pytest.fixture
+def hf(source, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(source[0], tmp_path / "hf")
+
+
+@pytest.fixture
+def mg(source, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(source[2], tmp_path / "mg")
+
+
+def edit(directory, **fields):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def rewrite(directory, change):
+    """Applies `change` to the tensors of one shard and to the index."""
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    file = content["weight_map"]["model.norm.weight"]
+    tensors = load_file(directory / file)
+    change(tensors)
+    save_file(tensors, directory / file)
+    kept = {n: f for n, f in content["weight_map"].items() if f != file}
+    index.write_text(json.dumps({**content, "weight_map": kept | dict.fromkeys(tensors, file)}))
+
+
+def refused(error, *words):
+    """The plan for `hf` fails with all words."""
+
+    def check(directory, tp=1, pp=1, dtype=None):
+        with pytest.raises(error) as caught:
+            to_megatron.plan(directory, tp, pp, dtype)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    return check
+
+
+def test_an_unknown_architecture_is_named_with_what_is_supported(hf):
+    edit(hf, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128)
+    refused(ConfigError, "Qwen3MoeForCausalLM", "only these dense architectures", "Qwen3ForCausalLM")(hf)
+    edit(hf, architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_experts=8)
+    refused(ConfigError, "num_experts", "mixture-of-experts")(hf)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": 4}, ("missing", "model.layers.3.input_layernorm.weight")),
+        ({"num_hidden_layers": 2}, ("unexpected", "model.layers.2.")),
+        ({"vocab_size": 132}, ("model.embed_tokens.weight has shape (131, 96)", "(132, 96)")),
+        ({"num_key_value_heads": 3}, ("k_proj.weight has shape (32, 96)", "(48, 96)")),
+        ({"tie_word_embeddings": False}, ("missing: lm_head.weight",)),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(hf, fields, words):
+    edit(hf, **fields)
+    refused(CheckpointError, "do not fit its config.json", *words)(hf)
+
+
+def test_missing_shards_and_tensors_are_named(hf):
+    rewrite(hf, lambda tensors: tensors.pop("model.norm.weight"))
+    refused(CheckpointError, "missing: model.norm.weight")(hf)
+    shard = sorted(hf.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    refused(CheckpointError, "names files that are missing", shard.name)(hf)
+
+
+def test_tensors_that_would_be_lost_are_refused(hf):
+    rewrite(hf, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+    refused(CheckpointError, "unexpected: model.extra.weight")(hf)
+    index = hf / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.extra.weight"]
+    index.write_text(json.dumps(content))
+    refused(CheckpointError, "the index does not give it", "model.extra.weight")(hf)
+
+
+def test_a_stored_head_of_a_tied_model_must_be_the_embedding(source, hf):
+    embedding = source[1].model.embed_tokens.weight.detach()
+    rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    assert HfDir(hf).ignored == ["lm_head.weight"]
+    other = embedding.clone()
+    other[130, 95] += 1
+    rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": other}))
+    refused(CheckpointError, "tie_word_embeddings", "lm_head.weight is not the embedding")(hf)
+
+
+def test_types_that_leave_a_choice_or_none(hf):
+    rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).half()}))
+    refused(
+        ConfigError, "--dtype", "must be given, fp32 or bf16: the weights are stored as float16, float32"
+    )(hf)
+    assert to_megatron.plan(hf, 1, 1, "fp32").dtype is torch.float32
+    rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).to(torch.int8)}))
+    refused(CheckpointError, "model.norm.weight is stored as I8")(hf, dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "words"),
+    [
+        (4, 1, ("--tp = 4", "query heads (6)", "key/value heads (2)")),
+        (1, 2, ("--pp = 2", "layers (3)")),
+        (0, 1, ("--tp = 0", "1 or more")),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(source, tp, pp, words):
+    refused(ConfigError, *words)(source[0], tp, pp)
+
+
+# ---- Megatron checkpoints
+
+
+def not_read(directory, *words, config=None, error=CheckpointError):
+    with pytest.raises(error) as caught:
+        to_hf.plan(directory, None, config=config)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_missing_torn_and_altered_shards_are_named(mg):
+    shard = mg / "release" / "__4_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    not_read(mg, "__4_0.distcp was altered")
+    shard.write_bytes(content[:-100])
+    not_read(mg, "__4_0.distcp is torn")
+    shard.unlink()
+    not_read(mg, "__4_0.distcp is missing")
+
+
+def test_a_config_that_contradicts_the_checkpoint_is_refused(source, hf, mg):
+    edit(mg, num_hidden_layers=6)
+    not_read(mg, "num_layers is 3 there, 6 in config.json")
+    with pytest.raises(
+        CheckpointError, match="of another model: family is 'qwen2' there, 'qwen3' in"
+    ) as caught:
+        MegatronDir(mg).check(replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False))
+    assert "layernorm" not in str(caught.value)
+    (mg / "release" / "manifest.json").unlink()  # without our record the tensors still speak
+    not_read(mg, "has 3 layers, the configuration says 6")
+    edit(mg, num_hidden_layers=3, vocab_size=133)
+    not_read(mg, "embedding.word_embeddings.weight has shape (132, 96)")
+    edit(mg, vocab_size=131, tie_word_embeddings=False)
+    not_read(mg, "missing: output_layer.weight")
+    (mg / "config.json").unlink()
+    not_read(mg, "--config")
+    assert to_hf.plan(mg, None, config=source[0]).config == to_hf.plan(source[2], None).config
+    edit(hf, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    not_read(mg, "of another model: family is 'qwen2' there, 'qwen3' in config.json", config=hf)
+
+
+def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
+    tensors = naive_megatron(source[1], 131)
+    tensors["decoder.layers.mlp.router.weight"] = torch.ones(3, 4)
+    save_foreign(tmp_path / "mg", tensors)
+    not_read(tmp_path / "mg", "unexpected: decoder.layers.mlp.router.weight", config=source[0])
+
+
+def test_what_is_no_distributed_checkpoint_is_said(tmp_path, mg):
+    not_read(tmp_path / "nowhere", "does not exist")
+    with pytest.raises(CheckpointError, match=r"is no Megatron checkpoint: it has neither .*iteration\.txt$"):
+        MegatronDir(tmp_path)
+    shutil.copytree(mg, tmp_path / "run" / "checkpoints")
+    not_read(tmp_path / "run", "is no Megatron checkpoint", f"(did you mean {tmp_path}/run/checkpoints?)")
+    (tmp_path / "old" / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("5\n")
+    not_read(tmp_path / "old", "old format (mp_rank_*)", "torch_dist")
+    (mg / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    not_read(mg, "'zarr'", "only 'torch_dist'")
+
+
+class _Evil:
+    def __reduce__(self):
+        return (pickle.loads, (b"",))  # any function would do
+
+
+def test_metadata_runs_no_code(mg):
+    (mg / "release" / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    not_read(mg, "has no business in a checkpoint's metadata")
+    (mg / "release" / ".metadata").write_bytes(b"rubbish")
+    not_read(mg, ".metadata cannot be read")
+
+
+def test_a_hole_between_chunks_is_found(mg, tmp_path):
+    source = MegatronDir(mg)
+    todo = to_hf.plan(mg, None)
+    todo.source.tensors["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    with pytest.raises(CheckpointError, match=r"linear_fc2.weight has \d+ of \d+ numbers"):
+        to_hf.write(todo, tmp_path / "out", Alone())
+    assert source.directory == mg / "release"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mg"]
+
+
+# ---- output
+
+
+def test_an_output_that_exists_or_does_not_fit_is_refused(source, tmp_path, monkeypatch):
+    to_mg, to_back = to_megatron.plan(source[0], 2, 3, None), to_hf.plan(source[2], None)
+    (tmp_path / "there").mkdir()
+    for write, todo in ((to_megatron.write, to_mg), (to_hf.write, to_back)):
+        with pytest.raises(CheckpointError, match="there exists"):
+            write(todo, tmp_path / "there", Alone())
+        with pytest.raises(CheckpointError, match="not-here does not exist"):
+            write(todo, tmp_path / "not-here" / "out", Alone())
+        usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, todo.num_bytes + 1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(output.shutil, "disk_usage", lambda path, usage=usage: usage)
+            with pytest.raises(CheckpointError, match=r"needs .* but only .* are free"):
+                write(todo, tmp_path / "out", Alone())
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_a_failure_in_the_middle_leaves_nothing(source, tmp_path, monkeypatch, error):
+    count = []
+    true = to_hf._write_tensor
+
+    def fail(*arguments):
+        count.append(1)
+        if len(count) == 20:
+            raise error
+        true(*arguments)
+
+    monkeypatch.setattr(to_hf, "_write_tensor", fail)
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
+        to_hf.write(to_hf.plan(source[2], None), tmp_path / "out", Alone())
+    assert list(tmp_path.iterdir()) == []
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, "tools")
+from megatron_tlt.checkpoint.convert import to_megatron
+import convert_hf_to_megatron
+true = to_megatron.build
+def slow(*arguments):
+    print("CHUNK", flush=True)
+    time.sleep(0.2)
+    return true(*arguments)
+to_megatron.build = slow
+raise SystemExit(convert_hf_to_megatron.main())
+"""
+
+
+@pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)])
+def test_an_interrupted_conversion_never_looks_whole(source, tmp_path, number, left):
+    arguments = ["--hf", str(source[0]), "--out", str(tmp_path / "out"), "--tp", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments],
+        cwd=ROOT,
+        env=rank_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(5):
+        assert process.stdout.readline() == "CHUNK\n"
+    process.send_signal(number)
+    process.wait(60)
+    time.sleep(0.1)
+    assert process.returncode == (128 + number if left == 0 else -number)
+    remains = list(tmp_path.iterdir())
+    assert len(remains) == left and not (tmp_path / "out").exists()
+    for path in remains:
+        assert path.name.startswith(".out.unfinished-")
+        with pytest.raises(CheckpointError):
+            MegatronDir(path)
+        with pytest.raises(CheckpointError):
+            MegatronDir(path / "release")

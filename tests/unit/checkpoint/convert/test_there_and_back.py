@@ -1,0 +1,157 @@
+"""Hugging Face -> Megatron -> Hugging Face: names, shapes, bits and logits, against naive constructions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from megatron_tlt.actor.hf_names import shard, slots
+from megatron_tlt.actor.megatron_dir import MegatronDir
+from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from tests.helpers.converted import LAYOUTS, logits, make_model, naive_megatron, save_foreign
+
+CASES = [(family, tp, pp) for family, layouts in LAYOUTS.items() for tp, pp in layouts]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """family -> (directory, model): each tiny model once."""
+    place = tmp_path_factory.mktemp("models")
+    return {family: (place / family, make_model(family, place / family)) for family in LAYOUTS}
+
+
+def there(hf: Path, out: Path, tp: int, pp: int, dtype: str | None = None) -> Path:
+    to_megatron.write(to_megatron.plan(hf, tp, pp, dtype), out, Alone())
+    return out
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), CASES)
+def test_the_stored_tensors_are_megatrons(models, tmp_path, family, tp, pp):
+    hf, model = models[family]
+    out = there(hf, tmp_path / "mg", tp, pp)
+    padded = -(-model.config.vocab_size // tp) * tp
+    wanted = naive_megatron(model, padded)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in wanted:
+            wanted[name][model.config.vocab_size :] = 0  # we pad with zeros
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(out / "release"), no_dist=True)
+    assert set(MegatronDir(out).tensors) == set(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), CASES)
+def test_each_chunk_is_the_shard_that_the_actor_would_hold(models, family, tp, pp):
+    hf, _ = models[family]
+    todo = to_megatron.plan(hf, tp, pp, None)
+    config, every = todo.source.config, dict(iter_weights(hf))
+    read = lambda p: todo.source.part(p.name, p.dim, p.start, p.stop)  # noqa: E731
+    chunks = {}
+    for chunk in todo.chunks:
+        made = to_megatron.build(config, chunk, tp, read, torch.float32)
+        layer = chunk.offsets[0] if chunk.key.startswith("decoder.layers.") else None
+        body = made if layer is None else made[0]
+        chunks.setdefault((chunk.key, layer, chunk.tp_rank), []).append((chunk.stage, body))
+    for slot in slots(config, pp):
+        if not slot.exported:
+            continue
+        name = slot.hf_names[0]
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        key = slot.paths[-1] if layer is None else "decoder.layers." + slot.paths[-1].split(".", 3)[3]
+        for rank in range(tp if slot.kind != "replicated" else 1):
+            wanted = shard(config, slot, [every[n] for n in slot.hf_names], rank, tp)
+            found = chunks.pop((key, layer, rank))
+            assert all(stage == slot.stage for stage, _ in found)
+            assert torch.equal(torch.cat([body for _, body in found]), wanted)
+    assert not chunks
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), CASES)
+def test_back_again_bit_for_bit_with_the_same_logits(models, tmp_path, family, tp, pp):
+    from transformers import AutoModelForCausalLM
+
+    hf, model = models[family]
+    out = there(hf, tmp_path / "mg", tp, pp)
+    to_hf.write(to_hf.plan(out, None, max_file_bytes=40_000), tmp_path / "hf", Alone())
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    found, wanted = dict(iter_weights(tmp_path / "hf")), dict(iter_weights(hf))
+    assert found.keys() == wanted.keys() == set(index["weight_map"])
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    assert torch.equal(logits(back), logits(model))
+    assert ModelConfig.from_hf(tmp_path / "hf") == ModelConfig.from_hf(hf)
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("iteration", [None, 1200])
+def test_a_checkpoint_of_another_program_converts(models, tmp_path, family, iteration):
+    """Padded to 128 rows with rubbish, unchunked, optimizer state beside it: as Megatron-LM might leave it."""
+    hf, model = models[family]
+    tensors = naive_megatron(model, padded_vocab=256)
+    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(4)
+    save_foreign(tmp_path / "mg", tensors, iteration)
+    todo = to_hf.plan(tmp_path / "mg", None, config=hf)
+    to_hf.write(todo, tmp_path / "hf", Alone())
+    found = dict(iter_weights(tmp_path / "hf"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(hf))
+
+
+def test_types_are_kept_or_chosen(models, tmp_path):
+    hf, model = models["qwen3"]
+    rounded = {n: t.to(torch.bfloat16) for n, t in iter_weights(hf)}
+    out = there(hf, tmp_path / "bf16", 2, 3, "bf16")
+    assert MegatronDir(out).dtypes() == {torch.bfloat16}
+    to_hf.write(to_hf.plan(out, None), tmp_path / "kept", Alone())
+    to_hf.write(to_hf.plan(out, "fp32"), tmp_path / "widened", Alone())
+    kept, widened = dict(iter_weights(tmp_path / "kept")), dict(iter_weights(tmp_path / "widened"))
+    assert all(t.dtype is torch.bfloat16 and torch.equal(t, rounded[n]) for n, t in kept.items())
+    assert all(t.dtype is torch.float32 and torch.equal(t, rounded[n].float()) for n, t in widened.items())
+    for name, word in (("bf16", "bfloat16"), ("kept", "bfloat16"), ("widened", "float32")):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["dtype" if "dtype" in config else "torch_dtype"] == word
+    assert (
+        model.config.vocab_size == json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"]
+    )
+
+
+def test_tokenizer_and_config_come_along(tmp_path, models):
+    hf = tmp_path / "hf"
+    make_model("llama", hf)
+    (hf / "tokenizer.json").write_text("{}")
+    config = json.loads((hf / "config.json").read_text())
+    out = there(hf, tmp_path / "mg", 1, 3)
+    to_hf.write(to_hf.plan(out, None), tmp_path / "back", Alone())
+    for place in (out, tmp_path / "back"):
+        assert (place / "tokenizer.json").read_text() == "{}"
+        assert json.loads((place / "config.json").read_text()) == config
+    assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
+    arguments = torch.load(out / "release" / "common.pt", weights_only=False)["args"]
+    assert (arguments.num_layers, arguments.num_query_groups) == (3, 1)
+    assert (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size) == (1, 3)
+
+
+def test_roundtrip_finds_what_does_not_come_back(models, tmp_path, monkeypatch):
+    hf, _ = models["qwen2"]
+    outcome = roundtrip(hf, 2, 3, None, tmp_path, Alone())
+    assert outcome.exact and outcome.difference.identical == outcome.difference.total == 38
+    assert list(tmp_path.iterdir()) == []
+    true = to_megatron.build
+
+    def wrong(config, chunk, *rest):
+        made = true(config, chunk, *rest)
+        return made.flip(1) if chunk.key.endswith("linear_proj.weight") and chunk.offsets[0] == 1 else made
+
+    monkeypatch.setattr(to_megatron, "build", wrong)
+    outcome = roundtrip(hf, 2, 3, None, tmp_path, Alone())
+    assert not outcome.exact
+    assert [name for name, _ in outcome.difference.differing] == ["model.layers.1.self_attn.o_proj.weight"]
+    assert not roundtrip(hf, 1, 1, "bf16", tmp_path, Alone()).exact

@@ -1,0 +1,128 @@
+"""What the doctor makes of the machine."""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_tlt.cli.doctor import examine, machine
+from megatron_tlt.cli.doctor.report import Answer, Finding, ask, passed, render
+from megatron_tlt.cli.doctor.two_ranks import SAID
+from megatron_tlt.cli.main import main
+
+
+def test_gpus_are_counted_by_kind():
+    answer = Answer(0, "NVIDIA H200, 143771 MiB, 580.82\nNVIDIA H200, 143771 MiB, 580.82")
+    found = machine.judge_gpu(answer, True)
+    assert (found.status, found.detail) == ("ok", "2 x NVIDIA H200 (143771 MiB), driver 580.82")
+
+
+def test_a_driver_that_does_not_answer_counts_where_there_is_a_device():
+    broken = Answer(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+    assert machine.judge_gpu(broken, True).status == "failed"
+    assert machine.judge_gpu(broken, False).status == "absent"
+    assert machine.judge_gpu(Answer(0, ""), False).status == "absent"
+
+
+@pytest.mark.parametrize(
+    ("version", "plugins", "family", "job", "status", "said"),
+    [
+        (Answer(0, "slurm 22.05.8"), Answer(0, "types:\n\tpmix\n\tpmi2"), "MPICH", "7", "ok", "--mpi=pmi2"),
+        (Answer(0, "slurm 22.05.8"), Answer(0, "", "pmix pmi2 none"), "Open MPI", None, "ok", "--mpi=pmix"),
+        (Answer(0, "slurm 22.05.8"), Answer(0, "none pmi2"), "Open MPI", "7", "failed", "without pmix"),
+        (Answer(1, "", "srun: fatal: no configuration"), Answer(1, ""), "MPICH", "7", "failed", "no configuration"),
+        (Answer(1, "", "srun: fatal: no configuration"), Answer(1, ""), "MPICH", None, "warning", "no configuration"),
+    ],
+)  # fmt: skip
+def test_slurm_needs_the_plugin_of_this_mpi(version, plugins, family, job, status, said):
+    found = machine.judge_slurm(version, plugins, family, job)
+    assert found.status == status and said in found.detail
+
+
+def test_a_disk_without_room_and_a_folder_without_rights(tmp_path, monkeypatch):
+    assert machine.check_disk(tmp_path / "not" / "there" / "yet").detail.endswith(str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30, total=2**25))
+    assert machine.check_disk(tmp_path).status == "warning"
+    assert machine.check_shared_memory().detail == "/dev/shm has 32 MiB"
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    assert machine.check_disk(tmp_path).status == "failed"
+
+
+def test_a_host_name_that_does_not_resolve_is_a_warning(monkeypatch):
+    assert machine.check_ports().status in ("ok", "warning")
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "no-such-host.invalid")
+    found = machine.check_ports()
+    assert found.status == "warning" and "no-such-host.invalid" in found.detail
+
+
+def test_two_ranks_by_what_they_said():
+    good = examine.judge_two_ranks(Answer(0, f"noise\n{SAID} (MPI and gloo)"), ["mpiexec", "-n", "2"], 3.0)
+    assert (good.status, good.detail) == ("ok", f"{SAID} (MPI and gloo), 3.0 s (mpiexec -n 2)")
+    silent = examine.judge_two_ranks(Answer(0, ""), ["mpiexec"], 3.0)
+    assert silent.status == "failed"
+    text = "Traceback\nDistributedError: mpiexec promised 2 ranks but MPI sees 1: launcher\nABORT"
+    assert examine.judge_two_ranks(Answer(1, "", text), ["mpiexec"], 1.0).detail.startswith(
+        "DistributedError: mpiexec"
+    )
+    assert examine.check_two_ranks(None, None).status == "failed"
+
+
+def test_programs_that_are_not_there_hang_or_fail_are_answers_too():
+    assert ask(["/no/such/program"]).code is None
+    assert ask([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == Answer(
+        None, "", "no answer within 0.5 s"
+    )
+    assert ask([sys.executable, "-c", "import sys; print(' x '); sys.exit(3)"]) == Answer(3, "x")
+
+
+def test_only_what_is_required_decides_and_hints_are_shown():
+    findings = [
+        Finding("a", "ok", "fine", "unseen"),
+        Finding("bcd", "absent", "none"),
+        Finding("e", "warning", "small", "make it larger"),
+    ]
+    assert passed(findings)
+    text = render(findings)
+    assert (
+        "unseen" not in text and "-> make it larger" in text and text.endswith("everything required is here")
+    )
+    findings.append(Finding("f", "failed", "gone", "get it"))
+    assert not passed(findings)
+    assert render(findings).endswith("1 required: f")
+
+
+@pytest.mark.mpi
+def test_the_doctor_passes_where_the_tests_run_and_fails_without_a_launcher(capsys, tmp_path):
+    assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) == 0
+    told = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert told["two ranks"]["status"] == "ok" and SAID in told["two ranks"]["detail"]
+    expected = {
+        "Python",
+        "torch",
+        "MPI",
+        "GPU",
+        "NCCL",
+        "Transformer Engine",
+        "TensorRT-LLM",
+        "apex",
+        "disk",
+        "ports",
+    }
+    assert expected | {"Slurm"} <= told.keys()
+    assert examine.check_two_ranks("/no/such/launcher -n 2", None).status == "failed"
+
+
+@pytest.mark.mpi
+def test_a_launcher_of_another_mpi_is_found_out(tmp_path):
+    """It starts two worlds of one rank, and promises two."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\nOMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 exec "$@"\n')
+    launcher.chmod(0o755)
+    found = examine.check_two_ranks(str(launcher), None)
+    assert found.status == "failed" and "promised 2 ranks but MPI sees 1" in found.detail, found

@@ -1,0 +1,66 @@
+"""What the command line makes of its arguments."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_tlt.cli.main import _parse, main
+
+
+def test_overrides_stand_before_and_behind_options():
+    args = _parse(["check", "c.yaml", "a.b=1", "--ranks", "4", "c.d=[1, 2]"])
+    assert (args.ranks, args.overrides) == (4, ["a.b=1", "c.d=[1, 2]"])
+
+
+@pytest.mark.parametrize("rest", [["--rank", "4"], ["stray"], ["--raks=4"], ["a.b=1", "--x"]], ids=" ".join)
+def test_what_is_neither_option_nor_override_is_refused(rest, capsys):
+    with pytest.raises(SystemExit) as caught:
+        _parse(["eval", "c.yaml", "--out", "x.json", *rest])
+    assert caught.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_generate_takes_engine_settings_only(capsys):
+    command = ["generate", "--model", "m", "--prompts", "p", "--out", "o"]
+    args = _parse([*command, "rollout.numerics=invariant", "--n", "2", "rollout.speculation.drafter=suffix"])
+    assert args.overrides == ["rollout.numerics=invariant", "rollout.speculation.drafter=suffix"]
+    assert main([*command, "train.num_steps=1"]) == 2
+    assert "must look like rollout.key=value" in capsys.readouterr().err
+    assert main([*command, "rollout.temperature=0", "rollout.tp=2"]) == 2
+    said = capsys.readouterr().err
+    assert "not read by generate: use --temperature" in said and "all ranks are one engine" in said
+    assert main([*command, "rollout.speculation.drafter=eagle"]) == 2
+    assert "rollout.speculation.drafter_path" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_a_line_not_a_traceback(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert main(["report", str(tmp_path), "-o", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "IsADirectoryError" in said and str(tmp_path) in said
+
+
+def test_a_closed_pipe_is_no_error_to_speak_of(tmp_path):
+    (tmp_path / "status").mkdir()
+    command = f"'{sys.executable}' -m megatron_tlt status '{tmp_path}' --json"
+    shell = f"{{ sleep 0.1; exec {command}; }} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["watch", "RUN", "--every", "nan"], "--every"),
+        (["watch", "RUN", "--every", "inf"], "--every"),
+        (["timeline", "RUN", "--steps", "²"], "must be numbers and ranges"),
+        (["timeline", "RUN"], "has no event logs"),
+        (["status", "RUN/nowhere"], "must be the directory of a run"),
+        (["status", "RUN/metrics.jsonl"], "must be the directory of a run"),
+    ],
+)
+def test_those_who_look_at_runs_name_what_is_wrong(tmp_path, capsys, arguments, said):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert main([text.replace("RUN", str(tmp_path)) for text in arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""`megatron-tlt simulate` from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.cli.main import main
+from megatron_tlt.cli.simulate import parse_modes, parse_sweep
+from megatron_tlt.errors import ConfigError
+
+SMALL = ["workload.steps=1", "workload.prompts_per_step=64", "workload.lengths.median=200", "cluster.nodes=1"]
+
+
+def test_a_simulation_is_printed_and_written(tmp_path, capsys):
+    out, page = tmp_path / "r.json", tmp_path / "r.html"
+    command = [
+        "simulate",
+        "configs/sim/paper-7b.yaml",
+        *SMALL,
+        "--compare",
+        "off,tlt",
+        "--sweep",
+        "nodes=1,2",
+    ]
+    assert main([*command, "--out", str(out), "--report", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "recommended:" in said and str(out) in said
+    document = json.loads(out.read_text())
+    assert [(p["nodes"], p["mode"]) for p in document["points"]] == [
+        (1, "off"),
+        (1, "tlt"),
+        (2, "off"),
+        (2, "tlt"),
+    ]
+    assert page.stat().st_size > 3000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["configs/sim/paper-7b.yaml", "--compare", "off,fast"], "must be some of off, suffix, frozen, tlt"),
+        (["configs/sim/paper-7b.yaml", "--sweep", "gpus=3"], "must look like nodes=1,2,4"),
+        (["configs/sim/paper-7b.yaml", "workload.step=3"], "did you mean workload.steps"),
+        (["configs/sim/paper-7b.yaml", "nodes=32"], "did you mean cluster.nodes"),
+        (["configs/sim/paper-7b.yaml", "workload.lengths.path=l.txt"], "set workload.lengths.kind=empirical"),
+        (
+            ["configs/sim/paper-7b.yaml", "workload.lengths.kind=empirical", "workload.lengths.path=no.txt"],
+            f"looked for {Path.cwd() / 'no.txt'}",
+        ),
+        (["configs/sim/quickstart.yaml", "costs.table=no.json"], f"looked for {Path.cwd() / 'no.json'}"),
+        (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
+        ([], "is required"),
+        (["configs/sim/paper-7b.yaml", "--validate"], "set-ups of its own"),
+        (["--validate", "--sweep", "nodes=2"], "--sweep"),
+        (["--validate", "--compare", "off,tlt"], "--compare"),
+        (["--validate", "--out", "x.json"], "--out"),
+        (["configs/sim/paper-7b.yaml", "--sweep", "nodes=²"], "must look like nodes=1,2,4"),
+        (["configs/sim/paper-7b.yaml", "--out", "configs"], "is a directory"),
+        (["configs/sim/paper-7b.yaml", "--report", "configs"], "is a directory"),
+    ],
+)
+def test_mistakes_are_named(arguments, said, capsys):
+    assert main(["simulate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_modes_and_sweeps():
+    assert parse_modes("off, tlt") == ["off", "tlt"]
+    assert parse_sweep(None) == [] and parse_sweep("nodes=16,1,16") == [1, 16]
+    with pytest.raises(ConfigError):
+        parse_modes("off,off")
+    for text in ("nodes=", "nodes=0", "nodes=1,x"):
+        with pytest.raises(ConfigError):
+            parse_sweep(text)

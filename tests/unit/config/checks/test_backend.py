@@ -1,0 +1,102 @@
+"""What an engine of another kind cannot do is refused, each thing by its own path."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.backends.trtllm.args import series
+from megatron_tlt.config.checks.backend import check_backend
+from megatron_tlt.config.checks.cluster import check_config
+from megatron_tlt.config.load import build_config, load_engine
+from megatron_tlt.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "m", "max_context": 512},
+    "rollout": {
+        "max_tokens": 256,
+        "max_running_requests": 64,
+        "backend": "trtllm",
+        "trtllm": {"python": "/opt/trtllm/bin/python"},
+    },
+    "algorithm": {"importance_cap": 0},
+    "train": {"deterministic": False},
+    "data": {"max_prompt_tokens": 128, "train": {"tasks": [{"name": "chain_sum"}]}},
+}
+
+
+def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
+    config = build_config(BASE, overrides)
+    return {p.path: p.allowed for p in check_config(config, None, 2, device)}
+
+
+def test_a_good_configuration_has_no_problems() -> None:
+    assert problems() == {}
+    assert problems("rollout.trtllm.transport=bytes", device="cpu") == {}
+    assert problems("rollout.trtllm.speculation=eagle3", "rollout.trtllm.drafter_path=d") == {}
+    assert problems("rollout.trtllm.engine.attn_backend=FLASHINFER", "rollout.trtllm.environment.A=b") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "paths"),
+    [
+        (["rollout.numerics=invariant"], {"rollout.numerics"}),
+        (["train.deterministic=true"], {"train.deterministic"}),
+        (["rollout.stop=[x]"], {"rollout.stop"}),
+        (["algorithm.importance_cap=2"], {"algorithm.importance_cap"}),
+        (
+            ["rollout.speculation.drafter=suffix"],
+            {f"rollout.speculation.{name}" for name in ("drafter", "selector", "verify")},
+        ),
+        (
+            ["rollout.speculation.drafter=suffix", "rollout.speculation.verify=block"],
+            {"rollout.speculation.drafter", "rollout.speculation.selector"},
+        ),
+        (["rollout.tp=2"], {"rollout.tp"}),
+        (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),
+        (["rollout.trtllm.version=1.4.0rc1"], {"rollout.trtllm.version"}),
+        (["rollout.trtllm.speculation=eagle3"], {"rollout.trtllm.drafter_path"}),
+        (["rollout.trtllm.drafter_path=d"], {"rollout.trtllm.drafter_path"}),
+        (["rollout.trtllm.layers_to_capture=[1]"], {"rollout.trtllm.layers_to_capture"}),
+        (["rollout.trtllm.speculation=ngram", "rollout.min_p=0.1"], {"rollout.min_p"}),
+        (["rollout.kernels=torch"], {"rollout.kernels"}),
+        (["rollout.release_cache=true"], {"rollout.release_cache"}),
+        (["rollout.kv_cache_mib=4000"], {"rollout.kv_cache_mib"}),
+    ],
+)
+def test_what_it_cannot_do_is_refused(overrides: list[str], paths: set[str]) -> None:
+    assert set(problems(*overrides)) == paths
+    embedded = ["rollout.backend=embedded", *[o for o in overrides if "trtllm" not in o]]
+    config = build_config(BASE, embedded)
+    assert list(check_backend(config, None)) == [], "the embedded engine can"
+
+
+def test_gpu_handles_are_refused_on_cpu() -> None:
+    assert set(problems(device="cpu")) == {"rollout.trtllm.transport"}
+    assert problems(device="cuda") == {}
+
+
+def test_drafter_training_in_idle_time_is_refused() -> None:
+    """Also before the section is there: the check reads it by name."""
+    config = build_config(BASE)
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    asking = SimpleNamespace(**{**fields, "idle": SimpleNamespace(train_drafter=True, take_over=False)})
+    assert [p.path for p in check_backend(asking, None)] == ["idle.train_drafter"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27", "1.2.1.post1", "1.4.0", "1.2", "x1.2.1", "1.20.0"])
+def test_check_and_adapter_know_the_same_versions(version: str) -> None:
+    try:
+        series(version)
+    except ValueError:
+        assert set(problems(f"rollout.trtllm.version='{version}'")) == {"rollout.trtllm.version"}
+    else:
+        assert problems(f"rollout.trtllm.version='{version}'") == {}
+
+
+@pytest.mark.parametrize("override", ["rollout.backend=trtllm", "rollout.trtllm.python=p"])
+def test_generate_is_the_embedded_engine(override: str) -> None:
+    with pytest.raises(ConfigError, match="not read by generate: it is the embedded engine's"):
+        load_engine([override])

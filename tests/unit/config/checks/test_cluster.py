@@ -1,0 +1,181 @@
+import pytest
+
+from megatron_tlt.config.checks.cluster import check_config, check_sft, raise_problems
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.root import SftConfig
+from megatron_tlt.errors import ConfigError
+
+SHAPE = ArchitectureConfig(
+    family="qwen3",
+    vocab_size=512,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    intermediate_size=192,
+)
+BASE = {
+    "model": {"path": "m", "max_context": 512},
+    "rollout": {"max_tokens": 256, "max_running_requests": 64},
+    "data": {"max_prompt_tokens": 128, "train": {"tasks": [{"name": "chain_sum"}]}},
+}
+
+
+def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
+    config = build_config(BASE, overrides)
+    return {p.path for p in check_config(config, SHAPE, ranks, **kwargs)}
+
+
+def test_a_good_configuration_has_no_problems():
+    assert paths() == set()
+    assert (
+        paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu")
+        == set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["actor.tp=3"], "actor.tp * actor.pp * actor.cp"),
+        (["actor.tp=8", "actor.pp=1"], "actor.tp"),
+        (["actor.pp=3"], "actor.pp"),
+        (["rollout.tp=3"], "rollout.tp"),
+        (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
+        (["actor.cp=2"], "actor.cp"),
+        (["actor.distributed_optimizer=on", "optimizer.name=sgd"], "actor.distributed_optimizer"),
+        (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
+        (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
+        (["rollout.top_k=513"], "rollout.top_k"),
+        (
+            ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"],
+            "rollout.kv_cache_mib",
+        ),
+        (["train.prompts_per_step=66"], "train.prompts_per_step"),
+        (["train.prompts_per_step=64", "algorithm.mini_batches=3"], "train.prompts_per_step"),
+        (
+            ["train.prompts_per_step=4", "rollout.samples_per_prompt=2", "algorithm.mini_batches=4"],
+            "train.prompts_per_step * rollout.samples_per_prompt",
+        ),
+        (["rollout.max_tokens=400"], "data.max_prompt_tokens + rollout.max_tokens"),
+        (["eval.max_tokens=400"], "data.max_prompt_tokens + eval.max_tokens"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),
+        (["rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling"),
+        (["rollout.temperature=0"], "rollout.temperature"),
+        (["algorithm.ratio_clip_low=1"], "algorithm.ratio_clip_low"),
+        (["algorithm.kl_in=reward"], "algorithm.kl_in"),
+        (["algorithm.overlong_buffer=256"], "algorithm.overlong_buffer"),
+        (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr"),
+        (["stop.warning_s=10"], "stop.warning_s"),
+        (["watchdog.hang_s=5"], "watchdog.hang_s"),
+        (["stop.term_s=9.5"], "stop.term_s"),
+        (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "optimizer.warmup_steps"),
+        (["data.train.tasks=[]"], "data.train.tasks"),
+        (["data.train.tasks=[{name: a}, {name: b}, {name: a}]"], "data.train.tasks.2.name"),
+        (["data.train.kind=jsonl", "rewards.functions=[{name: math}]"], "data.train.path"),
+        (["data.train={kind: jsonl, path: x}"], "rewards.functions.0.name"),
+        (["data.eval={kind: jsonl, path: x}"], "rewards.functions.0.name"),
+        (["data.eval={tasks: [{name: chain_sum}]}"], "data.eval.seed"),
+        (["data.train={kind: jsonl, path: x}", "data.eval={kind: jsonl, path: x}"], "data.eval.path"),
+        (["rewards.functions=[]"], "rewards.functions"),
+        (["rewards.functions=[{name: task, counts_as_correct: false}]"], "rewards.functions"),
+        (["rewards.functions=[{name: python}]"], "rewards.functions.0.path"),
+        (["rewards.functions=[{name: python, path: 'a:b'}]", "rewards.workers=0"], "rewards.workers"),
+        (["rewards.functions=[{name: format}]"], "rewards.functions.0.pattern"),
+        (["rewards.functions=[{name: exact, pattern: '(a'}]"], "rewards.functions.0.pattern"),
+        (["rewards.functions=[{name: exact, pattern: 'a'}]"], "rewards.functions.0.pattern"),
+        (["rewards.functions=[{name: exact, params: {a: 1}}]"], "rewards.functions.0.name"),
+        (
+            ["model.architecture=" + str(SHAPE.model_dump() | {"num_layers": 5})],
+            "model.architecture.num_layers",
+        ),
+    ],
+)
+def test_every_check_fires(overrides, path):
+    ranks = 8 if "actor.tp=8" in overrides else 3 if "rollout.tp=3" in overrides else 4
+    assert path in paths(*overrides, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("override", "device"),
+    [
+        ("actor.layer_spec=transformer_engine", "cpu"),
+        ("actor.distributed_optimizer=on", "cpu"),
+        ("rollout.kernels=native", "cuda"),
+    ],
+)
+def test_checks_of_the_device(override, device):
+    path = override.split("=")[0]
+    assert path in paths(override, device=device)
+    other = "cuda" if device == "cpu" else "cpu"
+    assert path not in paths(override, device=other)
+    assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
+
+
+def test_a_task_may_come_twice_with_other_params():
+    assert paths("data.train.tasks=[{name: a}, {name: a, params: {min_terms: 3}}]") == set()
+
+
+def test_the_vocabulary_need_not_be_divisible():
+    config = build_config(BASE, ["actor.tp=2", "rollout.tp=2"])
+    assert check_config(config, SHAPE.model_copy(update={"vocab_size": 511}), 4) == []
+
+
+def test_model_positions_limit_the_context():
+    assert "model.max_context" in paths(max_positions=256)
+    assert "model.max_context" not in paths(max_positions=512)
+
+
+def test_a_trained_drafter_needs_cache_too():
+    fits = ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=224"]  # 480 tokens of 2 KiB in four layers
+    eagle = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]
+    assert paths(*fits) == set()
+    assert paths(*fits, *eagle) == {"rollout.kv_cache_mib"}
+
+
+def test_requests_change_engines_of_one_rank_with_keyed_sampling():
+    over = "idle.take_over=true"
+    assert paths(over) == paths(over, "rollout.speculation.verify=block") == set()
+    assert paths(over, "rollout.tp=2") == {"idle.take_over"}
+    assert paths(over, "rollout.speculation.drafter=suffix", "rollout.speculation.verify=block") == {
+        "idle.take_over"
+    }
+    assert "idle.take_over" in paths(over, "rollout.backend=trtllm")
+
+
+def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
+    train = "idle.train_drafter=true"
+    assert paths(train) == paths(train, "rollout.speculation.drafter=suffix") == {"idle.train_drafter"}
+    # Without a directory it starts from random weights.
+    assert paths(train, "rollout.speculation.drafter=eagle") == set()
+    assert paths("rollout.speculation.drafter=eagle") == {"rollout.speculation.drafter_path"}
+    alone = [train, "rollout.speculation.drafter=eagle"]
+    assert paths(*alone, ranks=1) == {
+        "rollout.speculation.drafter_path"
+    }  # nobody to wait for: it would stay so
+    assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
+    assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
+    assert paths(*alone, "drafter.online.fp8=emulate", device="cpu") == set()
+    assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
+
+
+def test_no_shape_skips_its_checks():
+    config = build_config(BASE, ["actor.pp=2", "rollout.top_k=99999"])
+    assert check_config(config, None, 4) == []
+
+
+def test_all_problems_are_raised_together():
+    config = build_config(BASE, ["actor.tp=3", "rollout.temperature=0", "rollout.max_tokens=4000"])
+    with pytest.raises(ConfigError) as caught:
+        raise_problems(check_config(config, SHAPE, 4))
+    assert len(caught.value.problems) >= 4
+    raise_problems([])
+
+
+def test_sft_checks_its_layout():
+    values = {"model": {"path": "m"}, "sft": {"train_path": "a", "out": "b"}, "actor": {"pp": 3}}
+    found = {p.path for p in check_sft(build_config(values, root=SftConfig), SHAPE, 3)}
+    assert found == {"actor.pp"}

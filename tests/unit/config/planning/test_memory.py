@@ -1,0 +1,191 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
+from megatron_tlt.config.planning.memory import (
+    GIB,
+    check_memory,
+    estimate_memory,
+    kv_bytes_per_token,
+    total_parameters,
+)
+from megatron_tlt.config.planning.report import find_problems, render_check
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+# Published parameter counts (model cards).
+PUBLISHED = {
+    "qwen2.5-7b": 7.61e9,
+    "qwen3-8b": 8.2e9,
+    "r1-distill-qwen-7b": 7.61e9,
+    "qwen2.5-32b": 32.5e9,
+    "llama3.3-70b": 70.6e9,
+}
+
+
+def shape_of(name: str):
+    architecture = load_config(CONFIGS / "models" / f"{name}.yaml").model.architecture
+    assert architecture is not None
+    return architecture
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_match_the_published_ones(name):
+    assert total_parameters(shape_of(name)) == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def config_of(*overrides: str):
+    return build_config({"model": {"path": "m"}, "actor": {"dtype": "bf16"}}, overrides)
+
+
+def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
+    shape = shape_of("qwen2.5-7b")
+    count = total_parameters(shape)
+    for device, ranks, expected in (
+        ("cpu", 1, 18),
+        ("cuda", 1, 18),
+        ("cuda", 1000, 6.012),
+        ("cpu", 1000, 18),
+    ):
+        (stage,) = estimate_memory(config_of(), shape, ranks, device)
+        state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
+        assert state / count == pytest.approx(expected, rel=1e-3)
+
+
+def test_fp32_costs_16_bytes_a_parameter():
+    shape = shape_of("qwen2.5-7b")
+    (stage,) = estimate_memory(config_of("actor.dtype=fp32"), shape, 1, "cpu")
+    state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
+    assert state / total_parameters(shape) == pytest.approx(16, rel=1e-3)
+
+
+def test_stages_share_the_model():
+    shape = shape_of("qwen3-8b")
+    stages = estimate_memory(config_of("actor.tp=2", "actor.pp=4"), shape, 8, "cuda")
+    assert sum(s.parts["weights"] for s in stages) == pytest.approx(total_parameters(shape) * 2 / 2, rel=1e-3)
+    # 1F1B: the first stage holds four micro-batches, the third two of the same size.
+    assert stages[0].parts["activations"] == pytest.approx(2 * stages[2].parts["activations"], rel=0.02)
+
+
+def test_kv_bytes_of_a_known_model():
+    # Qwen2.5-7B in bf16: 2 * 28 layers * 4 heads * 128 * 2 bytes.
+    assert kv_bytes_per_token(config_of("rollout.dtype=bf16"), shape_of("qwen2.5-7b")) == 57344
+
+
+def test_drafters_are_counted():
+    shape, at = shape_of("qwen2.5-7b"), "rollout.speculation"
+    bf16 = "rollout.dtype=bf16"
+    eagle = config_of(bf16, f"{at}.drafter=eagle", f"{at}.drafter_path=d")
+    assert kv_bytes_per_token(eagle, shape) == 57344 * 29 // 28 + 2 * 3584  # a layer, and a hidden state
+    parts = {
+        name: estimate_memory(config, shape, 1, "cuda")[0].parts["drafters"]
+        for name, config in {
+            "none": config_of(bf16),
+            "suffix": config_of(bf16, f"{at}.drafter=suffix", f"{at}.suffix.history_mib=100"),
+            "eagle": eagle,
+        }.items()
+    }
+    assert parts["none"] == 0
+    assert parts["suffix"] == 200 * 2**20
+    weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
+    assert parts["eagle"] == 2 * weights
+
+
+def test_training_the_drafter_is_counted():
+    shape, at = shape_of("qwen2.5-7b"), "rollout.speculation"
+    on = ["idle.train_drafter=true", f"{at}.drafter=eagle", "drafter.online.buffer_mib=100"]
+    parts = [estimate_memory(config_of(*o), shape, 1, "cuda")[0].parts for o in ([], on)]
+    weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
+    tables = 4 * 2 * 152064 * 3584  # of a version, embedding and head
+    assert parts[0]["drafter training"] == 0
+    assert parts[1]["drafter training"] == 68 * weights + 5 * tables + 100 * 2**20
+
+
+def test_reference_is_counted_only_with_a_kl_term():
+    shape = shape_of("qwen2.5-7b")
+    without = estimate_memory(config_of(), shape, 1, "cuda")[0].parts
+    with_kl = estimate_memory(config_of("algorithm.kl_coef=0.1"), shape, 1, "cuda")[0].parts
+    assert without["reference"] == 0
+    assert with_kl["reference"] == with_kl["weights"]
+
+
+def test_recompute_shrinks_activations():
+    shape = shape_of("qwen2.5-7b")
+    sizes = [
+        estimate_memory(config_of(f"actor.recompute={how}"), shape, 1, "cuda")[0].parts["activations"]
+        for how in ("none", "full")
+    ]
+    assert sizes[1] < sizes[0] / 3  # what is left is mostly logits
+
+
+def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
+    config = config_of("cluster.memory_gib=80")
+    (problem,) = check_memory(config, shape_of("llama3.3-70b"), 1, "cuda")
+    assert problem.path == "cluster.memory_gib"
+    assert "optimizer 788." in problem.allowed
+    assert check_memory(config_of(), shape_of("llama3.3-70b"), 1, "cuda") == []
+
+
+def test_the_report_shows_grid_memory_and_tokens():
+    config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml")
+    text = render_check(config, None, 256)
+    assert "Ranks: 256 = tp 8 x pp 2 x cp 1 x dp 16" in text
+    assert "  dp 1      8-15  136-143\n" in text
+    assert "Rollout engines: 32 of 8 ranks: 0-7, 8-15, ..., 248-255" in text
+    assert "512 prompts x 16 answers = 8192 sequences, at most 83886080 tokens" in text
+    total = next(line for line in text.splitlines() if line.startswith("  at most"))
+    worst = max(stage.total for stage in estimate_memory(config, config.model.architecture, 256))
+    assert total.split()[-1] == f"{worst / GIB:.2f}"
+
+
+def test_the_report_without_a_shape_says_so():
+    text = render_check(config_of(), None, 2)
+    assert "Memory: unknown (m is not here and model.architecture is not set)" in text
+
+
+def test_problems_include_memory():
+    config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml", ["cluster.memory_gib=40"])
+    assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}
+
+
+def test_what_is_given_back_is_there_in_its_phase_only():
+    shape, rollout = shape_of("qwen2.5-7b"), ["rollout.kv_cache_mib=4096", "rollout.dtype=bf16"]
+    kept = estimate_memory(config_of(*rollout), shape, 1, "cuda")[0]
+    options = [*rollout, "rollout.release_cache=true", "actor.offload_optimizer=true"]
+    freed = estimate_memory(config_of(*options), shape, 1, "cuda")[0]
+    assert freed.parts == kept.parts
+    gradients, optimizer = kept.parts["gradients"], kept.parts["optimizer"]
+    assert kept.of_phase("rollout") - freed.of_phase("rollout") == gradients + optimizer
+    graphs = 512 * (4 * 152064 + 2 * 3584)
+    assert kept.of_phase("update") - freed.of_phase("update") == 4096 * 2**20 + graphs
+    assert kept.of_phase("push") - freed.of_phase("push") == gradients + optimizer + 4096 * 2**20 + graphs
+    assert kept.total == kept.of_phase("update") > freed.total == freed.of_phase("update")
+    text = render_check(config_of(*options, "model.path=m"), shape, 1, "cuda")
+    assert f"{freed.of_phase('rollout') / GIB:.2f}" in text and "in the rollout" in text
+
+
+def test_an_engines_head_is_its_own_where_the_decoder_has_one():
+    shape = shape_of("qwen2.5-7b").model_copy(update={"tie_word_embeddings": True})
+    table = 152064 * 3584 * 2
+    sizes = {
+        name: estimate_memory(config_of("rollout.dtype=bf16", *o), shape, 2, device)[0].parts[
+            "engine weights"
+        ]
+        for name, o, device in (
+            ("cuda", [], "cuda"),
+            ("native", [], "cpu"),
+            ("torch", ["rollout.kernels=torch"], "cpu"),
+            ("tp2", ["rollout.tp=2"], "cuda"),
+        )
+    }
+    assert sizes["native"] - sizes["torch"] == table and sizes["cuda"] == sizes["torch"]
+    assert sizes["tp2"] - sizes["cuda"] / 2 == pytest.approx(table, rel=1e-6)  # whole embedding, half a head
+
+
+def test_chunks_are_those_of_the_loss():
+    logprob = (Path(__file__).parents[4] / "megatron_tlt/actor/logprob.py").read_text()
+    assert (
+        '_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}' in logprob
+    )  # importing it would import megatron
+    assert CHUNK_ELEMENTS == {"cpu": 1 << 19, "cuda": 1 << 26}

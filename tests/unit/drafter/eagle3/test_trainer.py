@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafter.batching import collate
+from megatron_tlt.drafter.eagle3.loss import eagle3_loss
+from megatron_tlt.drafter.eagle3.trainer import Eagle3Trainer
+from megatron_tlt.drafter.measure import measure
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model
+from megatron_tlt.models.eagle.pairs import PairLayout
+from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_eagle3 import POLICIES, random_eagle3, random_sequence3
+
+CONFIG = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=70)
+SEQUENCES = [random_sequence3(CONFIG, n, 3, seed=n) for n in (12, 20, 26)]
+BATCH = collate(SEQUENCES)
+
+
+def trainer(**fields) -> Eagle3Trainer:
+    section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
+    embed, head = lookup_tables(CONFIG.policy)
+    model = Eagle3Model(CONFIG)
+    model.initialise(0, head, torch.arange(10, 80))
+    return Eagle3Trainer(model, embed, head, section)
+
+
+def test_steps_learn_and_the_vocabulary_stays() -> None:
+    t = trainer()
+    before, vocabulary = [t.embed.clone(), t.head.clone()], t.model.token_ids().clone()
+    seen = [t.step(BATCH) for _ in range(40)]
+    assert seen[-1]["loss"] < 0.6 * seen[0]["loss"]
+    for position in (1, 2, 3):
+        assert seen[-1][f"accept/{position}"] > seen[0][f"accept/{position}"] + 0.1
+        assert 0 < seen[0][f"known/{position}"] < 1
+    assert torch.equal(t.embed, before[0]) and torch.equal(t.head, before[1])
+    assert torch.equal(t.model.token_ids(), vocabulary)
+    assert t.trained_steps == 40
+
+
+def test_state_is_taken_back() -> None:
+    one, two = trainer(), trainer()
+    for _ in range(3):
+        one.step(BATCH)
+    two.load_state_dict(one.state_dict())
+    one.step(BATCH)
+    two.step(BATCH)
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_arithmetic_learns_too() -> None:
+    t = trainer(dtype="bf16")
+    seen = [t.step(BATCH)["loss"] for _ in range(20)]
+    assert seen[-1] < 0.8 * seen[0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_measured_overlap_is_the_losses(temperature: float) -> None:
+    """Two ways to 1 - TV over the whole vocabulary: scattered logits, and sums over the drafter's tokens."""
+    embed, head = lookup_tables(CONFIG.policy)
+    model = Eagle3Model(CONFIG)
+    model.load_full(random_eagle3(CONFIG))
+    got = measure(
+        model, embed, head, SEQUENCES, steps=3, temperature=temperature, batch_tokens=64, window=512
+    )
+    layout = PairLayout(BATCH)
+    with torch.no_grad():
+        outputs = model.unroll(embed, BATCH, layout, 3)
+        _, report = eagle3_loss(model, outputs, BATCH, layout, head, temperature=temperature)
+    assert got.overlap == pytest.approx(report.accept, abs=1e-5)
+    assert got.bases == report.counts[0]

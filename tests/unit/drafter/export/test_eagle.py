@@ -1,0 +1,250 @@
+"""Exports of the eagle drafter, read back as each engine reads them, draft what `EagleModel` drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.drafter.batching import collate
+from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafter.export.eagle import FORMATS, Format, export_eagle, parse_dtype, parse_format
+from megatron_tlt.drafter.export.files import export_drafter
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig, RopeScaling
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairLayout
+from megatron_tlt.models.loader import save_hf
+from tests.helpers import engine_drafters
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_models import random_weights
+
+STEPS = 4
+LLAMA3 = replace(
+    FAMILIES["llama"], rope_theta=5000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8), tie_word_embeddings=True
+)
+WIDE_HEADS = replace(FAMILIES["llama"], head_dim=24)  # unrelated to hidden size / heads
+POLICIES = {"llama": FAMILIES["llama"], "llama3": LLAMA3, "wide": WIDE_HEADS, "qwen2": FAMILIES["qwen2"]}
+ENGINES = {"sglang": engine_drafters.SglangEagle1, "vllm": engine_drafters.VllmEagle1}
+
+
+def our_logits(config: ModelConfig, base: int) -> torch.Tensor:
+    """[STEPS, V] of a draft from place `base` of the test's sequence."""
+    embed, head = lookup_tables(config)
+    model = EagleModel(config)
+    model.load_full(random_drafter(config).items())
+    sequence = random_sequence(config, 20, 5)
+    batch = collate([sequence])
+    layout = PairLayout(batch)
+    with torch.no_grad():
+        outputs = model.unroll(embed, batch, layout, STEPS)
+    return torch.stack([o[base - sequence.first_base] for o in outputs]) @ head.T
+
+
+def engine_logits(engine: engine_drafters.Drafter, config: ModelConfig, base: int) -> torch.Tensor:
+    embed, head = lookup_tables(config)
+    sequence = random_sequence(config, 20, 5)
+    return engine_drafters.chain(engine, sequence.token_ids, sequence.hidden, embed, head, base, STEPS)
+
+
+def export(tmp_path: Path, config: ModelConfig, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
+    save_drafter(tmp_path / "drafter", config, random_drafter(config), policy_version=7, trained_steps=30)
+    export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
+    return tmp_path / "out"
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.allclose(got, want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_engine_drafts_what_the_model_drafts(kind: Format, policy: str, tmp_path) -> None:
+    config = POLICIES[policy]
+    engine = ENGINES[kind](export(tmp_path, config, kind))
+    for base in (4, 11, 15):
+        want = our_logits(config, base)
+        got = engine_logits(engine, config, base)
+        assert close(got, want), (got - want).abs().max()
+
+
+def rename_tensor(out: Path) -> None:
+    tensors = load_file(out / "model.safetensors")
+    tensors["layers.0.mlp.down.weight"] = tensors.pop("layers.0.mlp.down_proj.weight")
+    save_file(tensors, out / "model.safetensors")
+
+
+def drop_zero_bias(out: Path) -> None:
+    tensors = load_file(out / "model.safetensors")
+    del tensors["fc.bias"]
+    save_file(tensors, out / "model.safetensors")
+
+
+def add_fc_bias(out: Path) -> None:
+    tensors = load_file(out / "model.safetensors")
+    save_file(tensors | {"fc.bias": torch.zeros(len(tensors["fc.weight"]))}, out / "model.safetensors")
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    def edit(out: Path) -> None:
+        raw = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(raw | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "spoil"),
+    [
+        ("sglang", "llama", rename_tensor),
+        ("vllm", "llama", rename_tensor),
+        ("sglang", "qwen2", rename_tensor),
+        ("sglang", "llama", drop_zero_bias),
+        ("sglang", "qwen2", drop_zero_bias),
+        ("vllm", "llama", add_fc_bias),
+        ("sglang", "llama", edit_config(architectures=["LlamaForCausalLM"])),
+        ("vllm", "llama", edit_config(architectures=["LlamaForCausalLMEagle"])),
+        ("vllm", "qwen2", edit_config(qkv_bias=False)),
+        ("vllm", "qwen2", edit_config(attention_bias=True)),
+        ("sglang", "llama3", edit_config(rope_scaling=None)),
+        ("vllm", "llama3", edit_config(rope_theta=10000.0)),
+        ("sglang", "llama", edit_config(tie_word_embeddings=True)),
+        ("vllm", "wide", edit_config(head_dim=None)),
+        ("vllm", "llama", edit_config(rms_norm_eps=1e-2)),
+    ],
+)
+def test_a_spoilt_export_is_refused_or_drafts_otherwise(kind: Format, policy: str, spoil, tmp_path) -> None:
+    """The comparison above can fail: it does for every one of these."""
+    config = POLICIES[policy]
+    out = export(tmp_path, config, kind)
+    spoil(out)
+    try:
+        engine = ENGINES[kind](out)
+    except (ValueError, RuntimeError, KeyError, AssertionError):
+        return
+    assert not close(engine_logits(engine, config, 11), our_logits(config, 11))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_exactly_these_tensors_and_files(kind: Format, tmp_path) -> None:
+    out = export(tmp_path, FAMILIES["qwen2"], kind, torch.bfloat16)
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    tensors = load_file(out / "model.safetensors")
+    layer = [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"self_attn.{p}_proj.bias" for p in "qkv"]
+    layer += [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")] + ["post_attention_layernorm.weight"]
+    wanted = {"fc.weight"} | {f"layers.0.{n}" for n in layer} | ({"fc.bias"} if kind == "sglang" else set())
+    assert set(tensors) == wanted
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    raw = json.loads((out / "config.json").read_text())
+    assert (raw["rope_theta"], raw["rope_scaling"], raw["torch_dtype"]) == (10000.0, None, "bfloat16")
+    card = (out / "README.md").read_text()
+    assert "has not been run" in card
+    assert "| optimizer steps | 30 |" in card
+
+
+def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
+    config = FAMILIES["qwen3"]
+    out = export(tmp_path, config, "hf")
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "drafter.safetensors"]
+    saved = load_drafter(out, config)
+    assert (saved.policy_version, saved.trained_steps) == (7, 30)
+    given = random_drafter(config)
+    assert saved.weights.keys() == given.keys()
+    assert all(torch.equal(saved.weights[n], given[n]) for n in given)
+    assert "h is the policy's hidden state after its final norm" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hf_takes_copies_of_the_policys_tables(tied: bool, tmp_path) -> None:
+    config = replace(FAMILIES["llama"], tie_word_embeddings=tied)
+    weights = dict(random_weights(config))
+    save_hf(tmp_path / "policy", config, weights.items())
+    save_drafter(tmp_path / "drafter", config, random_drafter(config))
+    export_drafter(tmp_path / "drafter", tmp_path / "out", "hf", torch.float32, tmp_path / "policy")
+    tables = load_file(tmp_path / "out" / "policy_tables.safetensors")
+    embed = weights["model.embed_tokens.weight"]
+    assert torch.equal(tables["embed_tokens.weight"], embed)
+    assert torch.equal(tables["lm_head.weight"], embed if tied else weights["lm_head.weight"])
+    with pytest.raises(ConfigError, match="only format hf takes copies"):
+        export_drafter(tmp_path / "drafter", tmp_path / "x", "sglang", torch.float32, tmp_path / "policy")
+    other = replace(config, vocab_size=77)
+    save_hf(tmp_path / "other", other, random_weights(other))
+    with pytest.raises(CheckpointError, match="not the drafter's policy"):
+        export_drafter(tmp_path / "drafter", tmp_path / "x", "hf", torch.float32, tmp_path / "other")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "says"),
+    [
+        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 drafters only.*kind eagle3"),
+        ("sglang", "qwen3", r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises"),
+        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, says, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        export(tmp_path, FAMILIES[policy], kind)
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_sglangs_qwen2_knows_one_head_size(tmp_path) -> None:
+    config = replace(FAMILIES["qwen2"], head_dim=24)
+    with pytest.raises(ConfigError, match=r"head_dim = 24: SGLang's Qwen2 computes it .* = 16"):
+        export(tmp_path, config, "sglang")
+
+
+def test_existing_output_is_left_alone(tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        export(tmp_path, FAMILIES["llama"], "vllm")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.rename", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        export(tmp_path, FAMILIES["llama"], "vllm")
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch) -> None:
+    save_drafter(tmp_path / "drafter", FAMILIES["llama"], random_drafter(FAMILIES["llama"]))
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"has 1000 bytes free, the export needs \d+"):
+        export_drafter(tmp_path / "drafter", tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_weights_are_named() -> None:
+    config = FAMILIES["llama"]
+    given = random_drafter(config)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not part"):
+        export_eagle(config, given | {"lm_head.weight": torch.zeros(2)}, "vllm")
+    del given["fc.weight"]
+    with pytest.raises(CheckpointError, match=r"fc\.weight is missing"):
+        export_eagle(config, given, "vllm")
+    huge = random_drafter(config)
+    huge["fc.weight"][0, 0] = 1e6
+    with pytest.raises(CheckpointError, match=r"fc\.weight has values that are not finite in float16"):
+        export_eagle(config, huge, "vllm", torch.float16)
+
+
+def test_wrong_arguments_are_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"format = 'onnx': must be one of hf, sglang, trtllm, vllm"):
+        parse_format("onnx")
+    with pytest.raises(ConfigError, match=r"dtype = 'int4': must be one of bf16, fp16, fp32"):
+        parse_dtype("int4")
+    assert [parse_format(f) for f in FORMATS] == list(FORMATS)
+    (tmp_path / "config.json").write_text('{"drafter": "medusa"}')
+    with pytest.raises(CheckpointError, match="drafter = 'medusa' is not a kind"):
+        export_drafter(tmp_path, tmp_path / "out", "hf")

@@ -1,0 +1,213 @@
+"""Exports of the eagle3 drafter, read back as each engine reads them, draft what `Eagle3Model` drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_tlt.drafter.batching import collate
+from megatron_tlt.drafter.checkpoint import check_drafter
+from megatron_tlt.drafter.export.eagle import FORMATS, Format, Origin
+from megatron_tlt.drafter.export.eagle3 import export_eagle3, load_eagle3
+from megatron_tlt.drafter.export.files import export_drafter, read_about, write_export
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import RopeScaling
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model
+from megatron_tlt.models.eagle.pairs import PairLayout
+from tests.helpers import engine_drafters
+from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_eagle3 import LAYERS, POLICIES, layer_outputs, random_eagle3, random_sequence3
+
+STEPS, LENGTH = 4, 20
+LLAMA3 = replace(POLICIES["llama"], rope_theta=5000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8))
+CONFIGS = {
+    "qwen2": Eagle3Config.of(POLICIES["qwen2"]),
+    "qwen3": Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40),
+    "llama": Eagle3Config.of(POLICIES["llama"], draft_vocab_size=64),
+    "llama3": Eagle3Config.of(LLAMA3),
+    "own layers": Eagle3Config.of(replace(POLICIES["qwen3"], tie_word_embeddings=True), (0, 2, 6), 40),
+}
+ENGINES = {
+    "sglang": engine_drafters.SglangEagle3,
+    "trtllm": engine_drafters.TrtllmEagle3,
+    "vllm": engine_drafters.VllmEagle3,
+}
+
+
+def our_logits(config: Eagle3Config, base: int) -> torch.Tensor:
+    """[STEPS, V] of a draft from place `base`; -inf for tokens that the drafter does not know."""
+    embed, _ = lookup_tables(config.policy)
+    model = Eagle3Model(config)
+    model.load_full(random_eagle3(config))
+    sequence = random_sequence3(config, LENGTH, 5)
+    batch = collate([sequence])
+    with torch.no_grad():
+        outputs = model.unroll(embed, batch, PairLayout(batch), STEPS)
+        own = model.logits(torch.stack([o[base - sequence.first_base] for o in outputs]))
+    out = torch.full((STEPS, config.policy.vocab_size), float("-inf"))
+    out[:, model.token_ids()] = own
+    return out
+
+
+def engine_logits(engine: engine_drafters.Drafter, config: Eagle3Config, base: int) -> torch.Tensor:
+    """The engine collects what ITS reading of the export tells it to."""
+    embed, head = lookup_tables(config.policy)
+    outputs = layer_outputs(config.policy, LENGTH)
+    features = torch.cat([outputs[i] for i in engine.aux_layers(LAYERS)], -1)
+    tokens = random_sequence3(config, LENGTH, 5).token_ids
+    return engine_drafters.chain(engine, tokens, features, embed, head, base, STEPS)
+
+
+def export(tmp_path: Path, config: Eagle3Config, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
+    files = export_eagle3(config, random_eagle3(config), "hf", torch.float32, Origin(7, 30))
+    write_export(tmp_path / "drafter", files)
+    export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
+    return tmp_path / "out"
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    scale = float(want[want.isfinite()].abs().max())
+    return torch.allclose(got, want, atol=1e-5 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_engine_drafts_what_the_model_drafts(kind: Format, name: str, tmp_path) -> None:
+    config = CONFIGS[name]
+    engine = ENGINES[kind](export(tmp_path, config, kind))
+    assert engine.aux_layers(LAYERS) == list(config.layers)
+    for base in (4, 11, 15):
+        assert close(engine_logits(engine, config, base), our_logits(config, base))
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(out: Path) -> None:
+        tensors = load_file(out / "model.safetensors")
+        change(tensors)
+        save_file(tensors, out / "model.safetensors")
+
+    return edit
+
+
+def edit_json(file: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def edit(out: Path) -> None:
+        raw = json.loads((out / file).read_text())
+        change(raw)
+        (out / file).write_text(json.dumps(raw))
+
+    return edit
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+rename = edit_tensors(lambda t: t.update({"midlayer.norm.weight": t.pop("midlayer.hidden_norm.weight")}))
+no_head = edit_tensors(lambda t: t.pop("lm_head.weight"))
+absolute = edit_tensors(lambda t: t.update({"d2t": t["d2t"] + torch.arange(len(t["d2t"]))}))
+no_d2t = edit_tensors(lambda t: t.pop("d2t"))
+swapped = edit_tensors(lambda t: t.update({"fc.weight": t["fc.weight"].roll(64, 1).contiguous()}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "spoil"),
+    [(kind, "qwen3", spoil) for kind in ENGINES for spoil in (rename, no_head, absolute, no_d2t, swapped)]
+    + [
+        (
+            "sglang",
+            "own layers",
+            edit_json("config.json", lambda r: r["eagle_config"].update({IDS: [1, 3, 7]})),
+        ),
+        ("sglang", "own layers", edit_json("config.json", lambda r: r["eagle_config"].pop(IDS))),
+        ("vllm", "own layers", edit_json("config.json", lambda r: r.update({IDS: [0, 2, 6]}))),
+        ("vllm", "own layers", edit_json("config.json", lambda r: r.pop(IDS))),
+        ("trtllm", "own layers", edit_json("speculative.json", lambda r: r.clear())),
+        ("sglang", "qwen2", edit_json("config.json", lambda r: r.update(bias=True))),
+        ("sglang", "qwen2", edit_json("config.json", lambda r: r.pop("draft_vocab_size"))),
+        ("vllm", "qwen3", edit_json("config.json", lambda r: r.update(attention_bias=True))),
+        ("trtllm", "qwen3", edit_json("config.json", lambda r: r.update(draft_vocab_size=101))),
+        ("trtllm", "llama3", edit_json("config.json", lambda r: r.update(rope_scaling=None))),
+        ("sglang", "own layers", edit_json("config.json", lambda r: r.update(tie_word_embeddings=True))),
+        ("vllm", "qwen2", edit_tensors(lambda t: t.update(d2t=torch.zeros(101, dtype=torch.int64)))),
+    ],
+)
+def test_a_spoilt_export_is_refused_or_drafts_otherwise(kind: Format, name: str, spoil, tmp_path) -> None:
+    config = CONFIGS[name]
+    out = export(tmp_path, config, kind)
+    spoil(out)
+    try:
+        got = engine_logits(ENGINES[kind](out), config, 11)
+    except (ValueError, RuntimeError, KeyError, IndexError, AssertionError):
+        return
+    assert not close(got, our_logits(config, 11))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_exactly_these_tensors_and_files(kind: Format, name: str, tmp_path) -> None:
+    config = CONFIGS[name]
+    out = export(tmp_path, config, kind, torch.bfloat16)
+    more = ["speculative.json"] if kind == "trtllm" else []
+    files = sorted(p.name for p in out.iterdir())
+    assert files == ["README.md", "config.json", "model.safetensors", *more]
+    tensors = load_file(out / "model.safetensors")
+    wanted = {f"midlayer.self_attn.{p}_proj.weight" for p in "qkvo"}
+    wanted |= {f"midlayer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    wanted |= {f"midlayer.{n}.weight" for n in norms} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert set(tensors) == wanted | ({"d2t", "t2d"} if config.reduced else set())
+    floats = {t.dtype for n, t in tensors.items() if n not in ("d2t", "t2d")}
+    assert floats == {torch.bfloat16}
+    if config.reduced:
+        assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    raw = json.loads((out / "config.json").read_text())
+    assert (raw["model_type"], raw["draft_vocab_size"]) == ("llama", config.draft_vocab_size)
+    assert not {"norm_output", "norm_before_residual", "fc_norm", "target_hidden_size"} & set(raw)
+    assert "has not been run" in (out / "README.md").read_text()
+
+
+def test_hf_is_what_the_other_exports_are_made_of(tmp_path) -> None:
+    config = CONFIGS["own layers"]
+    out = export(tmp_path, config, "hf")
+    got, weights, origin = load_eagle3(out, read_about(out))
+    assert (got, origin) == (config, Origin(7, 30))
+    assert all(torch.equal(weights[n], w) for n, w in random_eagle3(config).items())
+
+
+def test_the_rollouts_here_refuse_it(tmp_path) -> None:
+    out = export(tmp_path, CONFIGS["qwen3"], "hf")
+    with pytest.raises(
+        CheckpointError, match=r"describes a drafter of kind 'eagle3'; rollouts .* kind 'eagle' only"
+    ):
+        check_drafter(out, CONFIGS["qwen3"].policy)
+
+
+def test_what_does_not_fit_is_named(tmp_path) -> None:
+    config = CONFIGS["qwen3"]
+    given = random_eagle3(config)
+    with pytest.raises(CheckpointError, match=r"midlayer\.hidden_norm\.weight is missing"):
+        export_eagle3(config, {n: t for n, t in given.items() if "hidden_norm" not in n}, "vllm")
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is not part"):
+        export_eagle3(config, given | {"embed_tokens.weight": torch.zeros(1)}, "vllm")
+    with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(64, 128\), it must be \(64, 192\)"):
+        export_eagle3(config, given | {"fc.weight": torch.zeros(64, 128)}, "vllm")
+    with pytest.raises(CheckpointError, match=r"d2t\[i\] \+ i does not name"):
+        export_eagle3(config, given | {"d2t": given["d2t"] + 1}, "vllm")
+    with pytest.raises(CheckpointError, match="must be int64 and bool"):
+        export_eagle3(config, given | {"d2t": given["d2t"].int()}, "vllm")
+    out = export(tmp_path, config, "hf")
+    with pytest.raises(ConfigError, match="a drafter of kind eagle3 has a head of its own"):
+        export_drafter(out, tmp_path / "x", "hf", policy=tmp_path)
+    edit_json("config.json", lambda r: r.update(eagle3_layers=[1, 3, 7]))(out)
+    with pytest.raises(
+        ConfigError, match=r"eagle3_layers = \[1, 3, 7\]: must be three ascending layers of 0 .. 6"
+    ):
+        export_drafter(out, tmp_path / "x", "hf")
+    edit_json("config.json", lambda r: r.pop("eagle3_layers"))(out)
+    with pytest.raises(CheckpointError, match="eagle3_layers = None must be a list"):
+        export_drafter(out, tmp_path / "x", "hf")
+    assert not (tmp_path / "x").exists()
+    assert len(FORMATS) == len(ENGINES) + 1

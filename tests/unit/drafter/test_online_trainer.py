@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.errors import CheckpointError, DrafterError
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from tests.helpers.features import random_chunk
+from tests.helpers.online import CONFIG, everything, online_trainer
+from tests.helpers.tiny_drafters import lookup_tables
+
+
+def alone(tensor: torch.Tensor) -> None:
+    """The all-reduce of a world of one rank."""
+
+
+class Broken:
+    """An all-reduce that spoils the large buffer."""
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype == torch.float32:
+            tensor[5] = torch.inf
+
+
+def test_micro_steps_learn_and_are_bounded() -> None:
+    t = online_trainer()
+    seen = [t.step() for _ in range(60)]
+    assert all(m["tokens"] <= 64 for m in seen)
+    first, last = ([m["accept/1"] for m in part] for part in (seen[:8], seen[-8:]))
+    assert sum(last) > sum(first) + 0.5
+    assert seen[0]["lr"] == pytest.approx(1e-3) and seen[-1]["lr"] == 3e-3
+    assert t.trained_steps == 60
+    assert t.window_tokens > 0 and t.trained_tokens == 0
+
+
+def test_nothing_to_train_on() -> None:
+    t = online_trainer(lengths=())
+    assert t.step() is None
+    t.buffer.add(random_chunk(CONFIG, 30, version=7))  # no tables of this version
+    assert t.step() is None
+    before = everything(t)
+    report = t.merge(alone)
+    assert (report.trained, report.version, report.tokens) == (False, 0, (0,))
+    assert torch.equal(everything(t), before)
+
+
+def test_the_head_is_that_of_the_answers_version(monkeypatch) -> None:
+    t = online_trainer(max_age=5)
+    used = []
+    real = DrafterTrainer.set_policy
+    monkeypatch.setattr(DrafterTrainer, "set_policy", lambda self, e, h: (used.append(h), real(self, e, h)))
+    tables = {v: lookup_tables(CONFIG, seed=v) for v in (1, 2)}
+    for version, pair in tables.items():
+        t.set_tables(version, *pair)
+        t.begin_step(version)
+        for i in range(4):
+            t.buffer.add(random_chunk(CONFIG, 36 - 12 * version + i, 100 * version + i, version))
+    tables[0] = lookup_tables(CONFIG)
+    versions = []
+    for _ in range(12):
+        versions.append(int(t.step()["policy_version"]))
+        assert torch.equal(used[-1], tables[versions[-1]][1])
+    assert len(set(versions)) > 1
+
+
+def test_tables_live_as_long_as_their_answers() -> None:
+    t = online_trainer(max_age=1)
+    t.set_tables(1, *lookup_tables(CONFIG, 1))
+    t.begin_step(1)
+    assert t.tables.versions() == [0, 1]
+    t.set_tables(2, *lookup_tables(CONFIG, 2))
+    t.begin_step(2)  # nothing of 1 was kept, 0 is too old
+    assert t.tables.versions() == [2]
+
+
+def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
+    t, plain = online_trainer(), online_trainer()
+    for _ in range(3):
+        t.step()
+        plain.step()
+    report = t.merge(alone)
+    assert report.trained and report.version == t.version == 1 and not report.rolled_back
+    assert report.tokens == (t.trained_tokens,) == (plain.window_tokens,)
+    assert torch.equal(everything(t), everything(plain))
+    assert t.step() == plain.step()
+    assert t.merge(alone).version == 2
+    assert t.merge(alone).version == 2
+
+
+@pytest.mark.parametrize("what", ["hidden", "head"])
+def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> None:
+    t = online_trainer()
+    for _ in range(2):
+        t.step()
+    t.merge(alone)
+    begun = everything(t)
+    t.step()
+    assert not torch.equal(everything(t), begun)
+    if what == "hidden":
+        for entry in t.buffer._entries.values():
+            entry.sequence.hidden[-1] = torch.inf
+    else:
+        t.tables.get(0)[1][3] = torch.nan
+    with pytest.raises(DrafterError, match="policy version 0"):
+        [t.step() for _ in range(20)]
+    assert torch.equal(everything(t), begun) and t.trained_steps == 2
+    assert not t.enabled and t.step() is None
+    report = t.merge(alone)
+    assert report.disabled == (0,) and not report.trained and torch.equal(everything(t), begun)
+    assert t.metrics()["disabled"] == 1.0
+
+
+def test_a_gradient_that_is_not_finite_touches_nothing(monkeypatch) -> None:
+    t = online_trainer()
+    begun = everything(t)
+    real = DrafterTrainer.backward
+
+    def spoiled(self, *args):
+        metrics = real(self, *args)
+        self.model.fc.weight.grad[0, 0] = torch.nan
+        return metrics
+
+    monkeypatch.setattr(DrafterTrainer, "backward", spoiled)
+    with pytest.raises(DrafterError, match="gradient norm is nan"):
+        t.step()
+    assert torch.equal(everything(t), begun)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "bug"])
+def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: str) -> None:
+    t = online_trainer()
+    t.step()
+
+    def fail(*_):
+        if kind == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if kind == "cpu":
+            torch.empty(1 << 50)
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(DrafterTrainer, "backward", fail)
+    if kind == "bug":
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            t.step()
+        return
+    with pytest.raises(DrafterError, match=r"out of memory in a drafter micro-step of 64 tokens"):
+        t.step()
+    assert t.window_tokens == 0 and not t.enabled
+    assert torch.equal(everything(t), everything(online_trainer(lengths=())))
+
+
+def test_a_mean_that_is_not_finite_is_undone() -> None:
+    t = online_trainer()
+    t.step()
+    t.merge(alone)
+    begun = everything(t)
+    t.step()
+    report = t.merge(Broken())
+    assert report.rolled_back and not report.trained and report.version == t.version == 1
+    assert torch.equal(everything(t), begun)
+    assert not t.enabled and t.step() is None
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
+    t = online_trainer(mean_decay=decay)
+    mean = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+    for n in range(1, 15):
+        t.step()
+        d = min(decay, n / (n + 9))
+        mean = {name: d * mean[name] + (1 - d) * p.detach() for name, p in t.model.named_parameters()}
+    t.merge(alone)
+    for name, p in t.model.named_parameters():
+        torch.testing.assert_close(t.weights()[name], mean[name])
+        assert torch.equal(t.weights()[name], p) == (decay == 0.0)
+        assert torch.equal(t.state_dict()["model"][name], t.weights()[name])
+
+
+def test_weights_are_the_drafter_and_nothing_else() -> None:
+    shapes = {name: tuple(w.shape) for name, w in online_trainer().weights().items()}
+    assert shapes == eagle_parameter_shapes(CONFIG)
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
+    one, two = online_trainer(), online_trainer(lengths=())
+    for _ in range(4):
+        one.step()
+    with pytest.raises(DrafterError, match="after a merge only"):
+        one.state_dict()
+    one.merge(alone)
+    state = one.state_dict()
+    assert not any("embed" in name or "head" in name for name in state["model"])
+    two.load_state_dict(state)
+    assert (two.version, two.trained_tokens) == (1, one.trained_tokens)
+    assert two.buffer.counters == one.buffer.counters
+    fresh = [random_chunk(CONFIG, n, 50 + n, 1) for n in (20, 31)]
+    for t in (one, two):
+        t.set_tables(1, *lookup_tables(CONFIG, 1))
+        t.begin_step(1)
+        t.buffer.evict(10)
+        t.tables.keep([1])
+        t.buffer._epochs = 0
+        for chunk in fresh:
+            t.buffer.add(chunk)
+    # The buffer's data is not saved: what both have from here on is the same.
+    for _ in range(3):
+        assert one.step() == two.step()
+    assert torch.equal(everything(one), everything(two))
+
+
+def test_a_dropped_window_leaves_no_trace() -> None:
+    """A run that ends in the middle of a step saves the drafter as it was before the step."""
+    one = online_trainer()
+    one.step()
+    one.merge(alone)
+    before = {name: w.clone() for name, w in one.weights().items()}
+    counts = one.version, one.trained_steps
+    for _ in range(3):
+        one.step()
+    one.drop_window()
+    state = one.state_dict()
+    assert all(torch.equal(state["model"][name], w) for name, w in before.items())
+    assert (one.version, one.trained_steps) == counts and one.window_tokens == 0
+
+
+def test_another_drafters_state_is_refused() -> None:
+    t = online_trainer()
+    state = t.state_dict()
+    with pytest.raises(CheckpointError, match="no 'exp_avg'"):
+        t.load_state_dict({k: v for k, v in state.items() if k != "exp_avg"})
+    state["model"] = {**state["model"], "fc.weight": torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(2, 2\)"):
+        t.load_state_dict(state)

@@ -1,0 +1,41 @@
+"""The parts of the drafter's warm-up that need no ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.pretrain import lookup_tables, policy_hidden
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.loader import save_hf
+from tests.helpers.tiny_drafters import FAMILIES
+from tests.helpers.tiny_models import Driver, random_weights
+
+CONFIG = FAMILIES["qwen3"]
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_hidden_states_are_those_of_each_text_alone(kernels: str) -> None:
+    decoder = build_decoder(CONFIG, kernels=kernels)
+    decoder.load_weights(random_weights(CONFIG))
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(0, 101, (n,), generator=generator).tolist() for n in (5, 70, 16, 17, 1, 33)]
+    together = list(policy_hidden(decoder, texts, 16, max_tokens=60))  # the second needs a forward of its own
+    for text, hidden in zip(texts, together, strict=True):
+        want = Driver(decoder).step([(0, text)]).hidden
+        torch.testing.assert_close(hidden, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_lookup_tables_are_the_policys(tmp_path, tied: bool) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    weights = dict(random_weights(config))
+    save_hf(tmp_path, config, weights.items(), dtype=torch.bfloat16)
+    embed, head = lookup_tables(tmp_path, config, torch.device("cpu"))
+    assert embed.dtype == head.dtype == torch.float32
+    assert torch.equal(embed, weights["model.embed_tokens.weight"].bfloat16().float())
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert torch.equal(head, weights[name].bfloat16().float())
+    assert (embed is head) == tied

@@ -1,0 +1,106 @@
+"""The EAGLE-3 drafter: its layers, its vocabulary, packing, gradients. Its arithmetic against the engines' readings is
+in tests/unit/drafter/export/test_eagle3.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.batching import collate
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model, choose_vocabulary, default_layers
+from megatron_tlt.models.eagle.pairs import PairLayout
+from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_eagle3 import POLICIES, random_eagle3, random_sequence3
+
+CONFIG = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40)
+
+
+def model_of(config: Eagle3Config) -> Eagle3Model:
+    model = Eagle3Model(config)
+    model.load_full(random_eagle3(config))
+    return model
+
+
+@pytest.mark.parametrize("config", [CONFIG, Eagle3Config.of(POLICIES["qwen2"])])
+def test_state_is_named_and_shaped_as_the_contract_says(config) -> None:
+    assert {n: tuple(t.shape) for n, t in Eagle3Model(config).state_dict().items()} == config.shapes()
+
+
+def test_default_layers_are_the_engines_and_can_be_collected() -> None:
+    assert default_layers(32) == (1, 15, 28)  # Llama 3.1 8B
+    assert default_layers(36) == (1, 17, 32)  # Qwen3 8B
+    for count in range(4, 80):
+        policy = replace(POLICIES["llama"], num_layers=count)
+        layers = Eagle3Config.of(policy).layers
+        assert len(set(layers)) == 3
+        assert max(layers) <= count - 2
+    with pytest.raises(ConfigError, match="num_hidden_layers = 3"):
+        default_layers(3)
+
+
+@pytest.mark.parametrize("layers", [(1, 3), (1, 1, 4), (3, 1, 4), (-1, 1, 4), (1, 3, 7), (1, 2, 3, 4)])
+def test_layers_out_of_reach_are_refused(layers) -> None:
+    with pytest.raises(ConfigError, match=r"eagle3_layers = .* must be three ascending layers of 0 \.\. 6"):
+        Eagle3Config.of(POLICIES["llama"], layers)
+
+
+@pytest.mark.parametrize("size", [0, 102])
+def test_a_vocabulary_larger_than_the_policys_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=r"draft_vocab_size = \d+: must be 1 \.\. 101"):
+        Eagle3Config.of(POLICIES["llama"], draft_vocab_size=size)
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = torch.tensor([3, 9, 0, 9, 1, 0])
+    assert choose_vocabulary(counts, 3).tolist() == [0, 1, 3]
+    assert choose_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_initialise_takes_the_policys_rows_of_the_vocabulary() -> None:
+    model, (_, head) = Eagle3Model(CONFIG), lookup_tables(CONFIG.policy)
+    ids = torch.arange(0, 80, 2)
+    model.initialise(0, head, ids)
+    assert torch.equal(model.token_ids(), ids)
+    assert torch.equal(model.lm_head.weight, head[ids])
+    assert torch.equal(model.t2d.nonzero().flatten(), ids)
+    whole = Eagle3Model(Eagle3Config.of(POLICIES["qwen3"]))
+    whole.initialise(0, head)
+    assert torch.equal(whole.lm_head.weight, head)
+    for wrong in (ids[:5], ids.flip(0), ids + 60):
+        with pytest.raises(ConfigError, match="must be 40 ascending ids below 101"):
+            model.set_vocabulary(wrong)
+    with pytest.raises(ConfigError, match="draft vocabulary"):
+        whole.set_vocabulary(torch.arange(101))
+
+
+def test_a_wrong_set_of_tensors_is_refused() -> None:
+    given = random_eagle3(CONFIG)
+    del given["norm.weight"]
+    with pytest.raises(CheckpointError, match=r"norm\.weight is missing"):
+        Eagle3Model(CONFIG).load_full(given)
+
+
+def test_outputs_and_gradients_do_not_depend_on_the_packing() -> None:
+    sequences = [random_sequence3(CONFIG, n, 3, seed=n) for n in (9, 14, 30)]
+    embed, _ = lookup_tables(CONFIG.policy)
+
+    def run(groups) -> tuple[torch.Tensor, torch.Tensor]:
+        model, rows = model_of(CONFIG), []
+        for group in groups:
+            batch = collate(group)
+            layout = PairLayout(batch)
+            for step, out in enumerate(model.unroll(embed, batch, layout, 3)):
+                logits = model.logits(out[layout.valid(step)])
+                logits.square().sum().backward(retain_graph=True)
+                rows.append(logits.detach().sum(0))
+        grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return torch.stack(rows).view(len(groups), 3, -1).sum(0), grad
+
+    alone, packed = run([[s] for s in sequences]), run([sequences])
+    torch.testing.assert_close(alone[0], packed[0], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(alone[1], packed[1], atol=1e-2, rtol=1e-3)
+    assert (alone[1] != 0).float().mean() > 0.9

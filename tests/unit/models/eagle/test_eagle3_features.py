@@ -1,0 +1,51 @@
+"""What an EAGLE-3 drafter is trained on, against `transformers`' hidden states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.pretrain import policy_hidden
+from megatron_tlt.models.eagle.eagle3_features import FeatureDecoder
+from tests.helpers.tiny_models import hf_model, model_config, named_weights
+
+
+def hf_states(model, text: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The state after the final norm, and every layer's output, [T, H] each."""
+    outputs: list[torch.Tensor] = []
+
+    def take(_module, _inputs, out) -> None:
+        outputs.append((out[0] if isinstance(out, tuple) else out).reshape(len(text), -1))
+
+    handles = [layer.register_forward_hook(take) for layer in model.model.layers]
+    with torch.no_grad():
+        final = model.model(torch.tensor([text])).last_hidden_state[0]
+    for handle in handles:
+        handle.remove()
+    return final, outputs
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_features_are_the_layers_outputs_and_the_final_state(family: str) -> None:
+    model = hf_model(family)
+    config = model_config(model)
+    assert config.num_layers == 3
+    decoder = FeatureDecoder(config, (0, 1, 2))
+    decoder.load_weights(named_weights(model))
+    texts = [[5, 9, 11, 2, 77, 30, 8], [3, 4], list(range(1, 40))]
+    for text, got in zip(texts, policy_hidden(decoder, texts, 16, 32), strict=True):
+        final, outputs = hf_states(model, text)
+        want = torch.cat([*outputs, final], -1)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_only_the_wanted_layers_are_kept() -> None:
+    model = hf_model("qwen3")
+    config = model_config(model)
+    every, some = FeatureDecoder(config, (0, 1, 2)), FeatureDecoder(config, (0, 0, 2))
+    h = config.hidden_size
+    for decoder in (every, some):
+        decoder.load_weights(named_weights(model))
+    (full,) = policy_hidden(every, [[1, 2, 3]], 16, 32)
+    (part,) = policy_hidden(some, [[1, 2, 3]], 16, 32)
+    assert torch.equal(part, torch.cat([full[:, :h], full[:, 2 * h :]], -1))

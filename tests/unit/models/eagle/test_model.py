@@ -1,0 +1,145 @@
+"""The drafter's class: names, arithmetic against a plain rewriting, unrolling against drafting one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_tlt.drafter.batching import DraftSequence, collate
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairLayout
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+
+
+def model_of(config: ModelConfig) -> EagleModel:
+    model = EagleModel(config)
+    model.load_full(random_drafter(config).items())
+    return model
+
+
+def plain_layer(w: dict, config: ModelConfig, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """The drafter over one causal sequence of pairs x [T, H], written head by head."""
+    d, group = config.head_dim, config.num_heads // config.num_kv_heads
+    frequency = config.rope_theta ** -(torch.arange(0, d, 2) / d)
+    angle = torch.tensor(positions, dtype=torch.float32)[:, None] * frequency
+
+    def project(name: str) -> torch.Tensor:
+        bias = w.get(f"layer.self_attn.{name}.bias", 0)
+        return (x @ w[f"layer.self_attn.{name}.weight"].T + bias).unflatten(1, (-1, d))
+
+    def norm(t: torch.Tensor, name: str) -> torch.Tensor:
+        return t * (t.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * w[f"layer.{name}.weight"]
+
+    def turn(t: torch.Tensor) -> torch.Tensor:
+        a, b = t.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
+    if config.qk_norm:
+        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
+    heads = []
+    for h in range(config.num_heads):
+        scores = turn(q[:, h]) @ turn(k[:, h // group]).T / d**0.5
+        hidden = torch.ones(len(x), len(x)).triu(1).bool()
+        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, h // group])
+    x = x + torch.cat(heads, -1) @ w["layer.self_attn.o_proj.weight"].T
+    y = norm(x, "post_attention_layernorm")
+    gate = y @ w["layer.mlp.gate_proj.weight"].T
+    up = y @ w["layer.mlp.up_proj.weight"].T
+    return x + (gate * gate.sigmoid() * up) @ w["layer.mlp.down_proj.weight"].T
+
+
+def draft_one_by_one(
+    w: dict, config: ModelConfig, embed: torch.Tensor, s: DraftSequence, base: int, steps: int
+) -> list[torch.Tensor]:
+    """What a draft from `base` gives if the true tokens come: the whole sequence of pairs anew for every token."""
+    hidden = [s.hidden[i - 1] for i in range(1, base + 1)]
+    out = []
+    for step in range(steps):
+        x = torch.stack(
+            [torch.cat([embed[s.token_ids[i]], h]) @ w["fc.weight"].T for i, h in enumerate(hidden, start=1)]
+        )
+        positions = [s.offset + i for i in range(1, base + step + 1)]
+        out.append(plain_layer(w, config, x, positions)[-1])
+        hidden.append(out[-1])
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_is_named_and_shaped_as_the_contract_says(family: str) -> None:
+    model = EagleModel(FAMILIES[family])
+    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    assert shapes == eagle_parameter_shapes(FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
+    """Packed with others of other lengths, every base, every step; one sequence is a window that begins late."""
+    config, steps = FAMILIES[family], 4
+    sequences = [random_sequence(config, n, p) for n, p in ((12, 5), (3, 1), (20, 15), (7, 2))]
+    sequences[2].offset = 30
+    embed, _ = lookup_tables(config)
+    batch = collate(sequences)
+    layout = PairLayout(batch)
+    with torch.no_grad():
+        got = model_of(config).unroll(embed, batch, layout, steps)
+    w, row = random_drafter(config), 0
+    for s in sequences:
+        for base in range(s.first_base, s.length - 1):
+            real = min(steps, s.length - 1 - base)
+            want = draft_one_by_one(w, config, embed, s, base, real)
+            for step in range(steps):
+                assert bool(layout.valid(step)[row]) == (step < real)
+            torch.testing.assert_close(
+                torch.stack([g[row] for g in got[:real]]), torch.stack(want), atol=2e-5, rtol=1e-4
+            )
+            row += 1
+    assert row == len(layout.bases) == sum(s.num_bases for s in sequences)
+
+
+def test_gradients_do_not_depend_on_the_packing() -> None:
+    config = FAMILIES["qwen3"]
+    sequences = [random_sequence(config, n, 3) for n in (9, 14, 30)]
+    embed, _ = lookup_tables(config)
+
+    def gradient(groups: list[list[DraftSequence]]) -> torch.Tensor:
+        model = model_of(config)
+        for group in groups:
+            batch = collate(group)
+            layout = PairLayout(batch)
+            for step, out in enumerate(model.unroll(embed, batch, layout, 3)):
+                out[layout.valid(step)].square().sum().backward(retain_graph=True)
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    alone, packed = gradient([[s] for s in sequences]), gradient([sequences])
+    torch.testing.assert_close(alone, packed, atol=1e-3, rtol=1e-3)
+
+
+def test_a_fresh_drafter_passes_the_hidden_state_on() -> None:
+    config = FAMILIES["qwen3"]
+    model = EagleModel(config)
+    model.initialise(0)
+    other = EagleModel(config)
+    other.initialise(0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    embed, _ = lookup_tables(config)
+    batch = collate([random_sequence(config, 40, 2)])
+    layout = PairLayout(batch)
+    out = model.unroll(embed * 0.1, batch, layout, 1)[0].detach()
+    before = batch.hidden[layout.bases - 1]
+    assert torch.nn.functional.cosine_similarity(out, before).mean() > 0.8
+
+
+def test_tensors_that_do_not_fit_are_all_named() -> None:
+    config = FAMILIES["qwen3"]
+    weights = random_drafter(config)
+    weights["fc.weight"] = weights["fc.weight"][:, 1:]
+    del weights["layer.mlp.up_proj.weight"]
+    weights["model.embed_tokens.weight"] = torch.zeros(1)
+    with pytest.raises(CheckpointError) as caught:
+        EagleModel(config).load_full(weights.items())
+    for text in ("fc.weight has shape", "up_proj.weight is missing", "embed_tokens.weight is not part"):
+        assert text in str(caught.value)

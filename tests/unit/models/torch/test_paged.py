@@ -1,0 +1,195 @@
+"""Paged attention: the plan against gathered attention (always), and the Triton kernel against both.
+
+The kernel runs on a GPU, or in Triton's interpreter: where there is no GPU, these tests set TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.base import EagleInput
+from megatron_tlt.models.eagle.static_draft import StaticPairPlan
+from megatron_tlt.models.eagle.torch_drafter import PairPlan
+from megatron_tlt.models.factory import build_eagle
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.paged import PagedPlan, _splits
+from tests.helpers.paged import attend_rows
+from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.trees import random_tree, tree_input
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
+
+
+def runs():
+    """The kernel where there is triton, and what it must compute."""
+    kernel = pytest.param(
+        "kernel",
+        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    )
+    return pytest.mark.parametrize("run", ["rows", kernel])
+
+
+def run_of(name: str):
+    if name == "rows":
+        return attend_rows
+    from megatron_tlt.models.torch.kernels import attend
+
+    return attend
+
+
+def ragged(contexts: list[tuple[int, int]], block_size: int, seed: int = 0) -> DecoderInput:
+    """Chains: (cached positions before, rows) of each sequence, in shuffled blocks."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).tolist()
+    width = -(-max(a + n for a, n in contexts) // block_size)
+    tables = [[order.pop() for _ in range(width)] for _ in contexts]
+    starts, positions, slots = [0], [], []
+    for (first, n), table in zip(contexts, tables, strict=True):
+        starts.append(starts[-1] + n)
+        for p in range(first, first + n):
+            positions.append(p)
+            slots.append(table[p // block_size] * block_size + p % block_size)
+    ends = [a + n for a, n in contexts]
+    data = (positions, positions, slots, starts, ends, tables, list(range(len(positions))))
+    return DecoderInput.of([torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in data])
+
+
+def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    made = [
+        torch.randn(n, h, d, generator=generator)
+        for n, h in ((rows, heads), (slots, kv_heads), (slots, kv_heads))
+    ]
+    return [t.to(DEVICE, dtype) for t in made]
+
+
+SHAPES = [
+    (4, 2, 16),
+    (7, 1, 24),
+    (6, 6, 40),
+]  # heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two
+
+
+@runs()
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), SHAPES)
+def test_ragged_batches_equal_gathered_attention(run, splits, heads, kv_heads, d):
+    batch = ragged([(0, 1), (130, 1), (63, 5), (0, 90), (17, 70)], 16)
+    q, keys, values = cache_and_queries(167, heads, kv_heads, d, 64 * 16)
+    plan = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), splits=splits)
+    want = AttentionPlan(batch, 16).attend(q, keys, values)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+@runs()
+@pytest.mark.parametrize("splits", [1, 2])
+def test_trees_equal_gathered_attention(run, splits):
+    trees, roots = [random_tree(n, 101, n) for n in (9, 1, 17)], [40, 3, 0]
+    batch = tree_input(trees, roots, [[5, 2, 9, 11], [7, 1, 0, 0], [3, 4, 6, 8]])
+    batch = DecoderInput.of([t.to(DEVICE) for t in (*_parts(batch), batch.parents)])
+    q, keys, values = cache_and_queries(27, 4, 2, 16, 12 * 16)
+    plan = PagedPlan(run_of(run), batch, 16, (2, 2), splits=splits)
+    want = AttentionPlan(batch, 16).attend(q, keys, values)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+def _parts(b: DecoderInput):
+    return (
+        b.token_ids,
+        b.positions,
+        b.slot_mapping,
+        b.query_start,
+        b.context_lens,
+        b.block_tables,
+        b.logit_rows,
+    )
+
+
+@runs()
+@pytest.mark.parametrize("tree", [False, True])
+def test_static_batches_equal_gathered_attention(run, tree):
+    """Tables wider than any context, as a graph's bucket is; the padding names a scratch block."""
+    batch = ragged([(70, 5), (0, 5), (33, 5)], 16)
+    scratch = torch.full((3, 8), 64, dtype=torch.int32, device=DEVICE)
+    scratch[:, : batch.block_tables.shape[1]] = batch.block_tables
+    batch.block_tables = scratch
+    if tree:
+        batch.parents = torch.tensor(
+            [-1, 0, 0, 1, 1, -1, 5, 6, 7, 8, -1, -1, 10, 10, -1], dtype=torch.int32, device=DEVICE
+        )
+    q, keys, values = cache_and_queries(15, 6, 2, 32, 65 * 16)
+    want = StaticPlan(batch, 16, 5, 3).attend(q, keys, values)
+    got = PagedPlan(run_of(run), batch, 16, (2, 3), rows_each=5).attend(q, keys, values)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+
+
+@runs()
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_see_nothing_before_the_first_visible_position(run, splits):
+    """As the drafter's window wants it; a single row always sees itself."""
+    batch, visible = ragged([(150, 1), (63, 5), (40, 1), (9, 30)], 16), torch.tensor([71, 30, 40, 9])
+    q, keys, values = cache_and_queries(37, 4, 2, 16, 64 * 16)
+    want = PairPlan(EagleInput(batch, q, visible.to(DEVICE)), 16).attend(q, keys, values)
+    plan = PagedPlan(run_of(run), batch, 16, (2, 2), first_visible=visible.to(DEVICE), splits=splits)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+    single, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
+    q = q[:3]
+    want = StaticPairPlan(single, visible, 16, 2).attend(q, keys, values)
+    plan = PagedPlan(run_of(run), single, 16, (2, 2), 1, visible, splits)
+    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+@runs()
+def test_half_precision_stays_within_its_rounding(run):
+    """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    batch = ragged([(200, 1), (90, 3)], 16)
+    q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
+    exact = AttentionPlan(batch, 16).attend(q.float(), keys.float(), values.float())
+    got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)
+
+
+@runs()
+def test_what_no_row_may_see_is_not_read(run):
+    """Everything behind a context, and the scratch block, is NaN: nothing of it may reach a result."""
+    batch = ragged([(37, 2), (5, 1)], 16)
+    q, keys, values = cache_and_queries(3, 4, 2, 16, 65 * 16)
+    seen = torch.zeros(65 * 16, dtype=torch.bool)
+    for s, end in enumerate(batch.context_lens.tolist()):
+        for p in range(end):
+            seen[int(batch.block_tables[s, p // 16]) * 16 + p % 16] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")
+    got = PagedPlan(run_of(run), batch, 16, (2, 2)).attend(q, keys, values)
+    assert got.isfinite().all()
+
+
+@runs()
+def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
+    config = ModelConfig("qwen3", 101, 64, 2, 6, 2, 16, 96, qk_norm=True, max_position_embeddings=256)
+    outputs = []
+    for paged in (None, run_of(run)):
+        decoder = TorchDecoder(config, DEVICE, paged=paged)
+        decoder.load_weights(random_weights(config))
+        driver = Driver(decoder)
+        driver.step([(0, list(range(40))), (1, [3])])
+        outputs.append(driver.step([(0, [7]), (1, list(range(50))), (2, [9, 8])]))
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-5, rtol=1e-5)
+    assert build_eagle(decoder)._policy.paged is decoder.paged
+
+
+def test_splits_fill_the_device_and_stay_long_enough():
+    assert _splits(8, 8192, 132) == 32  # one sequence: 264 programs wanted, of 256 positions at least
+    assert _splits(8, 1024, 132) == 4
+    assert _splits(2048, 8192, 132) == 1
+    assert _splits(1, 100, 132) == 1

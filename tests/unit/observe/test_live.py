@@ -1,0 +1,104 @@
+"""The live view, drawn into text."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.events import EventLog
+from megatron_tlt.observe.live import Tail, Watcher, render, watch
+from tests.helpers.synthetic_run import write_run
+
+
+def drawn(watcher: Watcher, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(watcher.run, list(watcher.ranks.values()), time.time(), watcher.is_over))
+    return console.file.getvalue()
+
+
+def line_of(text: str, rank: int) -> list[str]:
+    """A rank's row of the last table."""
+    return next(row for line in reversed(text.splitlines()) if (row := line.split()) and row[0] == str(rank))
+
+
+def test_phases_and_requests_are_live(tmp_path):
+    logs = [EventLog(tmp_path, rank) for rank in range(2)]
+    for log in logs:
+        log.enter("rollout", 3)
+    watcher = Watcher(tmp_path)
+    logs[0]._counted = 0.0
+    logs[0].running(3, 12, 5, 340)
+    with logs[1].span("rollout", 3):
+        pass
+    logs[1].enter("idle", 3)
+    watcher.look()
+    text = drawn(watcher)
+    assert "rollout: 1" in text and "idle: 1" in text
+    assert "12 running, 5 waiting, 340 tokens" in text
+    assert line_of(text, 0)[:3] == ["0", "4", "rollout"] and line_of(text, 0)[-5:-2] == ["12", "5", "340"]
+    assert line_of(text, 1)[:3] == ["1", "4", "idle"]
+    for log in logs:
+        log.close()
+
+
+def test_the_last_steps_and_what_they_waited(tmp_path):
+    folder = write_run(tmp_path / "r", ranks=2, steps=11)
+    text = drawn(Watcher(folder))
+    assert "step 11 of 11" in text and "finished" in text and "ended: 2" in text
+    assert "held-out accuracy after step  0: 0.500  11: 0.700" in text
+    steps = [line.split()[0] for line in text.splitlines() if "0." in line and line.split()[0].isdigit()]
+    assert steps[:8] == [str(step) for step in range(4, 12)]
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
+    folder = write_run(tmp_path / "r", ranks=300, steps=2, num_steps=9)
+    with EventLog(folder, 250) as log, pytest.raises(KeyError), log.span("update", 2):
+        raise KeyError("x")
+    text = drawn(Watcher(folder), 100)
+    assert "16 of 300 ranks" in text and "update: KeyError" in text
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.strip() and line.split()[0].isdigit() and " of " not in line
+    ]
+    assert len(rows) == 2 + 16
+
+
+def test_a_tail_gives_whole_lines_once_and_notices_a_new_file(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert tail.read() == []
+    row = json.dumps({"ts": 1.0, "name": "a"})
+    path.write_text(row + "\n" + row[:9])
+    assert len(tail.read()) == 1
+    with path.open("a") as file:
+        file.write(row[9:] + "\n")
+    assert len(tail.read()) == 1 and tail.read() == []
+    path.write_text(row + "\n")
+    assert len(tail.read()) == 1
+
+
+def test_a_first_look_reads_the_end_only(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("".join(json.dumps({"ts": float(i), "name": "a"}) + "\n" for i in range(10000)))
+    rows = Tail(path, 1000).read()
+    assert 10 < len(rows) < 50 and rows[-1]["ts"] == 9999.0
+
+
+def test_watching_ends_with_the_run_and_once_prints_once(tmp_path):
+    folder = write_run(tmp_path / "r")
+    for once in (True, False):
+        console = Console(file=io.StringIO(), width=80)
+        watch(folder, once=once, every=0.01, console=console)
+        assert "finished" in console.file.getvalue()
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="RUN_DIR"):
+        watch(tmp_path / "none", once=True)

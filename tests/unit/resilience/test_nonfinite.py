@@ -1,0 +1,127 @@
+"""Counting updates that are not finite, and what is kept of their batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.errors import TrainingError
+from megatron_tlt.resilience.nonfinite import NonFiniteWatch
+from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
+
+NAN = float("nan")
+
+
+def sequence(prompt: int, index: int, answer: int) -> TrainSequence:
+    rng = np.random.default_rng((prompt, index))
+    floats = [rng.random(answer).astype(np.float32) for _ in range(3)]
+    return TrainSequence(prompt, index, rng.integers(0, 99, 2 + answer), 2, *floats, weight=0.5)
+
+
+BATCH = TrainBatch(
+    [[sequence(0, 0, 3), sequence(0, 1, 1)], [], [sequence(1, 0, 4)]], [2.0, 0.0, 1.0], 0.7, {"a": 1.0}
+)
+
+
+def watch(run_dir: Path, limit: int, rank: int = 0, dims: Dims | None = None) -> NonFiniteWatch:
+    world: Any = SimpleNamespace(rank=rank, is_main=rank == 0)
+    return NonFiniteWatch(limit, run_dir, world, dims or Dims())
+
+
+def out(norm: float) -> TrainOutput:
+    return TrainOutput(4, {"grad_norm": norm, "loss": norm}, skipped=not np.isfinite(norm))
+
+
+def steps(guard: NonFiniteWatch, *norms: float) -> list[int]:
+    return [int(guard.look(i, BATCH, out(n))["policy/nonfinite_in_a_row"]) for i, n in enumerate(norms, 1)]
+
+
+def test_only_steps_in_a_row_count(tmp_path: Path) -> None:
+    guard = watch(tmp_path, 3)
+    assert steps(guard, NAN, float("inf"), 1.0, NAN, -float("inf")) == [1, 2, 0, 1, 2]
+    guard.check()
+    guard.look(6, BATCH, out(NAN))
+    with pytest.raises(TrainingError, match=r"3 steps in a row .*max_nonfinite_steps = 3.*nonfinite"):
+        guard.check()
+
+
+def test_a_step_without_an_update_is_none_of_them(tmp_path: Path) -> None:
+    guard = watch(tmp_path, 1)
+    guard.look(1, BATCH, TrainOutput(4, {"empty_step": 1.0}, skipped=True))
+    guard.check()
+    assert not (tmp_path / "nonfinite").exists()
+
+
+def test_a_step_without_an_update_does_not_end_a_row(tmp_path: Path) -> None:
+    guard = watch(tmp_path, 2)
+    guard.look(1, BATCH, out(NAN))
+    guard.look(2, BATCH, TrainOutput(4, {"empty_step": 1.0}, skipped=True))
+    assert guard.in_a_row == 1
+    guard.look(3, BATCH, out(NAN))
+    with pytest.raises(TrainingError):
+        guard.check()
+
+
+def test_batches_of_an_abandoned_future_go_first(tmp_path: Path) -> None:
+    guard = watch(tmp_path, 3)
+    for step in (97, 98, 99):
+        guard.look(step, BATCH, out(NAN))
+    guard = watch(tmp_path, 3)
+    for step in (85, 86):
+        guard.look(step, BATCH, out(NAN))
+    names = [path.name for path in sorted((tmp_path / "nonfinite").iterdir())]
+    assert names == ["step-000085", "step-000086"]
+
+
+def test_zero_never_ends_a_run(tmp_path: Path) -> None:
+    guard = watch(tmp_path, 0)
+    steps(guard, *[NAN] * 50)
+    guard.check()
+    assert [path.name for path in (tmp_path / "nonfinite").iterdir()] == ["step-000050"]
+
+
+def test_the_batch_can_be_put_together_again(tmp_path: Path) -> None:
+    steps(watch(tmp_path, 2), NAN, NAN, NAN)
+    kept = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())
+    assert kept == ["step-000002", "step-000003"]
+    about = json.loads((tmp_path / "nonfinite/step-000003/about.json").read_text())
+    assert about["denominators"] == BATCH.denominators and about["temperature"] == 0.7
+    assert about["metrics"] == {"a": 1.0, "grad_norm": None, "loss": None}
+    arrays = np.load(tmp_path / "nonfinite/step-000003/rank-00000.npz", allow_pickle=False)
+    answers = arrays["lengths"] - arrays["prompt_lens"]
+    parts: list[list[TrainSequence]] = [[], [], []]
+    for i, mini_batch in enumerate(arrays["mini_batch"]):
+        token_at, at = arrays["lengths"][:i].sum(), answers[:i].sum()
+        here = slice(at, at + answers[i])
+        parts[mini_batch].append(
+            TrainSequence(
+                int(arrays["prompt_ids"][i]),
+                int(arrays["sample_indices"][i]),
+                arrays["tokens"][token_at : token_at + arrays["lengths"][i]],
+                int(arrays["prompt_lens"][i]),
+                *(arrays[name][here] for name in ("advantages", "loss_mask", "rollout_logprobs")),
+                weight=float(arrays["weights"][i]),
+            )
+        )
+    assert repr(parts) == repr(BATCH.mini_batches)
+
+
+def test_one_rank_of_a_replica_writes(tmp_path: Path) -> None:
+    dims = Dims(tp=2, dp=2)
+    for rank in (1, 2, 3, 0):
+        watch(tmp_path, 1, rank, dims).look(1, BATCH, out(NAN))
+    written = sorted(path.name for path in (tmp_path / "nonfinite/step-000001").iterdir())
+    assert written == ["about.json", "rank-00000.npz", "rank-00002.npz"]
+
+
+def test_a_disk_that_takes_nothing_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "nonfinite").write_text("")
+    with caplog.at_level("WARNING"):
+        assert steps(watch(tmp_path, 3), NAN) == [1]
+    assert "cannot be kept" in caplog.text

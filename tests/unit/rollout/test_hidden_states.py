@@ -1,0 +1,204 @@
+"""Hidden states of whole answers, however they came about, are those of one plain pass over prompt and answer.
+
+The native decoder computes a row alike in any batch: its states are equal bit for bit. PyTorch's are close.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.drafter.pretrain import policy_hidden
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.rollout.engine import Engine, GraphBudget
+from megatron_tlt.rollout.hidden_states import FeatureTap
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.types import FeatureChunk, SamplingParams
+from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
+from tests.helpers.engines import Job, answer_all, make_engine, random_jobs, small_config
+from tests.helpers.speculating import speculating_engine
+from tests.helpers.tiny_models import random_weights
+
+CONFIG = small_config("qwen3")
+WEIGHTS = random_weights(CONFIG, seed=5)
+CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4}
+TREE = {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": "none"},
+    "chain": CHAIN,
+    "tree": TREE,
+    "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
+    "hybrid": {"drafter": "hybrid", "selector": "cost_aware"},
+    "block": CHAIN | {"verify": "block"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tapped(engine: Engine, min_tokens: int = 2) -> list[FeatureChunk]:
+    chunks: list[FeatureChunk] = []
+    engine.features = FeatureTap(chunks.append, min_tokens)
+    return chunks
+
+
+def check(engine: Engine, jobs: list[Job], chunks: list[FeatureChunk], exact: bool) -> int:
+    """Answers `jobs`; what was tapped is complete and right. Returns how many rows were compared."""
+    requests = [
+        r
+        for prompt_id, prompt, params, n in jobs
+        for r in engine.add(prompt, params, prompt_id, num_samples=n)
+    ]
+    engine.run()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    told = {(c.prompt_id, c.sample_index): c for c in chunks}
+    expected = [r for r in requests if len(r.output) >= 2]
+    assert len(told) == len(chunks) == len(expected)
+    texts = [[*r.prompt.tolist(), *r.output] for r in expected]
+    decoder = getattr(engine.runner.decoder, "inner", engine.runner.decoder)
+    for request, text, want in zip(expected, texts, policy_hidden(decoder, texts, 16, 512), strict=True):
+        chunk = told[request.prompt_id, request.sample_index]
+        assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == text
+        assert (chunk.prompt_len, chunk.key) == (len(request.prompt), request.key)
+        assert chunk.hidden.dtype == decoder.dtype and chunk.hidden.shape == (
+            len(text) - 1,
+            CONFIG.hidden_size,
+        )
+        if exact:
+            assert torch.equal(chunk.hidden, want[:-1])
+        else:
+            torch.testing.assert_close(chunk.hidden, want[:-1], atol=1e-5, rtol=1e-5)
+    return sum(len(c.hidden) for c in chunks)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("way", WAYS)
+def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
+    """Several samples of a prompt, masked and open sampling, prompts in chunks; then so little memory that requests are
+    preempted."""
+    jobs = random_jobs(131, 6, seed=8)
+    for blocks, budget in ((200, 40), (10, 128)):
+        engine = speculating_engine(CONFIG, WEIGHTS, kernels, num_blocks=blocks, budget=budget, **WAYS[way])
+        assert check(engine, jobs, tapped(engine), kernels == "native") > 200
+        stats = engine.take_stats()
+        assert (stats.preemptions > 0) == (blocks == 10)
+        if WAYS[way].get("selector") == "fixed":
+            assert stats.speculation.row_steps > 0
+
+
+@pytest.mark.parametrize("in_one", [True, False], ids=["fused", "single calls"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accepted_branches_move_with_their_states(dtype: torch.dtype, in_one: bool) -> None:
+    """Drafts that are often right, many of them off the trunk."""
+    jobs = random_jobs(131, 8, seed=3)
+    known = answer_all(make_engine(CONFIG, WEIGHTS, dtype=dtype), jobs)
+    for blocks in (200, 14):
+        engine = make_engine(CONFIG, WEIGHTS, dtype=dtype, num_blocks=blocks, max_running=8)
+        selector = RandomSelector("oracle", 6, 3)
+        attach(engine, OracleDrafter(known, 131, 0.3, True), selector)
+        chunks = tapped(engine)
+        if not in_one:
+            engine.runner.native_step = None
+        check(engine, jobs, chunks, exact=True)
+        assert selector.emitted > 1.1 * selector.rows
+        assert all(
+            c.token_ids[c.prompt_len :].tolist() == known[c.prompt_id, c.sample_index][0] for c in chunks
+        )
+
+
+def test_answers_are_the_same_with_and_without() -> None:
+    jobs = random_jobs(131, 6, seed=2)
+    plain, watched = (make_engine(CONFIG, WEIGHTS) for _ in range(2))
+    tapped(watched)
+    assert answer_all(plain, jobs) == answer_all(watched, jobs)
+
+
+def test_short_answers_are_left_out() -> None:
+    """The first token of an answer may be its last; its request then never gets a row."""
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
+    jobs = [(i, [1, 2, 3, 4, 5 + i] * 4, p, 2) for i, p in enumerate(params)]
+    for least, lengths in ((1, [1, 1, 2, 2, 3, 3]), (2, [2, 2, 3, 3]), (3, [3, 3]), (4, [])):
+        engine = make_engine(CONFIG, WEIGHTS)
+        chunks = tapped(engine, least)
+        answer_all(engine, jobs)
+        assert sorted(len(c.token_ids) - c.prompt_len for c in chunks) == lengths
+        texts = [c.token_ids.tolist() for c in chunks]
+        for chunk, want in zip(chunks, policy_hidden(engine.runner.decoder, texts, 16, 512), strict=True):
+            assert torch.equal(chunk.hidden, want[:-1])
+
+
+def test_aborted_requests_emit_nothing() -> None:
+    engine = make_engine(CONFIG, WEIGHTS)
+    chunks = tapped(engine)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True), 0, num_samples=3)
+    for _ in range(10):
+        engine.step()
+    assert engine.num_running == 3
+    engine.abort_all()
+    assert not chunks and engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
+    engine = make_engine(CONFIG, WEIGHTS)
+
+    def refuse(chunk: FeatureChunk) -> None:
+        raise RuntimeError("full")
+
+    engine.features = FeatureTap(refuse, min_tokens=1)
+    for max_tokens in (1, 4):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
+        with pytest.raises(RuntimeError, match="full"):
+            engine.run()
+        engine.abort_all()
+        assert engine.is_idle and engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_chunks_name_the_policy_that_answered() -> None:
+    engine = make_engine(CONFIG, WEIGHTS)
+    chunks = tapped(engine)
+    for version in (0, 7):
+        engine.policy_version = version
+        engine.add([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), version)
+        engine.run()
+    assert [(c.prompt_id, c.policy_version) for c in chunks] == [(0, 0), (7, 7)]
+
+
+def test_pages_are_kept_as_long_as_somebody_reads_them() -> None:
+    plain = make_engine(CONFIG, WEIGHTS)
+    assert plain.runner.pages is None and plain.features is None
+    chunks = tapped(plain)
+    assert plain.runner.pages is not None
+    plain.features = None
+    assert plain.runner.pages is None
+    answer_all(plain, random_jobs(131, 3))
+    assert not chunks
+    drafting = speculating_engine(CONFIG, WEIGHTS, **CHAIN)
+    pages = drafting.runner.pages
+    tapped(drafting)
+    drafting.features = None
+    assert pages is not None and drafting.runner.pages is pages
+    drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
+    with pytest.raises(AssertionError, match="hidden states"):
+        tapped(drafting)
+
+
+def test_graphs_write_their_states_too() -> None:
+    """Steps of fixed shapes, padded; the states of real rows only are kept."""
+    decoder = build_decoder(CONFIG, kernels="torch")
+    decoder.load_weights(WEIGHTS)
+    limits = SchedulerLimits(16, 128, 256, CONFIG.vocab_size)
+    jobs = random_jobs(131, 6, seed=8)
+    for attached in (False, True):
+        engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder))
+        if attached:
+            attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
+        assert check(engine, jobs, tapped(engine), exact=False) > 200
+        assert engine.runner.decoder.pool.stats().rows > 0

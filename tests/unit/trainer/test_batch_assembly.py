@@ -1,0 +1,93 @@
+"""The assembler on one rank, and the placement rule for many."""
+
+import numpy as np
+import pytest
+
+from megatron_tlt.algorithms.build import build_algorithm
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place
+from megatron_tlt.types import Prompt, RewardResult, Sample
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def all_gather_object(self, value):
+        return [value]
+
+
+def make_groups(num_prompts=4, samples=3):
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(10 + p, f"q{p}", tuple(range(p + 2)), "?") for p in range(num_prompts)]
+    answers = [
+        Sample(p.prompt_id, i, list(range(int(n))), [-0.5] * int(n), "", "length" if n > 7 else "stop", 3)
+        for p in prompts
+        for i, n in enumerate(rng.integers(1, 9, samples))
+    ]
+    groups = group_samples(prompts, answers[::-1])
+    for group in groups:
+        group.rewards = [RewardResult(float(s.sample_index == 1), s.sample_index == 1) for s in group.samples]
+    return groups
+
+
+def test_groups_are_in_prompt_order_and_samples_by_index():
+    groups = make_groups()
+    assert [g.prompt.prompt_id for g in groups] == [10, 11, 12, 13]
+    assert all([s.sample_index for s in g.samples] == [0, 1, 2] for g in groups)
+
+
+def test_placement_keeps_prompts_whole_and_balances_tokens():
+    rng = np.random.default_rng(1)
+    prompt_id = np.repeat(np.arange(32), 8)
+    costs = rng.geometric(0.01, len(prompt_id)) + 20
+    mini_batch, dp_rank = place(prompt_id, costs, mini_batches=4, dp=4)
+    for prompt in range(32):
+        assert len(set(mini_batch[prompt_id == prompt])) == 1
+    for index in range(4):
+        loads = [costs[(mini_batch == index) & (dp_rank == dp)].sum() for dp in range(4)]
+        assert max(loads) <= 1.1 * np.mean(loads)
+    again = place(prompt_id, costs, mini_batches=4, dp=4)
+    assert all(np.array_equal(a, b) for a, b in zip((mini_batch, dp_rank), again, strict=True))
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_batch_holds_every_sample_once_with_its_advantage(mini_batches):
+    algorithm = build_algorithm(AlgorithmSection(name="grpo", mini_batches=mini_batches), max_tokens=8)
+    assembler = BatchAssembler(OneRank(), Dims(), algorithm, temperature=0.7)
+    groups = make_groups()
+    table = assembler.collect(groups)
+    batch = assembler.finish(assembler.exchange(groups, table), table)
+    assert len(batch.mini_batches) == mini_batches and batch.temperature == 0.7
+    seen = {(s.prompt_id, s.sample_index): s for part in batch.mini_batches for s in part}
+    assert len(seen) == 12 == sum(map(len, batch.mini_batches))
+    for group in groups:
+        for sample, reward in zip(group.samples, group.rewards, strict=True):
+            sequence = seen[sample.prompt_id, sample.sample_index]
+            assert sequence.token_ids.tolist() == [*group.prompt.token_ids, *sample.token_ids]
+            assert sequence.prompt_len == len(group.prompt.token_ids)
+            expected = (reward.value - 1 / 3) / (np.std([0, 1, 0], ddof=1) + 1e-6)
+            np.testing.assert_allclose(sequence.advantages, expected, rtol=1e-4)
+    assert all(d > 0 for d in batch.denominators)
+
+
+def test_samples_without_a_verdict_are_counted():
+    algorithm = build_algorithm(AlgorithmSection(), max_tokens=8)
+    groups = make_groups()
+    for group in groups[:2]:
+        group.rewards[1].failure = "no verdict within 1 s"
+    table = BatchAssembler(OneRank(), Dims(), algorithm, temperature=1.0).collect(groups)
+    assert table.failures == 2
+
+
+def test_kl_in_the_reward_lowers_the_sample_that_drifted():
+    section = AlgorithmSection(name="dr_grpo", kl_coef=0.5, kl_in="reward")
+    algorithm = build_algorithm(section, max_tokens=8)
+    assembler = BatchAssembler(OneRank(), Dims(), algorithm, temperature=1.0)
+    groups = make_groups(num_prompts=1)
+    table = assembler.collect(groups)
+    parts = assembler.exchange(groups, table)
+    kl = [np.full(len(s.advantages), 2.0 if s.sample_index == 0 else 0.0, dtype=np.float32) for s in parts[0]]
+    batch = assembler.finish(parts, table, kl)
+    first, _, third = batch.mini_batches[0]
+    assert first.advantages[0] < third.advantages[0]

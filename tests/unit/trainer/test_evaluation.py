@@ -1,0 +1,50 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from megatron_tlt.trainer.evaluation import EvalResult, pass_at_k, summarise
+
+
+@pytest.mark.parametrize(("correct", "total", "k"), [(0, 4, 2), (1, 4, 1), (1, 4, 2), (3, 6, 4), (6, 6, 3)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct, total, k):
+    answers = [True] * correct + [False] * (total - correct)
+    subsets = list(itertools.combinations(answers, k))
+    assert pass_at_k(correct, total, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def columns(right_by_prompt):
+    rows = [(p, c) for p, answers in enumerate(right_by_prompt) for c in answers]
+    prompt, correct = map(np.array, zip(*rows, strict=True))
+    length = np.arange(1, len(rows) + 1, dtype=float)
+    cut = np.zeros(len(rows))
+    return {
+        "prompt": prompt,
+        "correct": correct,
+        "reward": correct.astype(float),
+        "length": length,
+        "cut": cut,
+    }
+
+
+def test_summary_means_errors_and_powers_of_two():
+    result = summarise(5, columns([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]))
+    share = np.array([0.25, 1.0, 0.0])
+    assert result.pass_at[1] == pytest.approx(share.mean())
+    assert result.stderr == pytest.approx(share.std(ddof=1) / math.sqrt(3))
+    assert set(result.pass_at) == {1, 2, 4}
+    assert result.pass_at[4] == pytest.approx(2 / 3)
+    assert sum(result.histogram_counts) == 12
+
+
+def test_the_order_in_which_ranks_deliver_changes_no_bit():
+    rows = columns(np.random.default_rng(0).integers(0, 2, (50, 4)).tolist())
+    rows["reward"] = np.random.default_rng(1).random(200)
+    split = np.concatenate([np.flatnonzero(rows["prompt"] % 3 == rank) for rank in range(3)])
+    assert summarise(1, {name: values[split] for name, values in rows.items()}) == summarise(1, rows)
+
+
+def test_summary_survives_json():
+    result = summarise(1, columns([[1, 0], [0, 0]]))
+    assert EvalResult.from_json(result.to_json()) == result

@@ -1,0 +1,179 @@
+"""Problems of inputs are found together with those of the layout."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import INDEX
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.trainer.preflight import check_report, input_problems, missing_files, tokenizer_problems
+from tests.helpers.tiny_drafters import random_drafter
+from tests.helpers.tiny_models import random_weights
+
+ARCHITECTURE = {
+    "family": "qwen3",
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+}
+
+
+def make(**sections) -> Config:
+    model = {"path": "not/here", "architecture": ARCHITECTURE}
+    tree = {"model": model, "data": {"train": {"tasks": [{"name": "chain_sum"}]}}}
+    return Config.model_validate({**tree, **sections})
+
+
+def test_a_sound_config_reports_without_its_files():
+    report = check_report(make(), 4)
+    assert "Ranks: 4" in report
+    assert report.endswith("warning: not on this machine: model.path = not/here")
+
+
+def test_a_fine_tuning_config_reports_too():
+    model = {"path": "not/here", "architecture": ARCHITECTURE}
+    tree = {"model": model, "sft": {"train_path": "no.jsonl", "out": "o", "tokens_per_step": 4096}}
+    report = check_report(SftConfig.model_validate(tree), 2)
+    assert "Ranks: 2" in report
+    assert "One step: 4096 tokens" in report
+    assert "warning: not on this machine: sft.train_path = no.jsonl" in report
+
+
+def test_tasks_rewards_and_layout_are_wrong_at_once():
+    config = make(
+        actor={"tp": 3},
+        data={"train": {"tasks": [{"name": "chain_sums"}, {"name": "chain_sum", "params": {"min_term": 1}}]}},
+        rewards={"functions": [{"name": "python", "path": "no_such_module:f"}]},
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_report(config, 4)
+    paths = {problem.path.split("[")[0] for problem in caught.value.problems}
+    assert {"data.train.tasks.0.name", "rewards.functions"} <= paths
+    assert any(path.startswith("data.train.tasks.1") for path in paths)
+    assert any("actor.tp" in path for path in paths)
+
+
+EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position_embeddings=256)
+
+
+def with_drafter(folder, **speculation) -> Config:
+    spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
+    save_hf(folder / "model", EAGLE, random_weights(EAGLE))
+    (folder / "model/tokenizer.json").touch()
+    return make(
+        model={"path": str(folder / "model"), "max_context": 256},
+        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
+        rollout={"speculation": spec, "max_tokens": 128},
+    )
+
+
+def test_a_drafter_that_is_not_there_is_missing(tmp_path):
+    config = with_drafter(tmp_path)
+    assert [(p.path, p.value) for p in missing_files(config)] == [
+        ("rollout.speculation.drafter_path", str(tmp_path / "drafter"))
+    ]
+    assert "not on this machine: rollout.speculation.drafter_path" in check_report(config, 1)
+    assert missing_files(with_drafter(tmp_path, drafter="suffix")) == []
+
+
+def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
+    config = with_drafter(tmp_path)
+    save_drafter(tmp_path / "drafter", EAGLE, random_drafter(EAGLE))
+    assert missing_files(config) == []
+    assert "Ranks: 1" in check_report(config, 1)
+    wider = replace(EAGLE, intermediate_size=64)
+    save_drafter(tmp_path / "drafter", wider, random_drafter(wider))
+    with pytest.raises(ConfigError, match=r"drafter_path.*layer\.mlp\.up_proj\.weight has shape \(64, 32\)"):
+        check_report(config, 1)
+    (tmp_path / "drafter" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"drafter_path.*config\.json cannot be read"):
+        check_report(config, 1)
+
+
+def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
+    config = with_drafter(tmp_path, drafter="suffix")
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
+    (tmp_path / "tokenizer").mkdir()
+    named = config.model.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
+    assert [p.path for p in tokenizer_problems(config.model_copy(update={"model": named}))] == [
+        "model.tokenizer"
+    ]
+    (tmp_path / "tokenizer/vocab.json").touch()
+    assert tokenizer_problems(config.model_copy(update={"model": named})) == []
+
+
+def starting_from(folder, **model) -> Config:
+    """A run of a model in several shards."""
+    if not (folder / "model").exists():
+        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
+        (folder / "model/tokenizer.json").touch()
+    return make(
+        model={"path": str(folder / "model"), "max_context": 256, **model},
+        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
+        rollout={"max_tokens": 128},
+    )
+
+
+def test_a_missing_shard_is_found_before_a_run(tmp_path):
+    config = starting_from(tmp_path)
+    assert "Ranks: 1" in check_report(config, 1)
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"^model\.path = .*index\.json names .* missing: {shard.name}$"):
+        check_report(config, 1)
+    (tmp_path / "model" / INDEX).unlink()
+    with pytest.raises(ConfigError, match=r"model\.path = .*has neither model\.safetensors nor"):
+        check_report(config, 1)
+    sft = {"train_path": "no.jsonl", "out": "o", "tokens_per_step": 4096}
+    tree = {"model": config.model.model_dump(exclude_none=True), "sft": sft}
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        check_report(SftConfig.model_validate(tree), 1)
+    tree["sft"] = {**sft, "random_init": True}
+    assert "Ranks: 1" in check_report(SftConfig.model_validate(tree), 1)
+
+
+def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
+    starting_from(tmp_path)
+    mg, other = tmp_path / "mg", replace(EAGLE, family="qwen2", qk_norm=False, qkv_bias=True)
+    to_megatron.write(to_megatron.plan(tmp_path / "model", 1, 1, None), mg, Alone())
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        shard.unlink()  # the run does not start from them
+    config = starting_from(tmp_path, megatron_path=str(mg))
+    assert "Ranks: 1" in check_report(config, 1)
+    assert "not on this machine: model.megatron_path" in check_report(
+        starting_from(tmp_path, megatron_path="not/here"), 1
+    )
+    save_hf(tmp_path / "qwen2", other, random_weights(other))
+    (tmp_path / "qwen2/tokenizer.json").touch()
+    wrong = starting_from(tmp_path, path=str(tmp_path / "qwen2"), megatron_path=str(mg))
+    with pytest.raises(ConfigError, match=r"^model\.megatron_path = .*family is 'qwen3' there, 'qwen2' in"):
+        check_report(wrong, 1)
+    (mg / "release" / "__0_0.distcp").unlink()
+    with pytest.raises(ConfigError, match=r"^model\.megatron_path = .*__0_0\.distcp is missing$"):
+        check_report(config, 1)
+
+
+def test_bandit_arms_are_checked_before_a_run():
+    bandit = {"selector": "beg_mab", "drafter": "suffix", "bandit": {"arms": ["4_1_5", "4_9_5"]}}
+    with pytest.raises(
+        ConfigError, match=r"bandit\.arms = '4_9_5': draft length must be at most 32 and topk"
+    ):
+        check_report(make(rollout={"speculation": bandit}), 4)
+
+
+def test_missing_files_are_named_by_their_fields():
+    source = {"kind": "jsonl", "path": "no/prompts.jsonl"}
+    config = make(data={"train": source, "eval": {**source, "path": "no/held-out.jsonl"}})
+    assert [p.path for p in missing_files(config)] == ["model.path", "data.train.path", "data.eval.path"]
+    assert input_problems(config) == []

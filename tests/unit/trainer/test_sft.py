@@ -1,0 +1,69 @@
+"""Records of supervised fine-tuning and their way into optimizer steps."""
+
+from itertools import islice
+
+import pytest
+
+from megatron_tlt.errors import DataError
+from megatron_tlt.trainer.sft import read_records, steps_of
+from tests.helpers.fake_decoder import CharTokenizer
+
+
+class PlainTokenizer(CharTokenizer):
+    has_chat_template = False
+
+    def encode_chat(self, text):
+        raise AssertionError("there is no template")
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_completion_and_the_end_are_learned(tmp_path):
+    path = write(
+        tmp_path / "r.jsonl", '{"prompt": "ab", "completion": "cd"}', "", '{"prompt": "a", "completion": ""}'
+    )
+    tokenizer = CharTokenizer()
+    first, second = read_records(path, tokenizer, chat=False, max_context=10)
+    assert first.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
+    assert (first.prompt_len, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
+    assert second.token_ids.tolist() == [1, 0] and second.prompt_id == 3  # the line
+
+
+def test_a_chat_template_is_used_where_there_is_one(tmp_path):
+    path = write(tmp_path / "r.jsonl", '{"prompt": "b", "completion": "c"}')
+    (chat,) = read_records(path, CharTokenizer(), chat=True, max_context=20)
+    (plain,) = read_records(path, PlainTokenizer(), chat=True, max_context=20)
+    assert (chat.prompt_len, plain.prompt_len) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "r.jsonl:2: not a JSON object"),
+        ("[]", "r.jsonl:2: expected a JSON object"),
+        ('{"prompt": "a"}', "r.jsonl:2: field 'completion' must be a string"),
+        ('{"prompt": "abcdefgh", "completion": "ab"}', "r.jsonl:2: 11 tokens, model.max_context allows 10"),
+    ],
+)
+def test_bad_records_are_named_by_line(tmp_path, line, message):
+    path = write(tmp_path / "r.jsonl", '{"prompt": "a", "completion": "b"}', line)
+    with pytest.raises(DataError) as caught:
+        read_records(path, CharTokenizer(), chat=False, max_context=10)
+    assert message in str(caught.value)
+
+
+def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
+    lines = [f'{{"prompt": "{"a" * (1 + i % 5)}", "completion": "b"}}' for i in range(20)]
+    sequences = read_records(write(tmp_path / "r.jsonl", *lines), CharTokenizer(), chat=False, max_context=10)
+    taken, steps = [], steps_of(sequences, tokens_per_step=16, seed=3)
+    for step in islice(steps, 12):
+        assert 0 < sum(s.length for s in step) <= 16
+        taken += [s.prompt_id for s in step]
+    first = taken[:20]
+    assert sorted(first) == list(range(1, 21))
+    assert first != sorted(first) and first != taken[20:40]
+    again = [s.prompt_id for step in islice(steps_of(sequences, 16, seed=3), 12) for s in step]
+    assert again == taken
