@@ -163,7 +163,7 @@ class WeightBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureChunk:
+class HiddenStateSample:
     """One finished answer with the policy's hidden states, as the rollout engine computed them (`rollout.features`).
 
     L tokens of prompt and answer; H the policy's hidden size. The last token was drawn and never fed: it has no state.

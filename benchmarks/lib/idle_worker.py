@@ -19,7 +19,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
@@ -29,12 +29,12 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.trainer.setup import sampling_params
 
 
-def trainer_of(config: Config) -> OnlineTrainer:
+def trainer_of(config: Config) -> OnlineDrafterTrainer:
     """A trainer with the policy's tables."""
     shape = ModelConfig.from_hf(config.model.path)
     model = EagleModel(shape)
     model.initialise(0)
-    trainer = OnlineTrainer(model, config.drafter)
+    trainer = OnlineDrafterTrainer(model, config.drafter)
     trainer.set_tables(0, *lookup_tables(config.model.path, shape, torch.device("cpu")))
     trainer.begin_step(0)
     return trainer

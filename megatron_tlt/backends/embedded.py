@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
-from megatron_tlt.rollout.hidden_states import FeatureTap
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     EMBEDDED_CAPABILITIES,
     BackendCapabilities,
     EngineStats,
-    FeatureChunk,
+    HiddenStateSample,
     PastAnswer,
     Prompt,
     Sample,
@@ -210,12 +210,12 @@ class EmbeddedBackend:
         """
         return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
-    def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
+    def collect_features(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
 
         Only while no request is there.
         """
-        self.engine.features = None if sink is None else FeatureTap(sink)
+        self.engine.features = None if sink is None else HiddenStateCollector(sink)
 
     @property
     def wants_history(self) -> bool:

@@ -90,7 +90,7 @@ def write_run(
 
 
 def write_drafter(state: Mapping[str, Any], policy: MegatronPolicy, out: Path) -> None:
-    """Writes the drafter of a checkpoint (`OnlineTrainer.state_dict`) as a directory for `drafter_path`. One rank only.
+    """Writes a checkpoint's drafter (`OnlineDrafterTrainer.state_dict`) as a `drafter_path` directory. One rank only.
 
     Raises CheckpointError if it is not this policy's.
     """

@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from megatron_tlt.config.base import Section
 
 
-class BankSection(Section):
+class RolloutCacheSection(Section):
     """The rollout bank, run_dir/bank: finished answers, until a checkpoint covers their step. With keyed sampling they
     are what a resumed run would generate again, so it takes them instead."""
 

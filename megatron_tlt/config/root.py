@@ -12,7 +12,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.config.rollout_cache import BankSection
+from megatron_tlt.config.rollout_cache import RolloutCacheSection
 from megatron_tlt.config.run import (
     CheckpointSection,
     ClusterSection,
@@ -21,7 +21,7 @@ from megatron_tlt.config.run import (
     ObserveSection,
     TrainSection,
 )
-from megatron_tlt.config.shutdown import StopSection
+from megatron_tlt.config.shutdown import ShutdownSection
 from megatron_tlt.config.watchdog import WatchdogSection
 
 
@@ -54,9 +54,9 @@ class Config(Section):
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints."""
-    bank: BankSection = BankSection()
+    bank: RolloutCacheSection = RolloutCacheSection()
     """Finished answers of steps that no checkpoint covers yet."""
-    stop: StopSection = StopSection()
+    stop: ShutdownSection = ShutdownSection()
     """Signals."""
     distributed: DistributedSection = DistributedSection()
     """The world."""

@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from megatron_tlt.config.base import Section
 
 
-class StopSection(Section):
+class ShutdownSection(Section):
     """SIGUSR1 (a warning) and SIGTERM: the step is finished or dropped, a checkpoint written, exit code 75."""
 
     warning_s: PositiveFloat = 150.0

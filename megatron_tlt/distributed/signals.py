@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.shutdown import StopSection
+    from megatron_tlt.config.shutdown import ShutdownSection
 
 WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 ECHO_S = 5.0  # signals closer together than this count once
@@ -80,7 +80,7 @@ class StopSignals:
         if self.listener is not None:
             self.listener()
 
-    def deadline(self, section: StopSection) -> float | None:
+    def deadline(self, section: ShutdownSection) -> float | None:
         """When every rank must be gone, by this rank's clock; None before any signal."""
         times = []
         if self.warned_at is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megatron_tlt.drafter.batching import DraftSequence, pack, windows
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.types import HiddenStateSample
 
 _STRATA = 4  # length classes that take turns
 _MOST_FROM_BEFORE = 0.5  # of the samples, as long as this step has answers
@@ -54,7 +54,7 @@ class _Entry:
     lot: float  # in [0, 1), a function of seed and key
 
 
-class FeatureBuffer:
+class HiddenStateBuffer:
     """Holds at most `budget_bytes` of tokens and hidden states. What is sampled is a function of the seed and of what
     was added in which step, not of the order within the step.
     """
@@ -102,7 +102,7 @@ class FeatureBuffer:
         old = [e for e in self._entries.values() if policy_version - e.key[0] > self._max_age]
         self.counters.dropped_by_age += self._drop(old)
 
-    def add(self, chunk: FeatureChunk) -> None:
+    def add(self, chunk: HiddenStateSample) -> None:
         """Takes an answer in; it replaces one of the same version, prompt and sample.
 
         Hidden states are kept as they are, and copied only where they are a part of larger storage.

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.buffer import FeatureBuffer
-    from megatron_tlt.drafter.online_trainer import OnlineTrainer
-    from megatron_tlt.idle.messages import Piece
+    from megatron_tlt.drafter.buffer import HiddenStateBuffer
+    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+    from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
     from megatron_tlt.types import Sample
 
@@ -58,7 +58,7 @@ class Options:
     """Requests of this replica that another could take over."""
 
 
-class DrafterUpkeep:
+class OnlineDrafterController:
     """One rank's part. Without a trainer (`idle.train_drafter` off) ranks wait, and tell each other how long."""
 
     def __init__(
@@ -67,7 +67,7 @@ class DrafterUpkeep:
         backend: RolloutBackend,
         sync: WeightSync,
         window: IdleWindow,
-        trainer: OnlineTrainer | None = None,
+        trainer: OnlineDrafterTrainer | None = None,
         options: Options | None = None,
     ):
         """`backend` drafts with the weights of `trainer`."""
@@ -81,7 +81,7 @@ class DrafterUpkeep:
         self._published: int | None = 0 if trainer is None else trainer.version
 
     @property
-    def _active(self) -> OnlineTrainer | None:
+    def _active(self) -> OnlineDrafterTrainer | None:
         """The trainer, as long as it trains: a failure on any rank ends training on all of them."""
         trainer = self.trainer
         ended = trainer is None or not trainer.enabled or self._window.disabled_reason is not None
@@ -105,7 +105,7 @@ class DrafterUpkeep:
         with self.helping(on_progress) as progress:
             yield progress
 
-    def take_over(self) -> Sequence[Piece]:
+    def take_over(self) -> Sequence[RequestRange]:
         """This replica is dry: requests of busy ones, to be answered within `helping`; none when nobody has a queue any
         more.
         """
@@ -175,7 +175,7 @@ class DrafterUpkeep:
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
 
-    def _share(self, buffer: FeatureBuffer, turn: int) -> None:
+    def _share(self, buffer: HiddenStateBuffer, turn: int) -> None:
         """Long answers of some replicas to all others. Collective; `turn` is the same on all ranks."""
         sharing, mine = self._options.sharing, None
         senders = sharing.senders(turn)

@@ -1,4 +1,4 @@
-"""One drafter out of the replicas': the arithmetic of `OnlineTrainer.merge`, on top of one summing collective.
+"""One drafter out of the replicas': the arithmetic of `OnlineDrafterTrainer.merge`, on top of one summing collective.
 
 Legend: P parameters, R ranks.
 """

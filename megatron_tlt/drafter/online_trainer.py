@@ -1,4 +1,4 @@
-"""`OnlineTrainer`: what a rank does with the drafter while it waits for slower ranks, and how the ranks agree again.
+"""`OnlineDrafterTrainer`: trains the drafter on one rank while slower ranks roll out, and merges the ranks' drafters.
 
     begin_step(version)                    the rollout's policy; features come in by `buffer.add`
     step() step() step() ...               this rank alone, or with its TP group as one unit; bounded by tokens
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import SingleRank
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
-from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.flat_state import FlatState
 from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.merging import MergeReport, RankWindow, exchange_windows, merge_states
@@ -44,7 +44,7 @@ class Unit(Protocol):
         """Sums over the unit's ranks, in place; the same bits on all of them."""
 
 
-class OnlineTrainer:
+class OnlineDrafterTrainer:
     """One rank's drafter in training. Between merges replicas differ; the ranks of a unit never do.
 
     A rank that fails goes back to where the window began, contributes nothing, and trains no more.
@@ -67,7 +67,7 @@ class OnlineTrainer:
         self.micro_step_tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
         self._decay = online.mean_decay
         piece = min(section.window, online.micro_step_tokens)
-        self.buffer = FeatureBuffer(int(online.buffer_mib * _MIB), piece, online.max_age, section.seed)
+        self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), piece, online.max_age, section.seed)
         self.tables = PolicyTables(self._device, torch.float32 if section.dtype == "fp32" else None)
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
         empty = torch.empty(0, 0, device=self._device)

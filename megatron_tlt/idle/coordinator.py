@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import CoordinatorError
 from megatron_tlt.idle.board import Entry, StatusBoard
-from megatron_tlt.idle.messages import MAX_REPORTS, Kind, Message, Piece, Report, pack, unpack
+from megatron_tlt.idle.messages import MAX_REPORTS, Kind, Message, Report, RequestRange, pack, unpack
 from megatron_tlt.idle.policy import has_changed
 from megatron_tlt.idle.post import Post
 from megatron_tlt.idle.state import MonotonicClock, RankState, check_transition
@@ -222,7 +222,7 @@ class IdleCoordinator:
         self._takeover.ask(self._me.seq)
         self.poll(force=True)
 
-    def given_work(self) -> Sequence[Piece] | None:
+    def given_work(self) -> Sequence[RequestRange] | None:
         """Polls; the requests that came, this rank being BUSY again; none when there is nothing left to take anywhere;
         None: not known yet.
         """
@@ -366,7 +366,7 @@ class IdleCoordinator:
                 self._me = replace(self._me, queued=left)
                 self._report()  # so that rank 0 may choose this one again
 
-    def _send_work(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[Piece] = ()) -> None:
+    def _send_work(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[RequestRange] = ()) -> None:
         """A message about requests; one to itself does not travel."""
         if to == self.rank:
             self._handle(Message(kind, self.rank, self.epoch, value, pieces=tuple(pieces)))

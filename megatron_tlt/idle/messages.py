@@ -72,7 +72,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RequestRange:
     """Samples `first` to `first + count - 1` of one prompt."""
 
     prompt_id: int
@@ -93,7 +93,7 @@ class Message:
     epoch: int
     value: float = 0.0
     reports: tuple[Report, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[RequestRange, ...] = ()
 
 
 def pack(
@@ -102,7 +102,7 @@ def pack(
     epoch: int,
     value: float = 0.0,
     reports: Sequence[Report] = (),
-    pieces: Sequence[Piece] = (),
+    pieces: Sequence[RequestRange] = (),
 ) -> bytearray:
     """The bytes of a message with at most MAX_REPORTS reports (a REPORT) or MAX_PIECES pieces (all others)."""
     body = _pack_reports(reports) if kind is Kind.REPORT else b"".join(map(_pack_piece, pieces))
@@ -120,7 +120,7 @@ def _pack_reports(reports: Sequence[Report]) -> bytes:
     return b"".join(parts)
 
 
-def _pack_piece(piece: Piece) -> bytes:
+def _pack_piece(piece: RequestRange) -> bytes:
     return _PIECE.pack(piece.prompt_id, piece.first, piece.count)
 
 
@@ -133,7 +133,7 @@ def unpack(data: bytes | bytearray) -> Message:
     if kind == Kind.REPORT:
         return Message(Kind.REPORT, sender, epoch, value, reports=_unpack_reports(data, count))
     ends = _HEAD.size + count * _PIECE.size
-    pieces = tuple(Piece(*fields) for fields in _PIECE.iter_unpack(memoryview(data)[_HEAD.size : ends]))
+    pieces = tuple(RequestRange(*fields) for fields in _PIECE.iter_unpack(memoryview(data)[_HEAD.size : ends]))
     return Message(Kind(kind), sender, epoch, value, pieces=pieces)
 
 

@@ -22,7 +22,7 @@ from megatron_tlt.resilience.rollout_cache import KeyedEngine, Rollout
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.idle.messages import Piece
+    from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.rollout.engine import Progress
     from megatron_tlt.types import Prompt, Sample
 
@@ -40,7 +40,7 @@ class LendingEngine(KeyedEngine, Protocol):
     def withdraw(self, count: int) -> list[tuple[int, int]]: ...
 
 
-class RequestTakeover:
+class RequestStealing:
     """One replica's part, of one rank: as the one that gives, and as the one that takes."""
 
     def __init__(self, engine: LendingEngine, plan: Rollout, world: World):
@@ -60,7 +60,7 @@ class RequestTakeover:
         is_known = engine.num_running > 0 if count else not engine.is_prefilling
         return count if is_known else -1
 
-    def give(self) -> tuple[list[Piece], int]:
+    def give(self) -> tuple[list[RequestRange], int]:
         """A share of the queue, from its end, and how many are left. Mutates the queue."""
         engine = self._engine
         count = share_of_queue(max(0, self.queued()), engine.num_running)
@@ -69,7 +69,7 @@ class RequestTakeover:
     def answer(
         self,
         prompts: Mapping[int, Prompt],
-        pieces: Sequence[Piece],
+        pieces: Sequence[RequestRange],
         on_answer: Callable[[Sample], None] | None,
         on_progress: Progress,
     ) -> list[Sample]:

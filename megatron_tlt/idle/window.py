@@ -24,7 +24,7 @@ from megatron_tlt.idle.state import MonotonicClock, RankState, StateSpan, StateT
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
-    from megatron_tlt.idle.messages import Piece
+    from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import Clock
 
 TOKENS = "tokens"
@@ -50,7 +50,7 @@ class Coordinator(Protocol):
         self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0
     ) -> None: ...
     def ask_for_work(self) -> None: ...
-    def given_work(self) -> Sequence[Piece] | None: ...
+    def given_work(self) -> Sequence[RequestRange] | None: ...
     def enter_done(self) -> None: ...
     def tell(self, state: RankState, steps: int = 0) -> None: ...
     def count_steps(self, steps: int) -> None: ...
@@ -77,7 +77,7 @@ class SoloCoordinator:
     def ask_for_work(self) -> None:
         """Nobody to ask."""
 
-    def given_work(self) -> Sequence[Piece] | None:
+    def given_work(self) -> Sequence[RequestRange] | None:
         """Nothing."""
         return ()
 
@@ -200,7 +200,7 @@ class IdleWindow:
             self.disabled_reason = reason
             _log.warning("drafter training is off for the rest of the run: %s", reason)
 
-    def take_over(self) -> Sequence[Piece]:
+    def take_over(self) -> Sequence[RequestRange]:
         """This replica has no request left: those of others that it was given, after which it is BUSY again; none when
         no replica has a queue any more. Sleeps meanwhile: this takes a step of an engine.
         """

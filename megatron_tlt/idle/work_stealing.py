@@ -21,27 +21,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from megatron_tlt.idle.board import StatusBoard
-from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, Piece
+from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, RequestRange
 
-Give = Callable[[], tuple[Sequence[Piece], int]]
+Give = Callable[[], tuple[Sequence[RequestRange], int]]
 """Takes a share out of this replica's queue; with it, how many are left there."""
 
 
 class Send(Protocol):
     """Brings a message of the present window to a rank, which may be this one."""
 
-    def __call__(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[Piece] = ()) -> None: ...
+    def __call__(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[RequestRange] = ()) -> None: ...
 
 
-def pieces_of(requests: Iterable[tuple[int, int]]) -> list[Piece]:
+def pieces_of(requests: Iterable[tuple[int, int]]) -> list[RequestRange]:
     """Runs of (prompt id, sample index), in order."""
-    pieces: list[Piece] = []
+    pieces: list[RequestRange] = []
     for prompt_id, index in sorted(requests):
         last = pieces[-1] if pieces else None
         if last is not None and (last.prompt_id, last.first + last.count) == (prompt_id, index):
-            pieces[-1] = Piece(prompt_id, last.first, last.count + 1)
+            pieces[-1] = RequestRange(prompt_id, last.first, last.count + 1)
         else:
-            pieces.append(Piece(prompt_id, index, 1))
+            pieces.append(RequestRange(prompt_id, index, 1))
     return pieces
 
 
@@ -57,8 +57,8 @@ class Takeover:
         """The next window: nothing asked, nothing known."""
         self._asked = self._dry = self._has_told = False
         self._seq = 0
-        self._came: list[Piece] = []
-        self._whole: tuple[Piece, ...] = ()
+        self._came: list[RequestRange] = []
+        self._whole: tuple[RequestRange, ...] = ()
         # Who asked and has not been answered, with the number of the report in which it said that it is dry.
         self._pending: deque[tuple[int, int]] = deque()
         # By rank: its newest report when it was chosen to give; that of its ASK when somebody was chosen to give to it.
@@ -83,7 +83,7 @@ class Takeover:
             self._asked = True
             self._send(0, Kind.ASK, seq)
 
-    def collect(self) -> tuple[Piece, ...]:
+    def collect(self) -> tuple[RequestRange, ...]:
         """What was given to this rank, once."""
         whole, self._whole = self._whole, ()
         return whole
@@ -125,7 +125,7 @@ class Takeover:
             self._givers[giver.rank], self._takers[taker] = giver.seq, seq
             self._send(giver.rank, Kind.GRANT, taker)
 
-    def _hand_over(self, taker: int, pieces: Sequence[Piece]) -> None:
+    def _hand_over(self, taker: int, pieces: Sequence[RequestRange]) -> None:
         """Sends them, many in one message; none at all in one, too."""
         for start in range(0, max(1, len(pieces)), MAX_PIECES):
             some = pieces[start : start + MAX_PIECES]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class NonFiniteWatch:
+class NonFiniteGuard:
     """Counts steps in a row with an update that was skipped because its gradient norm is not finite.
 
     The norm is the same on every rank, so all ranks count alike.

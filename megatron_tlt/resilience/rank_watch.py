@@ -35,7 +35,7 @@ _PATIENCE_S = {"done": 5.0, "saved": 5.0, "left": 5.0, "failed": 5.0, "timeout":
 _log = logging.getLogger(__name__)
 
 
-class RankWatch:
+class WatchdogClient:
     """One rank, watched. Call `enter` and `pulse` from the main thread; microseconds each, no file is touched."""
 
     def __init__(
@@ -163,9 +163,9 @@ class RankWatch:
 
 def start_watch(
     section: WatchdogSection, run_dir: str | Path, rank: int, size: int, share: Callable[[str], str]
-) -> RankWatch:
+) -> WatchdogClient:
     """The watch of this rank. Collective: `share` hands every rank the value of rank 0."""
     if rank == 0:
         files.begin_attempt(run_dir)
     attempt = share(f"{time.time():.3f}-{os.getpid()}")
-    return RankWatch(section, run_dir, rank, size, attempt)
+    return WatchdogClient(section, run_dir, rank, size, attempt)

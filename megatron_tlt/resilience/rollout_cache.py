@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_tlt.resilience.rollout_cache_file import prompt_sum, read_file
-from megatron_tlt.resilience.rollout_cache_writer import BankWriter
+from megatron_tlt.resilience.rollout_cache_writer import RolloutCacheWriter
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.config.rollout_cache import BankSection
+    from megatron_tlt.config.rollout_cache import RolloutCacheSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.rollout.engine import Progress
@@ -70,7 +70,7 @@ class KeyedEngine(Protocol):
         """
 
 
-class NoBank:
+class NoRolloutCache:
     """Rollouts that nobody keeps."""
 
     def __init__(self, backend: RolloutBackend, plan: Rollout, reason: str | None = None):
@@ -111,12 +111,12 @@ class NoBank:
         """Nothing open."""
 
 
-class RolloutBank:
+class RolloutCache:
     """One rank's part; the first rank of a replica writes, all of them read. It is a help: it never ends a run."""
 
     def __init__(
         self,
-        section: BankSection,
+        section: RolloutCacheSection,
         run_dir: Path,
         world: World,
         engine: KeyedEngine,
@@ -133,9 +133,9 @@ class RolloutBank:
         self._replica, self._speaks = world.rank // tp, world.rank % tp == 0
         self._fingerprint = WeightFingerprint(world)
         self._attempt = os.urandom(4).hex()
-        self._writer: BankWriter | None = None
+        self._writer: RolloutCacheWriter | None = None
         if self._speaks:
-            self._writer = BankWriter(section.sync_seconds, section.max_mib * _MIB)
+            self._writer = RolloutCacheWriter(section.sync_seconds, section.max_mib * _MIB)
         self._last_old = 0  # last step that an earlier attempt left answers of, by any rank's look
         self._has_old = False  # whether there may be some of the present step
         self._old: list[Path] = []  # files of earlier attempts at the present step

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 
 
-class BankWriter:
+class RolloutCacheWriter:
     """One writer of one process; its methods return at once. A disk error ends the banking, not the run."""
 
     def __init__(self, sync_seconds: float, max_bytes: int, fsync: Callable[[int], None] = os.fsync):

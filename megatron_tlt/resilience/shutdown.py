@@ -3,7 +3,7 @@
     signal -> thread of one rank (or of all) -> store: "stop" -> every rank's engine hears it between two steps
     rollout   goes on while the step can still be finished in time, else it ends here: the rank is *dry*
     idle      nothing special: the window is over when every rank is dry, for whatever reason
-    agree()   all ranks together, between phases: go on, or leave (raised on all of them as `LeavingError`)
+    agree()   all ranks together, between phases: go on, or leave (raised on all of them as `GracefulExit`)
 
 Nobody decides alone: a rank may only cut its own rollout short. Whether the step counts is agreed upon afterwards, in
 a collective that every rank enters in every step, signal or not.
@@ -27,7 +27,7 @@ from megatron_tlt.distributed.signals import StopSignals
 from megatron_tlt.errors import BackendError, TltError
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.shutdown import StopSection
+    from megatron_tlt.config.shutdown import ShutdownSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.rollout.engine import Progress
     from megatron_tlt.types import Sample
@@ -38,21 +38,21 @@ _KEY = "stop"
 _EMA = 0.5
 
 
-class RolloutDroppedError(TltError):
+class RolloutInterrupted(TltError):  # noqa: N818  as above
     """This rank's rollout was cut short by a signal. Caught around `generate`."""
 
 
-class LeavingError(TltError):
+class GracefulExit(TltError):  # noqa: N818  an orderly end, not a fault
     """All ranks agreed to leave here. Caught by the loop, which saves."""
 
 
-class StopKeeper:
+class GracefulShutdown:
     """One rank's part in ending a run. All ranks make the same `agree` calls."""
 
     def __init__(
         self,
         world: World,
-        section: StopSection,
+        section: ShutdownSection,
         signals: StopSignals | None = None,
         agree_in_engine: Callable[[int], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -92,7 +92,7 @@ class StopKeeper:
 
         try:
             return generate(tell), False
-        except RolloutDroppedError:
+        except RolloutInterrupted:
             return [], True
         except BackendError:
             if not self.is_requested:
@@ -102,19 +102,19 @@ class StopKeeper:
     def check_rollout(self) -> None:
         """Between two steps of the engine; ranks of one engine call it together. Microseconds.
 
-        Raises RolloutDroppedError when the step cannot be finished in time any more.
+        Raises RolloutInterrupted when the step cannot be finished in time any more.
         """
         self._hear()
         drop = self._must_drop("rollout")
         if self._agree_in_engine is not None:
             drop = bool(self._agree_in_engine(int(drop)))
         if drop:
-            raise RolloutDroppedError("a signal to end came, and the step cannot be finished in time")
+            raise RolloutInterrupted("a signal to end came, and the step cannot be finished in time")
 
     def agree(self, place: str, dropped: bool = False) -> None:
         """Between two phases of a step: whether all ranks go on. Collective, some bytes.
 
-        `dropped` says that this rank's rollout was cut short. Raises LeavingError on every rank if any was, or if
+        `dropped` says that this rank's rollout was cut short. Raises GracefulExit on every rank if any was, or if
         what is left of the step does not fit into the time any more. `place` names the phase: how long the rest of a
         step takes from there is measured.
         """
@@ -123,10 +123,10 @@ class StopKeeper:
         drop = dropped or self._must_drop(place)
         if self._shared(drop):
             self.dropped = True
-            raise LeavingError("the unfinished step is dropped")
+            raise GracefulExit("the unfinished step is dropped")
 
     def agree_at_end(self) -> None:
-        """After a step, when all is as a checkpoint wants it. Collective. Raises LeavingError after any signal."""
+        """After a step, when all is as a checkpoint wants it. Collective. Raises GracefulExit after any signal."""
         now = self._clock()
         for place, since in self._marks.items():
             old = self._rest_s.get(place, now - since)
@@ -134,7 +134,7 @@ class StopKeeper:
         self._marks.clear()
         self._hear(now=True)
         if self._shared(self.is_requested):
-            raise LeavingError("the step is done")
+            raise GracefulExit("the step is done")
 
     def close(self) -> None:
         """The store is about to go: later signals are nobody's business. Signals stay taken."""

@@ -16,7 +16,7 @@ from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
-from megatron_tlt.rollout.hidden_states import FeatureTap
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
@@ -84,16 +84,16 @@ class Engine:
         self._commit_seconds = 0.0
         self._last_running = 0
         self._released = False
-        self._features: FeatureTap | None = None
+        self._features: HiddenStateCollector | None = None
         self.policy_version = 0  # of the weights that answer, for `features`; the backend keeps it
 
     @property
-    def features(self) -> FeatureTap | None:
+    def features(self) -> HiddenStateCollector | None:
         """Who gets the hidden states of finished answers. Set it while no request is there."""
         return self._features
 
     @features.setter
-    def features(self, tap: FeatureTap | None) -> None:
+    def features(self, tap: HiddenStateCollector | None) -> None:
         assert self.is_idle, "hidden states of what is cached already are not known"
         self._features, self.scheduler.on_finish = tap, None
         if tap is not None:

@@ -20,7 +20,7 @@ from megatron_tlt.models.native.step import NativeStep, RowArrays
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.keys import row_keys
-from megatron_tlt.rollout.paged_hidden_states import HiddenPages
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
@@ -78,7 +78,7 @@ class ModelRunner:
         width = len(rows.token_ids)
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
-        self.pages: HiddenPages | None = None  # hidden states of all cached tokens, if somebody wants them
+        self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, if somebody wants them
         self.on_chunks: Callable[[Batch], None] | None = (
             None  # told of prefill chunks, once they are computed
         )
@@ -91,11 +91,11 @@ class ModelRunner:
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
 
-    def keep_pages(self) -> HiddenPages:
+    def keep_pages(self) -> PagedHiddenStates:
         """From now on every forward writes its hidden states into `pages`. While no request is there; mutates."""
         if self.pages is None:
             sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.config.hidden_size
-            self.pages = HiddenPages(*sizes, self.decoder.dtype, self.device)
+            self.pages = PagedHiddenStates(*sizes, self.decoder.dtype, self.device)
             if self.native_step is not None:
                 self.native_step.write_hidden_to(self.pages.data)
         return self.pages

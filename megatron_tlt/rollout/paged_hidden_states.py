@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class HiddenPages:
+class PagedHiddenStates:
     """The states of `num_blocks` blocks of `block_size` positions. Memory of blocks never used is not touched (CPU)."""
 
     def __init__(

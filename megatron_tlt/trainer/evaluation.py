@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.resilience.shutdown import StopKeeper
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.types import Prompt, SamplingParams
 
@@ -89,8 +89,8 @@ class Evaluator:
             params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
         )
 
-    def run(self, step: int, stop: StopKeeper | None = None) -> EvalResult:
-        """Evaluates the engine's present policy. Collective. Raises LeavingError if `stop` cuts it short."""
+    def run(self, step: int, stop: GracefulShutdown | None = None) -> EvalResult:
+        """Evaluates the engine's present policy. Collective. Raises GracefulExit if `stop` cuts it short."""
         generate = partial(self._backend.generate, self._mine, self._params, self._section.samples_per_prompt)
         if stop is None:
             samples = generate(self._pulse)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tlt.distributed.dims import rollout_replica
-from megatron_tlt.resilience.nonfinite import NonFiniteWatch
-from megatron_tlt.resilience.shutdown import LeavingError, StopKeeper
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
+from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
 from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, share_answers
 from megatron_tlt.trainer.evaluation import EvalResult
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.controller import DrafterUpkeep
-    from megatron_tlt.idle.stolen_requests import RequestTakeover
+    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.idle.stolen_requests import RequestStealing
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.resilience.rollout_cache import NoBank, RolloutBank
+    from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.batch_assembly import StepTable
     from megatron_tlt.trainer.evaluation import Evaluator
@@ -63,13 +63,13 @@ class RLTrainer:
         algorithm: Algorithm,
         policy: MegatronPolicy,
         backend: RolloutBackend,
-        upkeep: DrafterUpkeep,
+        upkeep: OnlineDrafterController,
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager,
         observer: Observer,
-        bank: RolloutBank | NoBank,
-        stop: StopKeeper | None = None,
-        takeover: RequestTakeover | None = None,
+        bank: RolloutCache | NoRolloutCache,
+        stop: GracefulShutdown | None = None,
+        takeover: RequestStealing | None = None,
     ):
         """`takeover`: replicas answer each other's queued requests."""
         self.takeover = takeover
@@ -80,10 +80,10 @@ class RLTrainer:
         self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
         self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
         self.num_replicas = world.size // config.rollout.tp
-        self.nonfinite = NonFiniteWatch(
+        self.nonfinite = NonFiniteGuard(
             config.train.max_nonfinite_steps, Path(config.train.run_dir), world, policy.dims
         )
-        self.stop = stop if stop is not None else StopKeeper(world, config.stop)
+        self.stop = stop if stop is not None else GracefulShutdown(world, config.stop)
         self.progress = Progress()
         self._before: dict[str, Any] | None = None  # the state before the step under way
 
@@ -103,7 +103,7 @@ class RLTrainer:
             self._evaluate()
             while self.progress.step < self.config.train.num_steps:
                 self._train_one()
-        except LeavingError as leaving:
+        except GracefulExit as leaving:
             if self.progress.step < self.config.train.num_steps or self._evaluation_due():
                 self._save_and_leave(leaving)
                 return True
@@ -149,7 +149,7 @@ class RLTrainer:
         self.nonfinite.check()
         self.stop.agree_at_end()
 
-    def _save_and_leave(self, leaving: LeavingError) -> None:
+    def _save_and_leave(self, leaving: GracefulExit) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
         step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
         ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
@@ -219,7 +219,7 @@ class RLTrainer:
             groups = [g for g in kept if g.prompt.prompt_id in chosen]
             return groups, self.assembler.collect(groups)
 
-    def _help(self, takeover: RequestTakeover, asked: Sequence[Prompt], samples: list[Sample]) -> bool:
+    def _help(self, takeover: RequestStealing, asked: Sequence[Prompt], samples: list[Sample]) -> bool:
         """Answers what busy replicas have queued, as long as one has; True if a signal cut it short.
 
         `asked` are the prompts of all replicas. Adds to `samples`. For the world's board all of this is the rollout:

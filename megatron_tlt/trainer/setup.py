@@ -26,20 +26,20 @@ from megatron_tlt.distributed.tensor_parallel import (
     TensorParallel,
     agree_on,
 )
-from megatron_tlt.drafter.controller import DrafterUpkeep, Options
+from megatron_tlt.drafter.controller import OnlineDrafterController, Options
 from megatron_tlt.drafter.sharing import Sharing
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
-from megatron_tlt.idle.stolen_requests import RequestTakeover
+from megatron_tlt.idle.stolen_requests import RequestStealing
 from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.rank_watch import start_watch
-from megatron_tlt.resilience.rollout_cache import NoBank, Rollout, RolloutBank
+from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout, RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
-from megatron_tlt.resilience.shutdown import StopKeeper
+from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.signals import StopSignals
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.online_trainer import OnlineTrainer
+    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.models.eagle.model import EagleModel
     from megatron_tlt.trainer.loop import RLTrainer
@@ -116,7 +116,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         ),
         observer=observer,
         bank=_bank(config, world, tokenizer, backend, params),
-        stop=StopKeeper(
+        stop=GracefulShutdown(
             world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
         ),
         takeover=takeover,
@@ -250,7 +250,7 @@ def open_backend(
     world: World,
     tokenizer: Tokenizer,
     tp: TensorParallel | None = None,
-    trainer: OnlineTrainer | None = None,
+    trainer: OnlineDrafterTrainer | None = None,
 ) -> RolloutBackend:
     """The rollout engine of this rank, without weights; with the drafter of `trainer`, if there is one.
 
@@ -275,7 +275,7 @@ def open_backend(
     )
 
 
-def _drafter_weights(config: Config, trainer: OnlineTrainer | None) -> Mapping[str, Tensor] | None:
+def _drafter_weights(config: Config, trainer: OnlineDrafterTrainer | None) -> Mapping[str, Tensor] | None:
     """What the engine drafts with instead of `drafter_path`; None: that is right."""
     if trainer is not None:
         return trainer.weights()
@@ -285,13 +285,13 @@ def _drafter_weights(config: Config, trainer: OnlineTrainer | None) -> Mapping[s
     return None
 
 
-def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineTrainer | None:
+def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
-    from megatron_tlt.drafter.online_trainer import OnlineTrainer
+    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 
-    return OnlineTrainer(
+    return OnlineDrafterTrainer(
         _starting_drafter(config).to(world.device),
         config.drafter,
         temperature=config.rollout.temperature,
@@ -321,10 +321,10 @@ def _upkeep(
     world: World,
     backend: RolloutBackend,
     tp: TensorParallel,
-    trainer: OnlineTrainer | None,
+    trainer: OnlineDrafterTrainer | None,
     observer: Observer,
-    takeover: RequestTakeover | None,
-) -> DrafterUpkeep:
+    takeover: RequestStealing | None,
+) -> OnlineDrafterController:
     """What this rank does while it waits for others. Collective."""
     from megatron_tlt.idle.coordinator import IdleCoordinator  # needs MPI
 
@@ -350,40 +350,40 @@ def _upkeep(
     options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
     if takeover is not None:
         options = replace(options, queued=takeover.queued)
-    return DrafterUpkeep(world, backend, sync, window, trainer, options)
+    return OnlineDrafterController(world, backend, sync, window, trainer, options)
 
 
 def _takeover(
     config: Config, world: World, backend: RolloutBackend, params: SamplingParams
-) -> RequestTakeover | None:
+) -> RequestStealing | None:
     """How replicas answer each other's queued requests; None where they do not, or there is one only."""
     if not config.idle.take_over or world.size == 1:
         return None
     assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
-    return RequestTakeover(backend, Rollout(params, config.rollout.samples_per_prompt), world)
+    return RequestStealing(backend, Rollout(params, config.rollout.samples_per_prompt), world)
 
 
 def _bank(
     config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
-) -> RolloutBank | NoBank:
+) -> RolloutCache | NoRolloutCache:
     """Where finished answers are kept; nowhere without keyed sampling, which is said once."""
     rollout, speculation = config.rollout, config.rollout.speculation
     plan = Rollout(params, rollout.samples_per_prompt)
     if not config.bank.enabled:
-        return NoBank(backend, plan)
+        return NoRolloutCache(backend, plan)
     if not isinstance(backend, EmbeddedBackend):
         why = f"rollout.backend = {rollout.backend} has no keyed sampling"
-        return NoBank(backend, plan, why if world.is_main else None)
+        return NoRolloutCache(backend, plan, why if world.is_main else None)
     if not speculation.is_keyed:
         why = "rollout.speculation.verify = block draws without keys"
-        return NoBank(backend, plan, why if world.is_main else None)
+        return NoRolloutCache(backend, plan, why if world.is_main else None)
     identity = {
         **asdict(params),
         "eos": list(tokenizer.eos_token_ids),
         "device": world.device.type,
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
     }
-    return RolloutBank(
+    return RolloutCache(
         config.bank,
         Path(config.train.run_dir),
         world,

@@ -12,7 +12,7 @@ from megatron_tlt.drafter.pretrain import lookup_tables, policy_hidden
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.types import HiddenStateSample
 from tests.helpers.mpi import ROOT
 
 POLICY = ROOT / "assets" / "demo-policy"
@@ -27,7 +27,7 @@ def demo_tables() -> tuple[Tensor, Tensor]:
     return lookup_tables(POLICY, demo_config(), torch.device("cpu"))
 
 
-def demo_chunks(count: int, seed: int, version: int = 0) -> list[FeatureChunk]:
+def demo_chunks(count: int, seed: int, version: int = 0) -> list[HiddenStateSample]:
     """Questions with the answers the policy was trained to give, natural lengths; seeds are disjoint streams."""
     tokenizer = HFTokenizer(POLICY)
     texts, prompts = [], []
@@ -39,6 +39,6 @@ def demo_chunks(count: int, seed: int, version: int = 0) -> list[FeatureChunk]:
     decoder.load_weights(iter_weights(POLICY, demo_config()))
     states = policy_hidden(decoder, texts, 16, 4096)
     return [
-        FeatureChunk(i, 0, version, np.array(text, np.int32), hidden[:-1].clone(), prompt_len)
+        HiddenStateSample(i, 0, version, np.array(text, np.int32), hidden[:-1].clone(), prompt_len)
         for i, (text, prompt_len, hidden) in enumerate(zip(texts, prompts, states, strict=True))
     ]

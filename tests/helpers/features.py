@@ -9,18 +9,18 @@ from torch import Tensor
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor, row_keys
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.types import HiddenStateSample
 
 
 def random_chunk(
     config: ModelConfig, length: int, prompt_id: int = 0, version: int = 0, prompt_len: int = 3
-) -> FeatureChunk:
+) -> HiddenStateSample:
     """Made-up tokens and hidden states, a function of the arguments."""
     length = int(length)
     generator = torch.Generator().manual_seed(length * 1000 + prompt_id)
     tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
     hidden = torch.randn(length - 1, config.hidden_size, generator=generator)
-    return FeatureChunk(prompt_id, 0, version, tokens.numpy().astype(np.int32), hidden, prompt_len)
+    return HiddenStateSample(prompt_id, 0, version, tokens.numpy().astype(np.int32), hidden, prompt_len)
 
 
 def imitable_policy(config: ModelConfig, drafter: EagleModel, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def imitable_chunk(
     prompt_len: int,
     key: int,
     prompt_id: int = 0,
-) -> FeatureChunk:
+) -> HiddenStateSample:
     """An answer of that policy, sampled with `key` at temperature 1, and its hidden states."""
     weight = drafter.fc.weight.detach()
     generator = torch.Generator().manual_seed(key)
@@ -60,4 +60,4 @@ def imitable_chunk(
             tokens.append(int((head @ hidden[-1] + noise).argmax()))
         hidden.append(weight @ torch.cat([embed[tokens[place]], hidden[-1]]))
     states = torch.stack(hidden[: length - 1])
-    return FeatureChunk(prompt_id, 0, 0, np.array(tokens, np.int32), states, prompt_len, key)
+    return HiddenStateSample(prompt_id, 0, 0, np.array(tokens, np.int32), states, prompt_len, key)

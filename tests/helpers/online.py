@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.online_trainer import OnlineTrainer, Unit
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer, Unit
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
@@ -17,12 +17,12 @@ LENGTHS = (40, 12, 25, 33, 60, 18, 22, 51)
 
 def online_trainer(
     unit: Unit | None = None, lengths: tuple[int, ...] = LENGTHS, first_prompt: int = 0, **online
-) -> OnlineTrainer:
+) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds answers of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
     options = {"lr": 3e-3, "warmup_steps": 3, "micro_step_tokens": 64} | online
-    trainer = OnlineTrainer(model, DrafterSection(online=options), unit=unit)
+    trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), unit=unit)
     trainer.set_tables(0, *lookup_tables(CONFIG))
     trainer.begin_step(0)
     for i, length in enumerate(lengths):
@@ -30,7 +30,7 @@ def online_trainer(
     return trainer
 
 
-def everything(trainer: OnlineTrainer) -> Tensor:
+def everything(trainer: OnlineDrafterTrainer) -> Tensor:
     """Weights, their mean and moments, flat, from the public state (before or after a merge)."""
     state = trainer._state.named()
     return torch.cat(

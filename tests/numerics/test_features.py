@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.rollout.hidden_states import FeatureTap
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
+from megatron_tlt.types import HiddenStateSample
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
@@ -22,8 +22,8 @@ def test_kept_states_equal_transformers(family: str, kernels: str) -> None:
     known = answer_all(make_engine(model_config(model), named_weights(model), kernels), jobs)
     attach(engines[1], OracleDrafter(known, 131, 0.3, True), RandomSelector("oracle", 5, 3))
     for engine in engines:
-        chunks: list[FeatureChunk] = []
-        engine.features = FeatureTap(chunks.append)
+        chunks: list[HiddenStateSample] = []
+        engine.features = HiddenStateCollector(chunks.append)
         answers = answer_all(engine, jobs)
         assert engine.take_stats().preemptions > 0
         assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values()) > 5

@@ -23,8 +23,8 @@ from megatron_tlt.types import (
     TRTLLM_CAPABILITIES,
     BackendCapabilities,
     EngineStats,
-    FeatureChunk,
     FinishReason,
+    HiddenStateSample,
     PastAnswer,
     Prompt,
     Sample,
@@ -274,7 +274,7 @@ class TrtllmBackend:
         """Empty: the engine says nothing of answers under way."""
         return np.zeros(0, np.int32)
 
-    def collect_features(self, sink: Callable[[FeatureChunk], None] | None) -> None:
+    def collect_features(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what wants them)."""
         if sink is not None:
             raise BackendError("TensorRT-LLM engines give no hidden states to train a drafter on")

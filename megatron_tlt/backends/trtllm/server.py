@@ -29,8 +29,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .args import CLASSES, EXTENSION, instantiate
 from ..wire import PROTOCOL, WireError, frame, frame_length, message_of
+from .args import CLASSES, EXTENSION, instantiate
 
 Message = dict[str, Any]
 _STATS_S = 2.0  # the engine keeps the last 1,000 iterations only

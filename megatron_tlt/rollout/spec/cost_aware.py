@@ -50,7 +50,7 @@ class _Prices:
         self.strategies: list[DraftStrategy] = []  # the arms, with their least survival
 
 
-class CostAware:
+class CostModelSelector:
     """See `StrategySelector`. Nothing here is a constant of a machine: costs are measured, and so is what they buy."""
 
     def __init__(self, kind: str, draft_len: int, topk: int = 1):

@@ -30,7 +30,7 @@ from megatron_tlt.models.eagle.base import (
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.pairs import DraftingRows, NativePairs, native_pairs
 from megatron_tlt.rollout.batch import Batch
-from megatron_tlt.rollout.paged_hidden_states import HiddenPages
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
@@ -48,7 +48,7 @@ class EagleDrafter:
         self,
         decoder: EagleDecoder,
         rows: RunningRows,
-        pages: HiddenPages,
+        pages: PagedHiddenStates,
         window: int,
         want_probs: bool = False,
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy, parse_arm
-from megatron_tlt.rollout.spec.cost_aware import CostAware
+from megatron_tlt.rollout.spec.cost_aware import CostModelSelector
 from megatron_tlt.rollout.spec.selector import FixedSelector, StrategySelector
 from megatron_tlt.types import DraftStrategy
 
@@ -21,4 +21,4 @@ def build_selector(section: SpeculationSection, kind: str) -> StrategySelector:
         return BucketedEpsilonGreedy(
             arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.window
         )
-    return CostAware(kind, section.draft_len, section.topk)
+    return CostModelSelector(kind, section.draft_len, section.topk)

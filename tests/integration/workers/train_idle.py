@@ -15,14 +15,14 @@ from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.trainer.setup import build_trainer
 
 SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
 SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"
-GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineTrainer._learn, OnlineTrainer.weights
+GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights
 STEP = Engine.step
 
 
@@ -53,7 +53,7 @@ def break_it(fault: str, world: World) -> None:
             time.sleep(SLOW_STEP_S)
         return STEP(self)
 
-    OnlineTrainer._learn, OnlineTrainer.weights, Engine.step = learn, weights, step
+    OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights, Engine.step = learn, weights, step
 
 
 def body(world: World) -> None:

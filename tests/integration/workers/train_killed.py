@@ -10,8 +10,8 @@ import sys
 from megatron_tlt.cli import main as cli
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.resilience.rollout_cache import RolloutBank
-from megatron_tlt.resilience.rollout_cache_writer import BankWriter
+from megatron_tlt.resilience.rollout_cache import RolloutCache
+from megatron_tlt.resilience.rollout_cache_writer import RolloutCacheWriter
 from megatron_tlt.trainer.setup import build_trainer
 
 
@@ -19,7 +19,7 @@ def main(argv):
     path, *numbers = argv[:4]
     rank, step, answers = map(int, numbers)
     config = load_config(path, argv[4:], Config)
-    add, begin_step = BankWriter.add, RolloutBank.begin_step
+    add, begin_step = RolloutCacheWriter.add, RolloutCache.begin_step
     seen = {"rank": -1, "step": 0, "answers": 0}
 
     def begin(self, number, version):
@@ -39,7 +39,7 @@ def main(argv):
         trainer.run()
         trainer.close()
 
-    RolloutBank.begin_step, BankWriter.add = begin, add_and_die
+    RolloutCache.begin_step, RolloutCacheWriter.add = begin, add_and_die
     return cli._on_every_rank(config.distributed, 1, body)
 
 

@@ -19,8 +19,8 @@ from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.pretrain import policy_hidden
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.rollout.hidden_states import FeatureTap
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
+from megatron_tlt.types import HiddenStateSample
 from tests.helpers.engines import answer_all, random_jobs, small_config
 from tests.helpers.speculating import speculating_engine
 from tests.helpers.tiny_models import random_weights
@@ -45,8 +45,8 @@ def main() -> None:
     for name, speculation in CASES.items():
         kernels = name.split()[0]
         engine = speculating_engine(config, weights, kernels, tp=everyone, num_blocks=10, **speculation)
-        chunks: list[FeatureChunk] = []
-        engine.features = FeatureTap(chunks.append)
+        chunks: list[HiddenStateSample] = []
+        engine.features = HiddenStateCollector(chunks.append)
         answers = answer_all(engine, jobs)
         assert engine.blocks.num_used == 0
         assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values())
@@ -66,7 +66,7 @@ def main() -> None:
     world.close()
 
 
-def largest_difference(chunks: list[FeatureChunk], decoder) -> float:
+def largest_difference(chunks: list[HiddenStateSample], decoder) -> float:
     texts = [c.token_ids.tolist() for c in chunks]
     passed = policy_hidden(decoder, texts, 16, 512)
     return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(chunks, passed, strict=True))

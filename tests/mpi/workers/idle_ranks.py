@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from megatron_tlt.errors import CoordinatorError, DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.messages import Piece
+from megatron_tlt.idle.messages import RequestRange
 from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.window import IdleWindow, WindowReport
@@ -238,7 +238,7 @@ def takes_over(per_node: str) -> None:
     queue: list[tuple[int, int]] = []
     running = taken = 0
 
-    def give() -> tuple[list[Piece], int]:
+    def give() -> tuple[list[RequestRange], int]:
         given = [queue.pop() for _ in range(share_of_queue(len(queue), running))]
         return pieces_of(given), len(queue)
 

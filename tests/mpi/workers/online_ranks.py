@@ -1,4 +1,4 @@
-"""`OnlineTrainer` on the ranks of a world; argv[1]: "merge", "unit" or "share". A rank prints a line if all is well."""
+"""`OnlineDrafterTrainer` over real ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.controller import DrafterUpkeep, Options
+from megatron_tlt.drafter.controller import OnlineDrafterController, Options
 from megatron_tlt.drafter.sharing import Sharing
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
@@ -146,7 +146,7 @@ def share(world: World) -> None:
     trainer = online_trainer(lengths=lengths, first_prompt=100 * replica)
     options = Options(speaks=world.rank % ranks == 0, sharing=Sharing(replica, replicas, ranks, 1 << 20))
     window = IdleWindow(SoloCoordinator(), IdlePolicy())
-    upkeep = DrafterUpkeep(world, None, None, window, trainer, options)
+    upkeep = OnlineDrafterController(world, None, None, window, trainer, options)
     answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
     for turn in range(replicas):
         trainer.version = turn

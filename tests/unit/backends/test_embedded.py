@@ -22,10 +22,10 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.hidden_states import FeatureTap
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import FeatureChunk, PastAnswer, Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.tiny_models import random_weights
 
@@ -164,8 +164,8 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
 def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
     backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_features=True)
-    chunks: list[FeatureChunk] = []
-    backend.engine.features = FeatureTap(chunks.append)
+    chunks: list[HiddenStateSample] = []
+    backend.engine.features = HiddenStateCollector(chunks.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for version in (3, 4):
         backend.begin_update(version)

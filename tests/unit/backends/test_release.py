@@ -22,7 +22,7 @@ from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.types import FeatureChunk, Prompt, SamplingParams
+from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
 
@@ -83,7 +83,7 @@ def test_answers_are_the_same_with_the_cache_released_between_rollouts(model_dir
 
 
 def test_hidden_states_are_collected_as_before(model_dir):
-    found: list[list[FeatureChunk]] = [[], []]
+    found: list[list[HiddenStateSample]] = [[], []]
     for on, chunks in zip((False, True), found, strict=True):
         backend = backend_of(model_dir, on)
         for _ in range(2):

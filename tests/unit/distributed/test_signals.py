@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from megatron_tlt.config.shutdown import StopSection
+from megatron_tlt.config.shutdown import ShutdownSection
 from megatron_tlt.distributed.signals import ECHO_S, TERM, WARNING, StopSignals, shielded
 
-SECTION = StopSection(warning_s=100, term_s=20)
+SECTION = ShutdownSection(warning_s=100, term_s=20)
 
 
 class Clock:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.measure import Acceptance, measure
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.types import HiddenStateSample
 from tests.helpers.features import imitable_chunk, imitable_policy
 from tests.helpers.tiny_drafters import FAMILIES
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[FeatureChunk]]:
+def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[HiddenStateSample]]:
     drafter = EagleModel(CONFIG)
     tables = imitable_policy(CONFIG, drafter)
     shapes = ((40, 6), (25, 3), (70, 20), (9, 2))
@@ -34,7 +34,7 @@ def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[Featu
 
 def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Acceptance:
     """What drafts are worth on the answers, as they come out of the buffer."""
-    buffer = FeatureBuffer(1 << 30, window, max_age=0, seed=0)
+    buffer = HiddenStateBuffer(1 << 30, window, max_age=0, seed=0)
     buffer.begin_step(0)
     for chunk in chunks:
         buffer.add(chunk)
@@ -78,7 +78,7 @@ def test_the_online_trainer_finds_nothing_to_teach_it(answers) -> None:
     section = DrafterSection(
         loss={"ce_weight": 0.0}, online={"lr": 1e-9, "micro_step_tokens": 64, "draft_steps": STEPS}
     )
-    trainer = OnlineTrainer(drafter, section)
+    trainer = OnlineDrafterTrainer(drafter, section)
     trainer.set_tables(0, *tables)
     trainer.begin_step(0)
     for chunk in chunks:

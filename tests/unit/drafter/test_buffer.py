@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafter.batching import DraftSequence
-from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES
 
@@ -15,22 +15,22 @@ CONFIG = FAMILIES["llama"]
 BYTES = 8 + 4 * CONFIG.hidden_size  # of a token; the last has no hidden state
 
 
-def buffer(mib: float = 64, window: int = 64, max_age: int = 1, seed: int = 0) -> FeatureBuffer:
-    return FeatureBuffer(int(mib * (1 << 20)), window, max_age, seed)
+def buffer(mib: float = 64, window: int = 64, max_age: int = 1, seed: int = 0) -> HiddenStateBuffer:
+    return HiddenStateBuffer(int(mib * (1 << 20)), window, max_age, seed)
 
 
-def fill(b: FeatureBuffer, lengths, version: int) -> None:
+def fill(b: HiddenStateBuffer, lengths, version: int) -> None:
     b.begin_step(version)
     for i, length in enumerate(lengths):
         b.add(random_chunk(CONFIG, length, i, version))
 
 
-def held(b: FeatureBuffer) -> list[tuple[int, int]]:
+def held(b: HiddenStateBuffer) -> list[tuple[int, int]]:
     """(version, length), sorted."""
     return sorted((key[0], e.sequence.length) for key, e in b._entries.items())
 
 
-def drawn(b: FeatureBuffer, times: int, budget: int = 128) -> list[DraftSequence]:
+def drawn(b: HiddenStateBuffer, times: int, budget: int = 128) -> list[DraftSequence]:
     return [piece for _ in range(times) for piece in b.sample(budget) or []]
 
 
@@ -192,7 +192,7 @@ def test_memory_is_bounded_and_nothing_larger_is_kept_alive() -> None:
     assert cut.length == 16 and cut.offset == 64 and cut.prompt_len == 1 and cut.answer_start == 3
     assert cut.hidden.untyped_storage().nbytes() == 15 * 4 * CONFIG.hidden_size
     torch.testing.assert_close(cut.hidden, whole.hidden[64:])
-    small = FeatureBuffer(5 * BYTES, 16, 0, 0)
+    small = HiddenStateBuffer(5 * BYTES, 16, 0, 0)
     fill(small, [40], 0)
     assert len(small) == 0 and small.counters.dropped_by_budget == 1
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.rollout import SyncSection
-from megatron_tlt.drafter.controller import DrafterUpkeep, Options, tokens_left
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.controller import OnlineDrafterController, Options, tokens_left
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
@@ -84,15 +84,15 @@ class Policy:
         yield "lm_head.weight", head + self.policy_version
 
 
-def upkeep_of(looks: int, backend: Backend) -> DrafterUpkeep:
+def upkeep_of(looks: int, backend: Backend) -> OnlineDrafterController:
     model = EagleModel(CONFIG)
     model.initialise(0)
-    trainer = OnlineTrainer(model, DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0}))
+    trainer = OnlineDrafterTrainer(model, DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0}))
     window = IdleWindow(PatientCoordinator(looks), IdlePolicy(min_tail_seconds=0.0), sleep=lambda _: None)
-    return DrafterUpkeep(WORLD, backend, BucketedSync(SyncSection(), backend, WORLD), window, trainer)
+    return OnlineDrafterController(WORLD, backend, BucketedSync(SyncSection(), backend, WORLD), window, trainer)
 
 
-def one_step(upkeep: DrafterUpkeep, backend: Backend, policy: Policy, monkeypatch) -> dict[str, float]:
+def one_step(upkeep: OnlineDrafterController, backend: Backend, policy: Policy, monkeypatch) -> dict[str, float]:
     monkeypatch.setattr("megatron_tlt.drafter.controller._all_reduce", lambda tensor: None)
     upkeep.begin_step(policy.policy_version)
     with upkeep.rollout() as progress:
@@ -134,7 +134,7 @@ def test_progress_is_a_sign_of_life_with_figures():
     told = []
     world = SimpleNamespace(rank=0, size=1, pulse=lambda **figures: told.append(figures))
     window = IdleWindow(SoloCoordinator(), IdlePolicy())
-    upkeep = DrafterUpkeep(world, Backend(), BucketedSync(SyncSection(), Backend(), WORLD), window)
+    upkeep = OnlineDrafterController(world, Backend(), BucketedSync(SyncSection(), Backend(), WORLD), window)
     with upkeep.rollout() as progress:
         progress(2, 1, 10)
     (figures,) = told
@@ -241,7 +241,7 @@ def test_a_run_that_does_not_train_drafts_with_the_checkpoint_and_hands_it_on(mo
     again = Backend()
     window = IdleWindow(SoloCoordinator(), IdlePolicy(train_drafter=False), sleep=lambda _: None)
     sync = BucketedSync(SyncSection(), again, WORLD)
-    resumed = DrafterUpkeep(WORLD, again, sync, window, None, Options(has_eagle=has_eagle))
+    resumed = OnlineDrafterController(WORLD, again, sync, window, None, Options(has_eagle=has_eagle))
     resumed.load_state_dict(upkeep.state_dict(), upkeep.drafter_state())
     for _ in range(2):
         resumed.push(policy)

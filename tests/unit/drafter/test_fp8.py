@@ -16,7 +16,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter import fp8
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.fp8 import EmulatedFp8Linear, round_fp8, use_fp8
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from megatron_tlt.models.eagle.model import EagleModel
@@ -114,7 +114,7 @@ def test_emulation_under_bf16_autocast() -> None:
 def test_no_gpu_is_an_error_that_says_what_goes(mode: str) -> None:
     section = DrafterSection(online={"fp8": mode})
     with pytest.raises(ConfigError, match=rf"drafter\.online\.fp8 = '{mode}': needs a GPU .*off or emulate"):
-        OnlineTrainer(model(), section)
+        OnlineDrafterTrainer(model(), section)
 
 
 def test_odd_sizes_are_named() -> None:

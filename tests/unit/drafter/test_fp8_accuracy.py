@@ -9,9 +9,9 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.measure import measure
-from megatron_tlt.drafter.online_trainer import OnlineTrainer
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.types import FeatureChunk
+from megatron_tlt.types import HiddenStateSample
 from tests.helpers.demo import demo_chunks, demo_config, demo_tables
 from tests.helpers.mpi import ROOT
 
@@ -31,7 +31,7 @@ def damaged_drafter() -> EagleModel:
     return model
 
 
-def overlap(weights, held_out: list[FeatureChunk]) -> list[float]:
+def overlap(weights, held_out: list[HiddenStateSample]) -> list[float]:
     """1 - TV by position, in fp32: FP8 is for training only."""
     plain = EagleModel(demo_config())
     plain.load_full(weights.items())
@@ -48,7 +48,7 @@ def test_acceptance_is_within_one_percent() -> None:
     reached = {}
     for mode in ("off", "emulate"):
         section = DrafterSection(online={"fp8": mode, "lr": 2e-3, "micro_step_tokens": 192})
-        trainer = OnlineTrainer(damaged_drafter(), section)
+        trainer = OnlineDrafterTrainer(damaged_drafter(), section)
         trainer.set_tables(0, *demo_tables())
         trainer.begin_step(0)
         for chunk in data:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_tlt.drafter.buffer import FeatureBuffer
+from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.sharing import Sharing, unwrap, wrap
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES
@@ -17,8 +17,8 @@ CONFIG = FAMILIES["llama"]
 MIB = 1 << 20
 
 
-def buffer(lengths, version: int = 0, first: int = 0) -> FeatureBuffer:
-    b = FeatureBuffer(64 * MIB, 64, 1, 0)
+def buffer(lengths, version: int = 0, first: int = 0) -> HiddenStateBuffer:
+    b = HiddenStateBuffer(64 * MIB, 64, 1, 0)
     b.begin_step(version)
     for i, length in enumerate(lengths):
         b.add(random_chunk(CONFIG, length, first + i, version))
@@ -54,7 +54,7 @@ def test_of_an_answer_that_does_not_fit_the_end_is_given() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
-    b = FeatureBuffer(64 * MIB, 64, 1, 0)
+    b = HiddenStateBuffer(64 * MIB, 64, 1, 0)
     b.begin_step(3)
     for i, length in enumerate((9, 30, 12)):
         chunk = random_chunk(CONFIG, length, i, 3)
@@ -73,7 +73,7 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     assert wrap([]) is None
 
 
-def lengths_of(b: FeatureBuffer) -> list[int]:
+def lengths_of(b: HiddenStateBuffer) -> list[int]:
     return sorted(e.sequence.length for e in b._entries.values())
 
 
@@ -94,7 +94,7 @@ def test_taken_answers_do_not_move_the_median_and_are_drawn() -> None:
 
 def test_the_end_of_a_long_answer_counts_as_long() -> None:
     """Cut by its own replica for its buffer, cut again to be sent, and longer than what it is given to."""
-    sender = FeatureBuffer(size_of(40), 30, 1, 0)
+    sender = HiddenStateBuffer(size_of(40), 30, 1, 0)
     sender.begin_step(0)
     chunk = random_chunk(CONFIG, 100, 100, 0)
     sender.add(chunk)
@@ -108,7 +108,7 @@ def test_the_end_of_a_long_answer_counts_as_long() -> None:
 
 
 def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
-    b = FeatureBuffer(size_of(20), 64, 1, 0)
+    b = HiddenStateBuffer(size_of(20), 64, 1, 0)
     b.begin_step(0)
     for key, answer in buffer([40, 20]).longest(MIB):
         b.take(key, answer)

@@ -9,8 +9,8 @@ from megatron_tlt.idle.messages import (
     MAX_REPORTS,
     Kind,
     Message,
-    Piece,
     Report,
+    RequestRange,
     pack,
     unpack,
 )
@@ -47,7 +47,7 @@ def test_reports_come_out_as_they_went_in(count):
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.REPORT])
 def test_other_messages_come_out_as_they_went_in(kind, count):
     rng = random.Random(count)
-    pieces = [Piece(rng.randrange(2**62), rng.randrange(2**32), rng.randrange(2**32)) for _ in range(count)]
+    pieces = [RequestRange(rng.randrange(2**62), rng.randrange(2**32), rng.randrange(2**32)) for _ in range(count)]
     data = pack(kind, 511, 2**40, -0.25, pieces=pieces)
     assert len(data) <= MAX_BYTES
     behind = bytearray(MAX_BYTES - len(data))

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.idle.board import StatusBoard
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, Piece, Report, pack, unpack
+from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, Report, RequestRange, pack, unpack
 from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.work_stealing import Takeover, pieces_of
@@ -21,9 +21,9 @@ TICK_S = 0.002
 
 def test_pieces_are_runs_of_samples():
     assert pieces_of([(7, 2), (3, 0), (7, 1), (3, 2), (7, 3)]) == [
-        Piece(3, 0, 1),
-        Piece(3, 2, 1),
-        Piece(7, 1, 3),
+        RequestRange(3, 0, 1),
+        RequestRange(3, 2, 1),
+        RequestRange(7, 1, 3),
     ]
     assert pieces_of([]) == []
 
@@ -72,9 +72,9 @@ def test_a_dry_rank_asks_and_is_settled_by_the_answer_alone(sent):
     assert sent.taken() == [(0, Kind.ASK, 1, ())]
     taker.handle(message(Kind.DRY, value=0.0))  # told to all; a grant may be on its way all the same
     assert not taker.is_settled
-    taker.handle(message(Kind.GIVE, 2, 1.0, [Piece(5, 0, 3)]))
+    taker.handle(message(Kind.GIVE, 2, 1.0, [RequestRange(5, 0, 3)]))
     assert not taker.is_settled
-    assert taker.collect() == (Piece(5, 0, 3),)
+    assert taker.collect() == (RequestRange(5, 0, 3),)
     taker.ask(1)
     assert taker.is_settled and taker.collect() == () and sent.taken() == []
 
@@ -89,7 +89,7 @@ def test_an_empty_gift_is_followed_by_the_next_question(sent):
 
 
 def test_a_large_gift_comes_in_several_messages(sent):
-    pieces = [Piece(i, 0, 1) for i in range(2 * MAX_PIECES + 5)]
+    pieces = [RequestRange(i, 0, 1) for i in range(2 * MAX_PIECES + 5)]
     giver, taker = Takeover(range(4), sent, lambda: (pieces, 9)), Takeover(range(4), sent, nothing)
     assert giver.handle(message(Kind.GRANT, value=3.0)) == 9
     gifts = sent.taken()

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.errors import TrainingError
-from megatron_tlt.resilience.nonfinite import NonFiniteWatch
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 
 NAN = float("nan")
@@ -29,16 +29,16 @@ BATCH = TrainBatch(
 )
 
 
-def watch(run_dir: Path, limit: int, rank: int = 0, dims: Dims | None = None) -> NonFiniteWatch:
+def watch(run_dir: Path, limit: int, rank: int = 0, dims: Dims | None = None) -> NonFiniteGuard:
     world: Any = SimpleNamespace(rank=rank, is_main=rank == 0)
-    return NonFiniteWatch(limit, run_dir, world, dims or Dims())
+    return NonFiniteGuard(limit, run_dir, world, dims or Dims())
 
 
 def out(norm: float) -> TrainOutput:
     return TrainOutput(4, {"grad_norm": norm, "loss": norm}, skipped=not np.isfinite(norm))
 
 
-def steps(guard: NonFiniteWatch, *norms: float) -> list[int]:
+def steps(guard: NonFiniteGuard, *norms: float) -> list[int]:
     return [int(guard.look(i, BATCH, out(n))["policy/nonfinite_in_a_row"]) for i, n in enumerate(norms, 1)]
 
 

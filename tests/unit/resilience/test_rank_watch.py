@@ -243,11 +243,11 @@ def test_a_run_directory_that_cannot_be_written_ends_no_rank(tmp_path):
 
 def test_phases_get_their_limit_from_their_own_history(tmp_path):
     times = iter(range(0, 10_000, 10))
-    from megatron_tlt.resilience.rank_watch import RankWatch
+    from megatron_tlt.resilience.rank_watch import WatchdogClient
 
     files.begin_attempt(tmp_path)
     section = WatchdogSection(slow_factor=2.0, slow_min_s=1.0, heartbeat_s=100)
-    watch = RankWatch(section, tmp_path, 0, 1, "a", clock=lambda: float(next(times)))
+    watch = WatchdogClient(section, tmp_path, 0, 1, "a", clock=lambda: float(next(times)))
     limits = []
     for order in range(1, 10):
         watch.enter("rollout" if order % 2 else "update", 0, order)

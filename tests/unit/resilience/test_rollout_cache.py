@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_tlt.config.rollout_cache import BankSection
-from megatron_tlt.resilience.rollout_cache import NoBank, Rollout, RolloutBank
+from megatron_tlt.config.rollout_cache import RolloutCacheSection
+from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout, RolloutCache
 from megatron_tlt.rollout.keys import row_key
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 
@@ -78,8 +78,8 @@ def run_step(
     fresh: bool = False,
 ) -> tuple[list[Sample], dict[str, float]]:
     """One process: starts after step - 1 steps, pushes weights, answers, is ended."""
-    bank = RolloutBank(
-        BankSection(),
+    bank = RolloutCache(
+        RolloutCacheSection(),
         run_dir,
         world or World(),  # type: ignore[arg-type]
         engine,
@@ -136,10 +136,10 @@ def test_a_fresh_start_empties_it(tmp_path: Path) -> None:
     assert engine.asked == ALL
 
 
-def reopened(run_dir: Path) -> RolloutBank:
+def reopened(run_dir: Path) -> RolloutCache:
     """The bank of one rank's next start."""
-    return RolloutBank(
-        BankSection(),
+    return RolloutCache(
+        RolloutCacheSection(),
         run_dir,
         World(),  # type: ignore[arg-type]
         Engine(),
@@ -180,8 +180,8 @@ def test_ranks_of_one_engine_that_read_differently_use_nothing(tmp_path: Path) -
     engine = Engine()
     world = World(0, 2, other)
     list_of_two = [("w", torch.ones(4))]
-    bank = RolloutBank(
-        BankSection(),
+    bank = RolloutCache(
+        RolloutCacheSection(),
         tmp_path,
         world,
         engine,
@@ -216,8 +216,8 @@ def test_no_bank_hands_everything_to_the_backend(caplog: pytest.LogCaptureFixtur
             return []
 
     with caplog.at_level("INFO"):
-        bank = NoBank(Backend(), PLAN, "it draws without keys")  # type: ignore[arg-type]
-        NoBank(Backend(), PLAN)  # type: ignore[arg-type]
+        bank = NoRolloutCache(Backend(), PLAN, "it draws without keys")  # type: ignore[arg-type]
+        NoRolloutCache(Backend(), PLAN)  # type: ignore[arg-type]
     assert caplog.text.count("no rollout bank") == 1 and "without keys" in caplog.text
     assert bank.generate(PROMPTS, None) == []  # type: ignore[arg-type]
     assert calls == [(PROMPTS, PLAN.params, 4, None)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.resilience.rollout_cache_file import encode, encode_header, prompt_sum, read_file
-from megatron_tlt.resilience.rollout_cache_writer import BankWriter
+from megatron_tlt.resilience.rollout_cache_writer import RolloutCacheWriter
 from megatron_tlt.types import Prompt, Sample
 
 KEY = {"weights": "abc", "stop": ["x"], "temperature": 1.0}
@@ -79,7 +79,7 @@ def test_a_foreign_file_is_none(tmp_path: Path, data: bytes) -> None:
 
 
 def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:
-    writer, path = BankWriter(0.01, 1 << 20), tmp_path / "bank/step-000001/replica.bank"
+    writer, path = RolloutCacheWriter(0.01, 1 << 20), tmp_path / "bank/step-000001/replica.bank"
     writer.begin(path, KEY)
     writer.flush()
     assert not (tmp_path / "bank").exists()  # no answer yet
@@ -102,7 +102,7 @@ def test_adding_never_waits_for_the_disk_and_every_record_is_synced(tmp_path: Pa
         assert may_go_on.wait(30)
         syncs.append(os.fstat(fd).st_size)
 
-    writer, path = BankWriter(0.0, 1 << 20, slow), tmp_path / "s/replica.bank"
+    writer, path = RolloutCacheWriter(0.0, 1 << 20, slow), tmp_path / "s/replica.bank"
     writer.begin(path, KEY)
     for sample in ANSWERS:
         writer.add(sample, SUMS[sample.prompt_id])  # returns, though the thread hangs in its first fsync
@@ -115,7 +115,7 @@ def test_adding_never_waits_for_the_disk_and_every_record_is_synced(tmp_path: Pa
 
 def test_what_is_written_last_is_synced_without_another_answer(tmp_path: Path) -> None:
     synced = threading.Event()
-    writer = BankWriter(0.02, 1 << 20, lambda fd: synced.set())
+    writer = RolloutCacheWriter(0.02, 1 << 20, lambda fd: synced.set())
     writer.begin(tmp_path / "s/replica.bank", KEY)
     writer.add(ANSWERS[0], 0)
     assert synced.wait(30)
@@ -124,7 +124,7 @@ def test_what_is_written_last_is_synced_without_another_answer(tmp_path: Path) -
 
 def test_a_full_budget_stops_banking_until_a_step_is_removed(tmp_path: Path) -> None:
     size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
-    writer = BankWriter(1.0, size + 8)
+    writer = RolloutCacheWriter(1.0, size + 8)
     first, second = tmp_path / "1/a", tmp_path / "2/a"
     writer.begin(first, KEY)
     for sample in ANSWERS[:2]:
@@ -141,7 +141,7 @@ def test_a_full_budget_stops_banking_until_a_step_is_removed(tmp_path: Path) -> 
 
 def test_a_budget_too_small_for_the_next_header_ends_nothing(tmp_path: Path) -> None:
     size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
-    writer = BankWriter(1.0, size + 1)
+    writer = RolloutCacheWriter(1.0, size + 1)
     for step in range(3):
         writer.begin(tmp_path / f"{step}/a", KEY)
         writer.add(ANSWERS[0], 0)
@@ -156,7 +156,7 @@ def test_a_budget_too_small_for_the_next_header_ends_nothing(tmp_path: Path) -> 
 
 
 def test_a_mistake_of_the_writer_does_not_hang_the_run(tmp_path: Path) -> None:
-    writer = BankWriter(1.0, 1 << 20)
+    writer = RolloutCacheWriter(1.0, 1 << 20)
     writer.begin(tmp_path / "1/a", KEY)
     writer.add(object(), 0)  # type: ignore[arg-type]
     writer.flush()
@@ -166,7 +166,7 @@ def test_a_mistake_of_the_writer_does_not_hang_the_run(tmp_path: Path) -> None:
 
 def test_what_another_writer_removed_counts_no_more(tmp_path: Path) -> None:
     size = len(encode_header(KEY)) + len(encode(ANSWERS[0], 0))
-    writer = BankWriter(1.0, size + 8)
+    writer = RolloutCacheWriter(1.0, size + 8)
     for step in range(5):
         path = tmp_path / f"{step}/a"
         writer.begin(path, KEY)
@@ -180,7 +180,7 @@ def test_what_another_writer_removed_counts_no_more(tmp_path: Path) -> None:
 
 def test_a_disk_error_ends_banking_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    writer = BankWriter(1.0, 1 << 20)
+    writer = RolloutCacheWriter(1.0, 1 << 20)
     writer.begin(tmp_path / "file/step/replica.bank", KEY)  # its directory is a file
     with caplog.at_level("WARNING"):
         for sample in ANSWERS:

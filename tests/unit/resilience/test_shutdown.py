@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.config.shutdown import StopSection
+from megatron_tlt.config.shutdown import ShutdownSection
 from megatron_tlt.distributed.signals import ECHO_S, TERM, WARNING, StopSignals
 from megatron_tlt.errors import BackendError
-from megatron_tlt.resilience.shutdown import LeavingError, RolloutDroppedError, StopKeeper
+from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown, RolloutInterrupted
 
 
 class Clock:
@@ -39,8 +39,8 @@ def keeper(clock, store=None, **options):
     """A keeper with its signals. Where it has a store it is one of two ranks, else alone."""
     signals = StopSignals(clock, exit_now=lambda code: None)
     world = SimpleNamespace(size=1 if store is None else 2, store=store)
-    section = StopSection(warning_s=100, term_s=20, save_s=10)
-    return StopKeeper(world, section, signals, clock=clock, **options), signals
+    section = ShutdownSection(warning_s=100, term_s=20, save_s=10)
+    return GracefulShutdown(world, section, signals, clock=clock, **options), signals
 
 
 def finish_step(stop, clock, rest, update):
@@ -67,7 +67,7 @@ def test_a_rollout_goes_on_as_long_as_the_rest_of_the_step_fits(clock):
     clock.now += 100 - 10 - 30  # all but the checkpoint and the rest of the step, as measured
     stop.check_rollout()
     clock.now += 0.1
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         stop.check_rollout()
 
 
@@ -80,7 +80,7 @@ def test_a_rollout_that_ends_in_time_is_finished_and_left_after_the_step(clock):
     clock.now += 10
     stop.agree("update")
     clock.now += 20
-    with pytest.raises(LeavingError, match="done"):
+    with pytest.raises(GracefulExit, match="done"):
         stop.agree_at_end()
     assert not stop.dropped
 
@@ -94,7 +94,7 @@ def test_an_update_that_would_not_fit_any_more_is_not_begun(clock):
     clock.now += (
         16  # scoring took longer than before: 29 seconds are left, 20 and the checkpoint's 10 are needed
     )
-    with pytest.raises(LeavingError, match="dropped"):
+    with pytest.raises(GracefulExit, match="dropped"):
         stop.agree("update")
     assert stop.dropped
 
@@ -107,7 +107,7 @@ def test_a_second_signal_drops_at_once(clock):
     stop.check_rollout()
     clock.now += ECHO_S
     signals.note(WARNING)
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         stop.check_rollout()
 
 
@@ -117,15 +117,15 @@ def test_sigterm_leaves_less_time(clock):
     clock.now += 9
     stop.check_rollout()
     clock.now += 2
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         stop.check_rollout()
 
 
 def test_a_signal_that_came_before_anything_was_built_counts(clock):
     signals = StopSignals(clock)
     signals.note(WARNING)
-    stop = StopKeeper(SimpleNamespace(size=1), StopSection(), signals, clock=clock)
-    with pytest.raises(LeavingError):
+    stop = GracefulShutdown(SimpleNamespace(size=1), ShutdownSection(), signals, clock=clock)
+    with pytest.raises(GracefulExit):
         stop.agree_at_end()
 
 
@@ -141,7 +141,7 @@ def test_other_ranks_hear_it_through_the_store_and_count_with_them(clock):
     clock.now += 89
     hearing.check_rollout()
     clock.now += 2
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         hearing.check_rollout()
 
 
@@ -153,7 +153,7 @@ def test_other_ranks_hear_a_second_signal_too(clock):
     hearing.check_rollout()
     clock.now += ECHO_S
     signals.note(WARNING)
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         hearing.check_rollout()
 
 
@@ -170,7 +170,7 @@ def test_other_ranks_hear_a_sooner_end_within_the_echo(clock):
     clock.now += 9
     hearing.check_rollout()
     clock.now += 2  # 9 s are left, and 10 are needed for the checkpoint
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         hearing.check_rollout()
 
 
@@ -187,7 +187,7 @@ def test_ranks_of_one_engine_drop_together_or_not_at_all(clock):
     stop, _ = keeper(clock, agree_in_engine=lambda mine: max(mine, *others))
     stop.check_rollout()
     others[0] = 1
-    with pytest.raises(RolloutDroppedError):
+    with pytest.raises(RolloutInterrupted):
         stop.check_rollout()
 
 
@@ -208,7 +208,7 @@ def test_guarded_says_that_a_rollout_was_cut_short(clock):
     signals.note(TERM)
     clock.now += 15
     assert stop.guarded(lambda tell: tell(1, 0, 0)) == ([], True)
-    with pytest.raises(LeavingError):
+    with pytest.raises(GracefulExit):
         stop.agree("rollout", dropped=True)
 
 

@@ -14,9 +14,9 @@ import torch
 from megatron_tlt.drafter.pretrain import policy_hidden
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
-from megatron_tlt.rollout.hidden_states import FeatureTap
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.types import FeatureChunk, SamplingParams
+from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import Job, answer_all, make_engine, random_jobs, small_config
 from tests.helpers.speculating import speculating_engine
@@ -44,13 +44,13 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def tapped(engine: Engine, min_tokens: int = 2) -> list[FeatureChunk]:
-    chunks: list[FeatureChunk] = []
-    engine.features = FeatureTap(chunks.append, min_tokens)
+def tapped(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
+    chunks: list[HiddenStateSample] = []
+    engine.features = HiddenStateCollector(chunks.append, min_tokens)
     return chunks
 
 
-def check(engine: Engine, jobs: list[Job], chunks: list[FeatureChunk], exact: bool) -> int:
+def check(engine: Engine, jobs: list[Job], chunks: list[HiddenStateSample], exact: bool) -> int:
     """Answers `jobs`; what was tapped is complete and right. Returns how many rows were compared."""
     requests = [
         r
@@ -149,10 +149,10 @@ def test_aborted_requests_emit_nothing() -> None:
 def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
     engine = make_engine(CONFIG, WEIGHTS)
 
-    def refuse(chunk: FeatureChunk) -> None:
+    def refuse(chunk: HiddenStateSample) -> None:
         raise RuntimeError("full")
 
-    engine.features = FeatureTap(refuse, min_tokens=1)
+    engine.features = HiddenStateCollector(refuse, min_tokens=1)
     for max_tokens in (1, 4):
         engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
         with pytest.raises(RuntimeError, match="full"):

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from megatron_tlt.rollout.paged_hidden_states import HiddenPages, page_bytes
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates, page_bytes
 
 BLOCKS, SIZE, WIDTH = 9, 4, 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
-    rng, pages = random.Random(0), HiddenPages(BLOCKS, SIZE, WIDTH, dtype)
+    rng, pages = random.Random(0), PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype)
     known = {slot: [0.0] * WIDTH for slot in range(BLOCKS * SIZE)}
     for _ in range(200):
         kind = rng.choice(["write", "blocks", "slots"])
@@ -42,7 +42,7 @@ def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
 
 
 def test_what_was_read_is_a_copy() -> None:
-    pages = HiddenPages(BLOCKS, SIZE, WIDTH)
+    pages = PagedHiddenStates(BLOCKS, SIZE, WIDTH)
     read = pages.read([2, 0], 5)
     pages.data[:] = 1
     assert not read.any()
@@ -50,4 +50,4 @@ def test_what_was_read_is_a_copy() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_of_a_block(dtype: torch.dtype) -> None:
-    assert HiddenPages(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(SIZE, WIDTH, dtype)
+    assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(SIZE, WIDTH, dtype)

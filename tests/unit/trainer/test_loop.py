@@ -12,7 +12,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.dims import Dims
-from megatron_tlt.resilience.rollout_cache import NoBank, Rollout
+from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout
 from megatron_tlt.trainer.batch_assembly import make_sequence
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.types import (
@@ -98,7 +98,7 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         "backend": backend,
         "upkeep": Upkeep(),
         "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
-        "bank": NoBank(backend, Rollout(SamplingParams(), 2)),  # type: ignore[arg-type]
+        "bank": NoRolloutCache(backend, Rollout(SamplingParams(), 2)),  # type: ignore[arg-type]
     }
     others = dict.fromkeys(("evaluator", "checkpoints"))
     trainer = RLTrainer(config, OneRank(), **parts, **others)  # type: ignore[arg-type]

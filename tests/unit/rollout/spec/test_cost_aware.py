@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.cost_aware import CostAware
+from megatron_tlt.rollout.spec.cost_aware import CostModelSelector
 from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import SpecWorld, gpu_seconds, linear_seconds, tiled_seconds
@@ -60,14 +60,14 @@ def lengths(seed, count=64):
 @pytest.mark.parametrize("running", [1, 2, 5, 16, 64])
 def test_within_five_percent_of_the_best_fixed_strategy(running, name):
     steps = 1500
-    reached = speed(CostAware("eagle", 8), running, SpecWorld(seed=1, **WORLDS[name]), 3000, steps)
+    reached = speed(CostModelSelector("eagle", 8), running, SpecWorld(seed=1, **WORLDS[name]), 3000, steps)
     assert reached >= 0.95 * best_fixed(running, name)
 
 
 @pytest.mark.parametrize("name", LOSING)
 @pytest.mark.parametrize("running", [1, 4, 32])
 def test_where_drafting_loses_it_costs_two_percent_at_most(running, name):
-    selector, world = CostAware("eagle", 8), SpecWorld(seed=1, **LOSING[name])
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **LOSING[name])
     assert speed(selector, running, world, 0, 4000) >= 0.93  # the price of finding out
     assert speed(selector, running, world, 4000, 8000) >= 0.98
 
@@ -79,7 +79,7 @@ def test_whole_rollouts_with_a_long_tail(name, least):
     """About 40 steps in each regime of each rollout: it takes several rollouts to find out."""
     total = np.zeros(2)
     for seed in (0, 1):
-        selector, engine = CostAware("eagle", 8), SpecWorld(seed=seed, **(WORLDS | LOSING)[name])
+        selector, engine = CostModelSelector("eagle", 8), SpecWorld(seed=seed, **(WORLDS | LOSING)[name])
         first, *later = (engine.drain(selector, lengths(i)) for i in range(16))
         assert first[1] / first[0] > 0.55  # the price of finding out
         total += np.array(later[7:]).sum(0)
@@ -89,7 +89,7 @@ def test_whole_rollouts_with_a_long_tail(name, least):
 
 @pytest.mark.parametrize("name", ["gpu", "useless"])
 def test_batch_sizes_that_change_at_every_step(name):
-    selector, world = CostAware("eagle", 8), SpecWorld(seed=2, **(WORLDS | LOSING)[name])
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=2, **(WORLDS | LOSING)[name])
     rng = np.random.default_rng(0)
     spent = plain = 0.0
     for step in range(4000):
@@ -104,7 +104,7 @@ def test_batch_sizes_that_change_at_every_step(name):
 
 
 def test_a_drafter_that_turns_bad_is_dropped_and_taken_up_again():
-    selector, world = CostAware("eagle", 8), SpecWorld(seed=3)
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=3)
     assert speed(selector, 1, world, 500, 1000) > 1.7
     world.quality = 0.02
     assert speed(selector, 1, world, 1000, 4000) > 0.97
@@ -116,31 +116,31 @@ def test_plain_steps_after_drafts_are_not_taken_for_what_plain_decoding_costs():
     """They find the caches full of the drafter's data. A drafter that loses looks as if it paid."""
     for seed in range(4):
         world = SpecWorld(seed=seed, step_seconds=tiled_seconds, cold=COLD, quality=0.7)
-        assert speed(CostAware("eagle", 8), 4, world, 400, 4000) >= 0.98
+        assert speed(CostModelSelector("eagle", 8), 4, world, 400, 4000) >= 0.98
 
 
 def test_plain_decoding_comes_first_then_drafts():
-    selector, world = CostAware("eagle", 8), SpecWorld()
+    selector, world = CostModelSelector("eagle", 8), SpecWorld()
     world.start([1 << 40] * 4)
     kinds = [world.step(selector)[0].kind for _ in range(30)]
     assert kinds == ["none"] * 20 + ["eagle"] * 10
 
 
 def test_a_hybrid_plays_its_trained_part_alone_too():
-    assert [(a.kind, a.draft_len, a.min_survival > 0) for a in CostAware("hybrid", 11).arms] == [
+    assert [(a.kind, a.draft_len, a.min_survival > 0) for a in CostModelSelector("hybrid", 11).arms] == [
         ("none", 0, False),
         *[(kind, 11, True) for kind in ("hybrid", "eagle")],
         ("hybrid", 11, False),
         ("eagle", 5, False),
         ("eagle", 2, False),
     ]
-    lengths = [a.draft_len for a in CostAware("suffix", 3, 2).arms if a.topk == 2]
+    lengths = [a.draft_len for a in CostModelSelector("suffix", 3, 2).arms if a.topk == 2]
     assert lengths == [3, 3, 2]  # never more than configured
 
 
 def learned(draft_len=8, topk=1, seconds=lambda rows: 200e-6 + 20e-6 * rows):
     """A selector that knows what steps of one request cost, and of no gain by drafting."""
-    selector = CostAware("eagle", draft_len, topk)
+    selector = CostModelSelector("eagle", draft_len, topk)
     for _ in range(40):
         for rows in range(1, 11):
             selector.step_costs.observe(1, rows, seconds(rows))
@@ -174,7 +174,7 @@ def test_trees_are_admitted_by_survival_alone():
 def test_a_token_must_promise_more_where_rows_cost_more():
     least = {}
     for name, world in (("stairs", {}), ("gpu", GPU)):
-        selector = CostAware("eagle", 8)
+        selector = CostModelSelector("eagle", 8)
         SpecWorld(seed=5, **world).run(selector, 1500, 16)
         strategies = selector._priced(16).strategies
         least[name] = next(s.min_survival for s in strategies if s.min_survival)
@@ -183,7 +183,7 @@ def test_a_token_must_promise_more_where_rows_cost_more():
 
 def test_follows_the_strategy_of_another_rank():
     """Rank 0 of a tensor-parallel group decides; the others' clocks may have told them otherwise."""
-    leader, follower = CostAware("eagle", 8), CostAware("eagle", 8)
+    leader, follower = CostModelSelector("eagle", 8), CostModelSelector("eagle", 8)
     survival, depths = np.array([0.9, 0.8, 0.9], np.float32), np.array([1, 2, 1], np.int32)
     disagreed = 0
     for step in range(2000):
@@ -202,7 +202,7 @@ def test_follows_the_strategy_of_another_rank():
 
 
 def test_one_slow_step_does_not_end_drafting():
-    selector, world = CostAware("eagle", 8), SpecWorld(noise=0.0, outliers=0.0)
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(noise=0.0, outliers=0.0)
     assert speed(selector, 1, world, 1000, 500) > 1.6
     while selector._races[1].is_trial:
         world.step(selector)
@@ -216,7 +216,7 @@ def test_one_slow_step_does_not_end_drafting():
 def test_equal_inputs_give_equal_decisions():
     played = []
     for _ in range(2):
-        selector, world = CostAware("eagle", 8), SpecWorld(seed=9)
+        selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=9)
         world.start(lengths(1))
         played.append([])
         while len(world.lengths):
@@ -225,10 +225,10 @@ def test_equal_inputs_give_equal_decisions():
 
 
 def test_state_survives_a_round_trip_through_json():
-    selector, world = CostAware("eagle", 8), SpecWorld(seed=6)
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=6)
     for i in range(4):
         world.drain(selector, lengths(i))
-    other = CostAware("eagle", 8)
+    other = CostModelSelector("eagle", 8)
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert other.state_dict() == selector.state_dict()
     assert {r: other.select(r).name for r in (1, 5, 40)} == {
@@ -237,7 +237,7 @@ def test_state_survives_a_round_trip_through_json():
 
 
 def test_state_of_another_selector_version_or_drafter_is_left_alone():
-    trained = CostAware("eagle", 8)
+    trained = CostModelSelector("eagle", 8)
     SpecWorld().run(trained, 60, 2)
     state = trained.state_dict()
     before = state.copy()
@@ -248,6 +248,6 @@ def test_state_of_another_selector_version_or_drafter_is_left_alone():
         ("eagle", 8, {"selector": "beg_mab"}),
         ("eagle", 8, before),
     ):
-        other = CostAware(kind, length)
+        other = CostModelSelector(kind, length)
         other.load_state_dict(saved)
         assert not other.step_costs.is_known and other.select(2) == NO_DRAFT

@@ -16,7 +16,7 @@ from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.eagle import NativeEagle
 from megatron_tlt.models.native.pairs import native_pairs
 from megatron_tlt.rollout.batch import Batch, Chunk
-from megatron_tlt.rollout.paged_hidden_states import HiddenPages
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
@@ -62,7 +62,7 @@ class Twins:
         self.random, self.dtype, self.blocks = np.random.default_rng(seed), dtype, blocks
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size)
         self.decoder = make_decoder(dtype)
-        self.pages = HiddenPages(MOST * blocks, SIZE, CONFIG.hidden_size, dtype)
+        self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size, dtype)
         make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW, want_probs=want_probs)
         self.native, self.arrays = make(self.decoder), make(ByArrays(self.decoder))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
@@ -249,7 +249,7 @@ def test_wrong_input_is_refused() -> None:
 
 def test_arrays_that_c_cannot_read_are_refused() -> None:
     decoder, rows = make_decoder(), RunningRows(MOST, 64, BLOCKS, CONFIG.vocab_size)
-    pages = partial(HiddenPages, BLOCKS, SIZE)
+    pages = partial(PagedHiddenStates, BLOCKS, SIZE)
     rows.block_tables = np.asfortranarray(rows.block_tables)
     with pytest.raises(BackendError, match="block_tables must be contiguous"):
         EagleDrafter(decoder, rows, pages(CONFIG.hidden_size), WINDOW)

@@ -6,7 +6,7 @@ import pytest
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
-from megatron_tlt.rollout.spec.cost_aware import CostAware
+from megatron_tlt.rollout.spec.cost_aware import CostModelSelector
 from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.rollout.spec.strategy import build_selector
 from megatron_tlt.types import DraftStrategy
@@ -26,7 +26,7 @@ def test_the_factory_builds_what_is_configured():
     assert isinstance(bandit, BucketedEpsilonGreedy)
     assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1)
     aware = build_selector(SpeculationSection(min_survival=0.3), "hybrid")
-    assert isinstance(aware, CostAware) and aware.kind == "hybrid"
+    assert isinstance(aware, CostModelSelector) and aware.kind == "hybrid"
     assert aware.select(1).kind == "none"  # plain decoding comes first: what the rest is measured by
 
 
