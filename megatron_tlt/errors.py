@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> str:
+    """The first `most` items joined by `separator`, and how many more there are: lists in messages."""
+    words = [str(item) for item in items[:most]]
+    if len(items) > most:
+        words.append(f"and {len(items) - most} more")
+    return separator.join(words)
 
 
 class TltError(Exception):

@@ -29,14 +29,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from megatron_tlt.actor.checkpoint_files import LATEST, MANIFEST, model_record, read_manifest
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import Family, ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "metadata.json"
 METADATA = ".metadata"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_SHOWN = 8
 _TELLING: dict[str, Family] = {
     "self_attention.linear_qkv.bias": "qwen2",
     "self_attention.q_layernorm.weight": "qwen3",
@@ -120,7 +119,9 @@ class MegatronDir:
             elif file.stat().st_size < end:
                 problems.append(f"{name} is torn: {file.stat().st_size} of {end} bytes")
         if problems:
-            raise CheckpointError(f"Megatron checkpoint {self.directory}: {'; '.join(problems[:_SHOWN])}")
+            raise CheckpointError(
+                f"Megatron checkpoint {self.directory}: {shortened(problems, separator='; ')}"
+            )
 
     # ---- what is there
 
@@ -176,16 +177,16 @@ class MegatronDir:
             misfits += self._misfits(config, slot, found)
             if not found:
                 absent.append(slot.paths[-1])
-        problems = [f"missing: {_list(absent)}"] if absent else []
+        problems = [f"missing: {shortened(absent)}"] if absent else []
         if extra := [key for key in self.weight_keys() if key not in used]:
-            problems.append(f"unexpected: {_list(extra)}")
+            problems.append(f"unexpected: {shortened(extra)}")
         if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:
-            problems.append(f"weights of type {_list(strange)}")
+            problems.append(f"weights of type {shortened(strange)}")
         problems += dict.fromkeys(misfits)  # all layers of a shared tensor say the same
         if problems:
-            shown = "; ".join(problems[:_SHOWN])
+            listed = shortened(problems, separator="; ")
             raise CheckpointError(
-                f"Megatron checkpoint {self.directory} does not fit the config.json: {shown}"
+                f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}"
             )
 
     def _check_model(self, config: ModelConfig) -> None:
@@ -358,8 +359,3 @@ def read_metadata(file: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{file} holds no checkpoint metadata")
     return metadata
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hf_names import Slot, shard, slots, unshard
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
 
 _INIT_STD = 0.02
@@ -48,9 +48,8 @@ def load_weights(
         for part in [n for n in held if not any(s in waiting for s in by_name[n])]:
             del held[part]
     if waiting:
-        raise CheckpointError(
-            f"weights did not arrive: {[n for s in waiting for n in s.hf_names if n not in held][:8]}"
-        )
+        missing = [name for slot in waiting for name in slot.hf_names if name not in held]
+        raise CheckpointError(f"weights did not arrive: {shortened(missing)}")
 
 
 def _fill(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import BackendError, CheckpointError, SyncError
+from megatron_tlt.errors import BackendError, CheckpointError, SyncError, shortened
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.sync.buckets import checksum
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
-_SHOWN = 5
 _SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
 NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
 
@@ -289,9 +288,7 @@ class EmbeddedBackend:
         if self._open is None:
             raise SyncError("finish_update without begin_update")
         if self._missing:
-            names = sorted(self._missing)
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise SyncError(f"the push of version {self._open} lacks {', '.join(names[:_SHOWN])}{more}")
+            raise SyncError(f"the push of version {self._open} lacks {shortened(sorted(self._missing))}")
         self._version, self._open = self._open, None
         self._drafter_version = self._next_drafter
         self.engine.policy_version = self._version

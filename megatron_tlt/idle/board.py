@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_tlt.errors import shortened
 from megatron_tlt.idle.policy import BusyReplica, expected_tail
 from megatron_tlt.idle.state import RankState
 
 if TYPE_CHECKING:
     from megatron_tlt.idle.messages import Report
     from megatron_tlt.interfaces import Clock
-
-_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +142,5 @@ class StatusBoard:
         parts = []
         for name in ("UNKNOWN", *(state.name for state in RankState)):
             if members := groups.get(name):
-                more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
-                parts.append(f"{name}: {', '.join(str(e) for e in members[:_SHOWN])}{more}")
+                parts.append(f"{name}: {shortened(members, 16)}")
         return "; ".join(parts)

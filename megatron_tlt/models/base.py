@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.loader import is_ignorable
@@ -107,8 +107,7 @@ class WeightLedger:
             self._ever.add(name)
         missing = [name for name in self._wanted if name not in seen]
         if missing and not partial:
-            more = ", ..." if len(missing) > 8 else ""
-            raise CheckpointError(f"{len(missing)} weights were not given: {', '.join(missing[:8])}{more}")
+            raise CheckpointError(f"{len(missing)} weights were not given: {shortened(missing)}")
 
 
 class Shard:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHOWN = 8  # names listed in one error
 
 
 def shards(directory: str | Path) -> dict[str, Path] | None:
@@ -31,11 +30,5 @@ def shards(directory: str | Path) -> dict[str, Path] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{root / INDEX} cannot be read: {e!r}") from e
     if absent:
-        raise CheckpointError(f"{root / INDEX} names files that are missing: {listed(absent)}")
+        raise CheckpointError(f"{root / INDEX} names files that are missing: {shortened(absent)}")
     return {name: root / file for name, file in mapping.items()}
-
-
-def listed(names: list[str]) -> str:
-    """The first few of them, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

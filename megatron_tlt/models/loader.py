@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import INDEX, SHOWN, SINGLE, listed, shards
+from megatron_tlt.models.hf_files import INDEX, SINGLE, shards
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
@@ -44,22 +44,21 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
     files, wanted = weight_files(directory), config.parameter_shapes()
     problems = []
     if missing := [n for n in wanted if n not in files]:
-        problems.append(f"missing: {listed(missing)}")
+        problems.append(f"missing: {shortened(missing)}")
     if extra := [n for n in files if n not in wanted and not is_ignorable(n, config)]:
-        problems.append(f"unexpected: {listed(extra)}")
+        problems.append(f"unexpected: {shortened(extra)}")
     for file in sorted(set(files.values())):
         with open_tensors(file) as f:
             stored = set(f.keys())
             here = [n for n, where in files.items() if where == file and n in wanted]
             if absent := [n for n in here if n not in stored]:
-                problems.append(f"in the index but not in {file.name}: {listed(absent)}")
+                problems.append(f"in the index but not in {file.name}: {shortened(absent)}")
             for name in here:
                 if name in stored and (shape := tuple(f.get_slice(name).get_shape())) != wanted[name]:
                     problems.append(f"{name} has shape {shape}, the configuration says {wanted[name]}")
     if problems:
-        raise CheckpointError(
-            f"weights in {directory} do not fit its config.json: " + "; ".join(problems[:SHOWN])
-        )
+        listed = shortened(problems, separator="; ")
+        raise CheckpointError(f"weights in {directory} do not fit its config.json: {listed}")
     return files
 
 
@@ -142,7 +141,7 @@ def _write_shards(
         seen.add(name)
     flush()
     if missing := [n for n in wanted if n not in seen]:
-        raise CheckpointError(f"cannot save {scratch.parent}: missing {listed(missing)}")
+        raise CheckpointError(f"cannot save {scratch.parent}: missing {shortened(missing)}")
     return shards
 
 

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_tlt.errors import shortened
 from megatron_tlt.resilience.status_files import Beat
 
 _FEWEST = 3  # durations without which there is no expectation
 _SPREADS = 6.0
 _TO_SIGMA = 1.4826  # from a median absolute deviation, if durations were normal
-_SHOWN = 16
 _SEVERITY = (
     "killed", "hung", "failed", "lost", "stopped", "silent", "slow", "running", "ended", "saved", "done"
 )  # fmt: skip
@@ -125,11 +125,9 @@ def where(beat: Beat) -> str:
 def listed(beats: Sequence[Beat]) -> str:
     """Ranks with what they do, for messages; at most 16."""
     parts = [
-        f"{place(b)} in {where(b)}, silent for {b.silent_seconds:.0f} s{_process(b.process)}"
-        for b in beats[:_SHOWN]
+        f"{place(b)} in {where(b)}, silent for {b.silent_seconds:.0f} s{_process(b.process)}" for b in beats
     ]
-    more = [f"and {len(beats) - _SHOWN} more"] if len(beats) > _SHOWN else []
-    return "; ".join(parts + more)
+    return shortened(parts, 16, separator="; ")
 
 
 def _process(letter: str) -> str:

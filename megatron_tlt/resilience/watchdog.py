@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_tlt.errors import shortened
 from megatron_tlt.resilience import hang_detector as judge
 from megatron_tlt.resilience import status_files as files
 from megatron_tlt.resilience.deaths import Deaths
@@ -192,10 +193,9 @@ class Sidecar:
         if worst < self._warned.get(order, 0.0):
             return
         self._warned = {order: 2 * worst}
-        names = ", ".join(f"{judge.place(b)} for {b.phase_seconds:.0f} s" for b in slow[:16])
-        more = f" and {len(slow) - 16} more" if len(slow) > 16 else ""
+        names = shortened([f"{judge.place(b)} for {b.phase_seconds:.0f} s" for b in slow], 16)
         self._warn(
-            f"slow: {judge.where(slow[0])}: {names}{more}; from earlier ones at most {slow[0].limit_seconds:.0f} s "
+            f"slow: {judge.where(slow[0])}: {names}; from earlier ones at most {slow[0].limit_seconds:.0f} s "
             "were expected"
         )
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from megatron_tlt.errors import SyncError
+from megatron_tlt.errors import SyncError, shortened
 from megatron_tlt.sync.buckets import checksum, fill_buckets
 
 if TYPE_CHECKING:
@@ -67,14 +67,14 @@ class BucketedSync:
         wrong = sorted(name for name in sent.keys() | got.keys() if sent.get(name) != got.get(name))
         if wrong:
             raise SyncError(
-                f"rank {self._world.rank}: the engine holds other bytes than were pushed: {_some(wrong)}"
+                f"rank {self._world.rank}: the engine holds other bytes than were pushed: {shortened(wrong)}"
             )
         # The stream itself crossed ranks (pipeline stages, tensor shards): all engines must hold one policy.
         for rank, other in enumerate(self._world.all_gather_object(got)):
             wrong = sorted(name for name in got.keys() | other.keys() if got.get(name) != other.get(name))
             if wrong:
                 raise SyncError(
-                    f"engines of ranks {self._world.rank} and {rank} hold different weights: {_some(wrong)}"
+                    f"engines of ranks {self._world.rank} and {rank} hold different weights: {shortened(wrong)}"
                 )
 
 
@@ -90,8 +90,3 @@ class _Counted:
             if self._sums is not None:
                 self._sums[name] = checksum(tensor)
             yield name, tensor
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

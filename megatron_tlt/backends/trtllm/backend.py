@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, EngineSize, Speculation, build_sampling_params
 from megatron_tlt.backends.wire import WireError
-from megatron_tlt.errors import BackendError, SyncError
+from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     TRTLLM_CAPABILITIES,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
-_SHOWN = 5
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
@@ -350,7 +349,7 @@ class TrtllmBackend:
         if not names:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
         if weights.keys() != names:
-            wrong = ", ".join(sorted(weights.keys() ^ names)[:_SHOWN])
+            wrong = shortened(sorted(weights.keys() ^ names))
             raise SyncError(
                 f"the drafter of version {version} has not the tensors it was started with: {wrong}"
             )
@@ -363,9 +362,7 @@ class TrtllmBackend:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
         push = self._must_be_open("finish_update")
         if push.missing:
-            names = sorted(push.missing)
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise SyncError(f"the push of version {push.version} lacks {', '.join(names[:_SHOWN])}{more}")
+            raise SyncError(f"the push of version {push.version} lacks {shortened(sorted(push.missing))}")
         reply = self.process.call("finish_update", version=push.version)
         self._transport.finish()
         if reply["drafter_checksums"] != push.drafter_sums:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
-_SHOWN = 8
 _FIRST_POSITIONS = 4096
 
 
@@ -290,8 +289,8 @@ def check_eagle3_tensors(given: Mapping[str, Tensor], config: Eagle3Config) -> N
     if not problems and config.reduced:
         problems = _vocabulary_problems(given["d2t"], given["t2d"])
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError("the drafter does not fit the policy: " + "; ".join(problems[:_SHOWN]) + more)
+        listed = shortened(problems, separator="; ")
+        raise CheckpointError(f"the drafter does not fit the policy: {listed}")
 
 
 def _vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.base import Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
@@ -25,7 +25,6 @@ from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
-_SHOWN = 8
 
 
 class _Norm(nn.Module):
@@ -198,5 +197,5 @@ def check_eagle_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig
         if name in given and given[name] != shape
     ]
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError("the drafter does not fit the policy: " + "; ".join(problems[:_SHOWN]) + more)
+        listed = shortened(problems, separator="; ")
+        raise CheckpointError(f"the drafter does not fit the policy: {listed}")

@@ -83,7 +83,7 @@ def test_the_text_names_states_and_who_is_silent_longest_first(board, clock):
 
 def test_the_text_of_many_ranks_is_cut(clock):
     board = StatusBoard(range(100), clock)
-    assert board.text().endswith("rank 15 (never heard) and 84 more")
+    assert board.text().endswith("rank 15 (never heard), and 84 more")
 
 
 def test_who_may_still_take_requests_over_is_waited_for_but_holds_up_nobody(board):
