@@ -17,6 +17,7 @@ from megatron_tlt.checkpoint.convert.output import check_room, gib
 from megatron_tlt.checkpoint.convert.ranks import Ranks, together
 from megatron_tlt.checkpoint.convert.report import megatron_report
 from megatron_tlt.cli import convert as command
+from megatron_tlt.cli.exit_codes import OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.is_main:
                 print(megatron_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
-            return command.OK
+            return OK
         to_megatron.write(todo, args.out, ranks)
         if ranks.is_main:
             print(
                 f"wrote {args.out}: {len(todo.chunks)} chunks, {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}"
             )
-        return command.OK
+        return OK
 
     return command.run(parser.prog, body)
 

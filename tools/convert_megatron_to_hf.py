@@ -16,6 +16,7 @@ from megatron_tlt.checkpoint.convert.output import check_room, gib
 from megatron_tlt.checkpoint.convert.ranks import Ranks, together
 from megatron_tlt.checkpoint.convert.report import hf_report
 from megatron_tlt.cli import convert as command
+from megatron_tlt.cli.exit_codes import OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if ranks.is_main:
                 print(hf_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
-            return command.OK
+            return OK
         to_hf.write(todo, args.out, ranks)
         if ranks.is_main:
             print(f"wrote {args.out}: {len(todo.config.parameter_shapes())} tensors, {gib(todo.num_bytes)}")
-        return command.OK
+        return OK
 
     return command.run(parser.prog, body)
 

@@ -22,6 +22,7 @@ from megatron_tlt.checkpoint.convert.inspection import (
 )
 from megatron_tlt.checkpoint.convert.ranks import Ranks
 from megatron_tlt.cli import convert as command
+from megatron_tlt.cli.exit_codes import FAILED, OK
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report says which)
@@ -47,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(ranks: Ranks) -> int:
         if not ranks.is_main:
-            return command.OK
-        opened, status = open_checkpoint(args.directory, args.config), command.OK
+            return OK
+        opened, status = open_checkpoint(args.directory, args.config), OK
         other = None if args.compare is None else open_checkpoint(args.compare, args.config)
         if other is not None:  # before all of the first is read
             check_same_model(opened.weights, other.weights)
@@ -58,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(sums.report())
             if sums.damage:
                 print(f"DAMAGED: {'; '.join(sums.damage)}", file=sys.stderr)
-                status = command.FAILED
+                status = FAILED
         if other is not None:
             difference = compare(opened.weights, other.weights)
             print(comparison_report(opened, other, difference))
             if saved_again(opened, other, difference):
-                status = command.FAILED
+                status = FAILED
         return status
 
     return command.run(parser.prog, body)

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_tlt.checkpoint.convert.ranks import Ranks
 from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
 from megatron_tlt.cli import convert as command
+from megatron_tlt.cli.exit_codes import FAILED, OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"    {name}: largest difference {value:.3g}")
             if not outcome.same_config:
                 print("    config.json came back as another model")
-        return command.OK if outcome.exact else command.FAILED
+        return OK if outcome.exact else FAILED
 
     return command.run(parser.prog, body)
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from types import FrameType
 
 from megatron_tlt.checkpoint.convert.ranks import Alone, Ranks
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, TltError
-
-OK, FAILED, WRONG = 0, 1, 2  # as megatron-tlt's
 
 
 def run(name: str, body: Callable[[Ranks], int]) -> int:
@@ -43,7 +42,7 @@ def _guarded(name: str, body: Callable[[Ranks], int], ranks: Ranks) -> int:
     except TltError as error:
         if ranks.is_main:  # every rank has the same error, or knows whose it is
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return WRONG if isinstance(error, ConfigError) else FAILED
+        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

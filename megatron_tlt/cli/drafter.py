@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,12 +18,11 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.pretrain import DrafterWarmUp
     from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
-OnEveryRank = Callable[[Any, int | None, Callable[["World"], None]], int]
 Body = Callable[["Config", "World", "argparse.Namespace"], None]
 
 
-def add_drafter(commands: Any, on_every_rank: OnEveryRank) -> None:
-    """Adds the command to the parser; `on_every_rank(section, threads, body)` is how the command line starts ranks."""
+def add_drafter(commands: Any) -> None:
+    """Adds the command to the parser."""
     text = "make and measure the eagle drafter of a config's model"
     parser = commands.add_parser("drafter", help=text, description=text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -53,20 +53,20 @@ def add_drafter(commands: Any, on_every_rank: OnEveryRank) -> None:
             )
         about = "also write the result as JSON" if name == "eval" else "directory to write"
         action.add_argument("--out", type=Path, required=name != "eval", help=about)
-        action.set_defaults(run=_command(body, on_every_rank))
+        action.set_defaults(run=_command(body))
 
 
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _command(body: Body, on_every_rank: OnEveryRank) -> Callable[[argparse.Namespace], int]:
+def _command(body: Body) -> Callable[[argparse.Namespace], int]:
     def run(args: argparse.Namespace) -> int:
         from megatron_tlt.config.load import load_config
         from megatron_tlt.config.root import Config
 
         config = load_config(args.config, args.overrides, Config)
-        return on_every_rank(
+        return run_on_every_rank(
             config.distributed, config.rollout.threads, lambda world: body(config, world, args)
         )
 

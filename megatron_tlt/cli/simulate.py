@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.options import output_file_problems
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.validate:
         return _validate(args)
-    _refuse_directories(args)
+    written = output_file_problems("--out", args.out) + output_file_problems("--report", args.report)
+    if written:
+        raise ConfigError(written)
     if args.config is None:
         raise ConfigError.of("config", None, "is required: a YAML file, as configs/sim/paper-7b.yaml")
     config = _load(args.config, args.overrides)
@@ -54,14 +57,6 @@ def _run(args: argparse.Namespace) -> int:
         write_report(result, args.report)
         print(f"\nwrote {args.report}")
     return 0
-
-
-def _refuse_directories(args: argparse.Namespace) -> None:
-    """Before minutes are simulated for a file that cannot be written."""
-    for name in ("out", "report"):
-        path = getattr(args, name)
-        if path is not None and path.is_dir():
-            raise ConfigError.of(f"--{name}", str(path), "is a directory: name a file")
 
 
 def _load(path: Path, overrides: list[str]) -> SimConfig:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.backends.build import build_backend, generate_file, generate_problems
+from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.config.root import Config, SftConfig
@@ -47,12 +47,10 @@ from megatron_tlt.trainer.preflight import check_on, without_megatron
 from megatron_tlt.types import SamplingParams
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.signals import StopSignals
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
@@ -193,43 +191,6 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text + "\n", encoding="utf-8")
-
-
-def run_generate(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
-    """`megatron-tlt generate`. Several ranks are one tensor-parallel engine. Collective."""
-    world.enter("generate")
-    if problems := generate_problems(args.model, args.prompts):
-        raise ConfigError(problems)
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-        seed=args.seed,
-    )
-    stats = generate_file(
-        args.model,
-        args.prompts,
-        args.out,
-        params,
-        HFTokenizer(args.model),
-        stats_path=args.stats,
-        device=world.device,
-        tp=tensor_parallel(world, world.size),
-        n=args.n,
-        chat=args.chat,
-        logprobs=args.logprobs,
-        rollout=engine,
-    )
-    if world.is_main:
-        answers, seconds = stats.finished_requests, stats.seconds
-        print(
-            f"wrote {args.out}: {answers} answers, {stats.generated_tokens} tokens in {seconds:.1f} s",
-            flush=True,
-        )
 
 
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:

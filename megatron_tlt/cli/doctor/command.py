@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.exit_codes import FAILED, OK
+
 if TYPE_CHECKING:
     import argparse
-
-EXIT_UNFIT = 1
 
 
 def add_doctor(commands: Any) -> None:
@@ -35,4 +35,4 @@ def _doctor(args: argparse.Namespace) -> int:
 
     findings = examine(Wishes(args.run_dir, args.trtllm_python, args.launcher))
     print(json.dumps([asdict(f) for f in findings], indent=2) if args.json else render(findings))
-    return 0 if passed(findings) else EXIT_UNFIT
+    return OK if passed(findings) else FAILED

@@ -68,7 +68,7 @@ def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
         "megatron_tlt.cli.doctor.two_ranks",
         str(_PATIENCE_S / 2),
     ]
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     began = time.monotonic()
     answer = ask(command, _PATIENCE_S, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})

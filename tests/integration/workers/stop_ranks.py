@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_tlt.actor.checkpoint_files import read_latest, step_of
-from megatron_tlt.cli import main as cli
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.signals import StopSignals
@@ -76,5 +76,5 @@ def body(world):
 
 jobs = json.loads(Path(sys.argv[1]).read_text())
 sys.exit(
-    cli._on_every_rank(load_config(next(iter(jobs.values()))["config"], [], Config).distributed, 1, body)
+    run_on_every_rank(load_config(next(iter(jobs.values()))["config"], [], Config).distributed, 1, body)
 )

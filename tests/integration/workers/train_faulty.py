@@ -12,7 +12,7 @@ import sys
 
 from megatron_tlt.actor import train_step
 from megatron_tlt.checkpoint.manager import CheckpointManager
-from megatron_tlt.cli import main as cli
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.trainer.setup import build_trainer
@@ -46,7 +46,7 @@ def main(argv):
 
     if kind == "read-only":
         CheckpointManager.maybe_save = save_read_only
-    return cli._on_every_rank(config.distributed, 1, body)
+    return run_on_every_rank(config.distributed, 1, body)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.cli import main as cli
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
@@ -72,4 +72,4 @@ def body(world: World) -> None:
 
 
 first, overrides, _ = json.loads(Path(sys.argv[1]).read_text())[0]
-sys.exit(cli._on_every_rank(load_config(first, overrides, Config).distributed, 1, body))
+sys.exit(run_on_every_rank(load_config(first, overrides, Config).distributed, 1, body))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from megatron_tlt.cli import main as cli
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.resilience.rollout_cache import RolloutCache
@@ -40,7 +40,7 @@ def main(argv):
         trainer.close()
 
     RolloutCache.begin_step, RolloutCacheWriter.add = begin, add_and_die
-    return cli._on_every_rank(config.distributed, 1, body)
+    return run_on_every_rank(config.distributed, 1, body)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from megatron_tlt.cli import main as cli
+from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 
@@ -19,4 +19,4 @@ def body(world: World) -> None:
     world.barrier()
 
 
-sys.exit(cli._on_every_rank(DistributedSection(timeout_s=4), 1, body))
+sys.exit(run_on_every_rank(DistributedSection(timeout_s=4), 1, body))

@@ -1,6 +1,7 @@
 """What the batch scripts say where there is no Slurm: dry runs, and shells that only seem to be in a job."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+QUOTED = str(ROOT).replace(" ", r"\ ")  # as bash's %q prints it
 
 
 def run(script, *words, root=ROOT, **variables):
@@ -25,9 +27,9 @@ def srun_line(done):
 
 def test_dry_runs_print_what_would_be_run():
     line = srun_line(run("slurm/bench.sbatch", "--dry-run", "kernels", "--quick"))
-    assert "--mpi=none" in line and line.endswith(f"{ROOT}/benchmarks/bench_kernels.py --quick")
+    assert "--mpi=none" in line and line.endswith(f"{QUOTED}/benchmarks/bench_kernels.py --quick")
     line = srun_line(run("slurm/convert.sbatch", "--dry-run", "hf-to-megatron", "--hf", "my model"))
-    assert line.endswith(rf"-m mpi4py {ROOT}/tools/convert_hf_to_megatron.py --hf my\ model")
+    assert line.endswith(rf"-m mpi4py {QUOTED}/tools/convert_hf_to_megatron.py --hf my\ model")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_job_number_alone_is_no_job(script):
 def in_common(script, job="", node_answers=True):
     """What shell code prints that uses slurm/common.sh, where `scontrol show job` says `job`."""
     told = f"printf '%s\\n' '{job}'" if node_answers else "return 1"
-    whole = f". {ROOT}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
+    whole = f". {shlex.quote(str(ROOT))}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
     done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60)
     return done.stdout.strip()
 

@@ -1,0 +1,35 @@
+"""`megatron-tlt check`: whether a configuration can run, where each rank sits and what it needs. Starts no ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.cli.exit_codes import OK
+from megatron_tlt.cli.options import add_config, read_config
+from megatron_tlt.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_check(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "report whether a config can run, where each rank sits and what it needs"
+    command = commands.add_parser("check", help=text, description=text)
+    add_config(command)
+    command.add_argument(
+        "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
+    )
+    command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
+    command.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megatron_tlt.config.root import Config, SftConfig
+    from megatron_tlt.trainer.preflight import check_report
+
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError.of("--ranks", args.ranks, "must be >= 1")
+    config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
+    print(check_report(config, args.ranks))
+    return OK

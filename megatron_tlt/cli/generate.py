@@ -1,0 +1,122 @@
+"""`megatron-tlt generate`: answers to the prompts of a JSONL file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.cli.options import output_file_problems
+from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.types import SamplingParams
+
+if TYPE_CHECKING:
+    import argparse
+
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.distributed.world import World
+
+
+def add_generate(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "answer the prompts of a JSONL file"
+    command = commands.add_parser("generate", help=text, description=text)
+    add = command.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory")
+    add("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}')
+    add("--out", type=Path, required=True, help="JSONL to write")
+    add("--n", type=int, default=1, help="answers to each prompt")
+    add("--temperature", type=float, default=1.0, help="0 is greedy")
+    add("--top-k", type=int, default=0)
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    add("--max-tokens", type=int, default=512)
+    add("--stop", action="append", default=[], help="string that ends an answer (repeatable)")
+    add("--ignore-eos", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("fp32", "bf16"), default="fp32")
+    add("--kernels", choices=("auto", "native", "torch"), default="auto")
+    add("--threads", type=int, default=1)
+    add("--chat", action="store_true", help="use the tokenizer's chat template")
+    add("--logprobs", action="store_true", help="write the log-probability of every token")
+    add("--stats", type=Path, help="JSON of counters and speeds to write")
+    about = "engine settings, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
+    add("overrides", nargs="*", metavar="rollout.a.b=v", help=about)
+    command.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatron_tlt.config.load import load_engine
+    from megatron_tlt.config.run import DistributedSection
+
+    problems = [*_argument_problems(args)]
+    options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
+    try:
+        engine = load_engine([*options, *args.overrides])
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return run_on_every_rank(
+        DistributedSection(), engine.threads, lambda world: _generate_on(args, engine, world)
+    )
+
+
+def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
+    """Numbers that argparse cannot refuse, empty stop strings, and files that could not be written.
+
+    Input files are looked for on the ranks.
+    """
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+    wrong = [(name, value, ">= 1") for name in ("n", "max_tokens") if (value := getattr(args, name)) < 1]
+    problems = [
+        ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
+        for name, value, allowed in (*wrong, *sampling.out_of_range())
+    ]
+    if "" in args.stop:
+        problems.append(ConfigProblem("--stop", "", "must not be empty: it would end every answer at once"))
+    return [
+        *problems,
+        *output_file_problems("--out", args.out),
+        *output_file_problems("--stats", args.stats),
+    ]
+
+
+def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
+    """One rank's part: several ranks are one tensor-parallel engine. Collective."""
+    from megatron_tlt.backends.build import generate_file, generate_problems
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.trainer.setup import tensor_parallel
+
+    world.enter("generate")
+    if problems := generate_problems(args.model, args.prompts):
+        raise ConfigError(problems)
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        max_tokens=args.max_tokens,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        seed=args.seed,
+    )
+    stats = generate_file(
+        args.model,
+        args.prompts,
+        args.out,
+        params,
+        HFTokenizer(args.model),
+        stats_path=args.stats,
+        device=world.device,
+        tp=tensor_parallel(world, world.size),
+        n=args.n,
+        chat=args.chat,
+        logprobs=args.logprobs,
+        rollout=engine,
+    )
+    if world.is_main:
+        written = (
+            f"{stats.finished_requests} answers, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
+        )
+        print(f"wrote {args.out}: {written}", flush=True)

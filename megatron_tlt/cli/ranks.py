@@ -1,0 +1,88 @@
+"""Running the body of a command on every rank of the job: one rank's error ends all of them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
+from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.observe.attempt import note_exit
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.run import DistributedSection
+    from megatron_tlt.distributed.world import World
+
+# Printed by megatron-core at import, once a rank, about things that are as they should be on this machine.
+_VENDOR_NOISE = (
+    "Transformer Engine and Apex",
+    "Apex is not installed",
+    "full scope is deprecated",
+    ".*load_state_dict.* is deprecated",
+    "Please use DTensor instead",
+    ".*CUDA_DEVICE_MAX_CONNECTIONS",
+)
+
+
+def run_on_every_rank(
+    section: DistributedSection, threads: int | None, body: Callable[[World], int | None]
+) -> int:
+    """Runs `body(world)` on this rank of the job; any error ends every rank. Returns its exit code, None is 0.
+
+    `threads`: PyTorch threads of this rank. With an exit code other than 0 from `body` the process ends here.
+    """
+    from megatron_tlt.distributed.world import World
+
+    for text in _VENDOR_NOISE:
+        warnings.filterwarnings("ignore", message=text)
+    world = World.start(section, threads)
+    try:
+        code = body(world) or OK
+        world.enter("exit")
+        if world.is_main:
+            note_exit(code)
+        if code:
+            world.leave(code)
+        world.close()
+    except ConfigError as error:
+        # Usually every rank finds the same problems, but one may be alone: the first one prints them.
+        if world.store.add("config_error", 1) == 1:
+            print_problems(error)
+            note_exit(BAD_INPUT)
+        return BAD_INPUT
+    except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
+        text = failure_text(world, error)
+        print(text, file=sys.stderr, flush=True)
+        note_exit(FAILED)
+        world.abort(FAILED, text.splitlines()[0], is_timeout(error))
+    return OK
+
+
+def print_problems(error: ConfigError) -> None:
+    """All problems on stderr, one a line."""
+    lines = [f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:"]
+    print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a rank waited in vain: in a collective, or in an idle window."""
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text or "nothing was heard" in text
+
+
+def failure_text(world: World, error: BaseException) -> str:
+    """Rank, phase, step and error; for a timeout also the missing ranks, for a programming error the traceback."""
+    where = f"rank {world.rank} failed in phase {world.phase_name}"
+    if world.step >= 0:
+        where += f", step {world.step}"
+    lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
+    if is_timeout(error):
+        lines.append(
+            f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}"
+        )
+    if not isinstance(error, TltError | KeyboardInterrupt):
+        lines.append("".join(traceback.format_exception(error)))
+    return "\n".join(lines)

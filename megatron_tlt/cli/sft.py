@@ -1,0 +1,28 @@
+"""`megatron-tlt sft`: supervised fine-tuning on prompts and completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.cli.options import add_config, read_config
+from megatron_tlt.cli.ranks import run_on_every_rank
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_sft(commands: Any) -> None:
+    """Adds the command to the parser."""
+    text = "fine-tune on prompts and completions"
+    command = commands.add_parser("sft", help=text, description=text)
+    add_config(command)
+    command.set_defaults(run=_sft)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from megatron_tlt.config.root import SftConfig
+
+    config = read_config(args, SftConfig)
+    from megatron_tlt.trainer.setup import build_sft_trainer
+
+    return run_on_every_rank(config.distributed, None, lambda world: build_sft_trainer(config, world).run())
