@@ -12,8 +12,8 @@ class IdleSection(Section):
 
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
-    take_over: bool = False
-    """Requests that wait in a busy rank's engine go to ranks that have run dry. Needs
+    work_stealing: bool = False
+    """Requests that wait in a busy rank's engine are answered by ranks that have no request left. Needs
     rollout.tp = 1 and keyed sampling (the embedded engine, rollout.speculation.verify other than block)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""

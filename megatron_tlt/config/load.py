@@ -20,6 +20,11 @@ from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
+# Keys of earlier versions. Each is refused with its present name; a section stands for every key below it.
+RENAMED_KEYS = {
+    "idle.take_over": "idle.work_stealing",
+}
+
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
 
 # Fields of `rollout` that say nothing to `generate`, and what does.
@@ -178,6 +183,8 @@ def _unknown_key(
     path = f"{parent}.{key}" if parent else key
     near = nearest_path(root, parent, keys, key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
+    if path in RENAMED_KEYS:
+        return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")
     if path == "sft":
         hint = "a config of `megatron-tlt sft` (and `check --sft`)"
     return ConfigProblem(path, value, f"unknown key; {hint}")

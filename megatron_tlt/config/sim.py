@@ -207,9 +207,9 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "training.pp", measured.pp, f"tp x pp = {measured.tp * measured.pp} must divide the {gpus} GPUs"
         )
-    if config.idle.take_over:
+    if config.idle.work_stealing:
         yield ConfigProblem(
-            "idle.take_over", True, "must be false: simulated replicas know nothing of each other's queues"
+            "idle.work_stealing", True, "must be false: simulated replicas know nothing of each other's queues"
         )
     yield from _check_lengths(config.workload.lengths)
     for name in ("suffix", "eagle", "hybrid"):

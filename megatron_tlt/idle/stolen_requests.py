@@ -1,4 +1,4 @@
-"""Requests that wait in a busy replica's engine are answered by one that has run dry (`idle.take_over`).
+"""Requests that wait in a busy replica's engine are answered by one that has run dry (`idle.work_stealing`).
 
     replica 0   answering ============================== | .. | its groups, whole again: score ...
     replica 1   answering ======= | ask | replica 0's == | .. | sends them home

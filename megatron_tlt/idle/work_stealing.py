@@ -1,4 +1,4 @@
-"""Queued requests of a busy replica go to one that has run dry (`idle.take_over`). Torch-free, MPI-free.
+"""Queued requests of a busy replica go to one that has run dry (`idle.work_stealing`). Torch-free, MPI-free.
 
     dry replica                    rank 0: the board                busy replica
       | ---- ASK ---------------------> |                                |

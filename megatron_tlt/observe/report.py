@@ -26,7 +26,7 @@ _SETTINGS = (
     "rollout.speculation.selector",
     "rollout.speculation.draft_len",
     "idle.train_drafter",
-    "idle.take_over",
+    "idle.work_stealing",
     "train.prompts_per_step",
     "train.num_steps",
     "train.seed",
@@ -123,9 +123,9 @@ def tiles(run: RunData) -> list[Tile]:
     if idle:
         note = f"of {seconds_text(idle)} idle, all ranks: {seconds_text(used)}"
         found.append(Tile("idle time recovered", f"{used / idle:.0%}", note))
-    taken = sum(run.column("idle/taken_over")[1])
-    if taken:
-        found.append(Tile("taken over", f"{taken:,.0f}", "answers given for other ranks"))
+    stolen = sum(run.column("idle/stolen_requests")[1])
+    if stolen:
+        found.append(Tile("stolen requests", f"{stolen:,.0f}", "answered for other ranks"))
     return found
 
 

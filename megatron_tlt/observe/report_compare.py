@@ -21,7 +21,7 @@ _CURVES = (
     ("Rollouts", "Accepted length", "spec/accept_length", "tokens"),
     ("Rollouts", "Idle seconds", "idle/seconds", "seconds, sum of the ranks"),
     ("Rollouts", "Recovered seconds", "idle/recovered_seconds", "seconds, sum of the ranks"),
-    ("Rollouts", "Answers taken over", "idle/taken_over", "answers"),
+    ("Rollouts", "Requests stolen", "idle/stolen_requests", "requests"),
 )
 _CLOSE = 0.02  # step times within it are called equal
 _BUSY = 1.25  # times as long for the same update: the machine did something else, too

@@ -50,7 +50,7 @@ class RunSummary:
     """Of these, spent training the drafter."""
     drafter_steps: int = 0
     """Optimizer steps of the drafter over all ranks."""
-    taken_over: int = 0
+    stolen_requests: int = 0
     """Answers that ranks gave for others."""
     accept_lengths: Sequence[float] = ()
     """Tokens a request emitted in a speculative step, mean by RL step; steps without speculation are left out."""
@@ -119,8 +119,8 @@ def _figures_table(summary: RunSummary) -> Table:
         share = summary.recovered_seconds / summary.idle_seconds
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
         table.add_row("drafter training in idle time", f"{text}, {summary.drafter_steps} steps")
-    if summary.taken_over:
-        table.add_row("answers taken over", f"{summary.taken_over} that waited in another rank's queue")
+    if summary.stolen_requests:
+        table.add_row("requests stolen", f"{summary.stolen_requests} from the queues of other ranks")
     if summary.accept_lengths:
         table.add_row(
             "accepted length by step", " ".join(f"{x:.2f}" for x in _thinned(summary.accept_lengths))

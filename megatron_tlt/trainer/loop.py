@@ -137,7 +137,7 @@ class RLTrainer:
             seconds = time.perf_counter() - started
             figures = {**self.upkeep.take_figures(), **banked}
             if self.takeover is not None:
-                figures["idle/taken_over"] = self.takeover.take_count()
+                figures["idle/stolen_requests"] = self.takeover.take_count()
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()

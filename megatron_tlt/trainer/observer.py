@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.evaluation import EvalResult
     from megatron_tlt.types import EngineStats, SampleGroup
 
-_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/taken_over")
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
 
 
 class Observer:
@@ -166,7 +166,7 @@ class Observer:
             idle_seconds=self._idle["idle/seconds"],
             recovered_seconds=self._idle["idle/recovered_seconds"],
             drafter_steps=int(self._idle["drafter/steps"]),
-            taken_over=int(self._idle["idle/taken_over"]),
+            stolen_requests=int(self._idle["idle/stolen_requests"]),
             accept_lengths=self._accept_lengths,
             before=_accuracy(evaluations[0]) if evaluations else None,
             after=_accuracy(evaluations[-1]) if evaluations else None,

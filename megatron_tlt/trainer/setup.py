@@ -318,7 +318,7 @@ def _takeover(
     config: Config, world: World, backend: RolloutBackend, params: SamplingParams
 ) -> RequestStealing | None:
     """How replicas answer each other's queued requests; None where they do not, or there is one only."""
-    if not config.idle.take_over or world.size == 1:
+    if not config.idle.work_stealing or world.size == 1:
         return None
     assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
     return RequestStealing(backend, Rollout(params, config.rollout.samples_per_prompt), world)

@@ -156,7 +156,7 @@ def test_block_verification_has_no_bank_and_says_so_once(resumed, tmp_path):
 
 
 @pytest.mark.nightly
-def test_two_ranks_and_one_take_over_from_each_other(one, dead, forks, tmp_path):
+def test_two_ranks_and_one_steal_from_each_other(one, dead, forks, tmp_path):
     """Step 1 is begun by two ranks and finished by one, and the other way round."""
     config, two = one / "tiny.yaml", tmp_path / "two"
     train(config, 2, f"train.run_dir={two}")
@@ -169,7 +169,7 @@ def test_two_ranks_and_one_take_over_from_each_other(one, dead, forks, tmp_path)
     assert banked(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
     moving = [
-        "idle.take_over=true",
+        "idle.work_stealing=true",
         "rollout.max_running_requests=4",
     ]  # either may have answered what it banked
     again = killed(config, tmp_path / "again", 0, 3, 9, NOW, *moving)

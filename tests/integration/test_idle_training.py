@@ -131,14 +131,14 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
 
 def test_dry_ranks_take_over_what_busy_ones_have_queued(folder: Path):
     """A rank with a slow engine and room for four requests: the other answers half of its sixteen and more."""
-    few = ["idle.take_over=true", "rollout.max_running_requests=4"]
+    few = ["idle.work_stealing=true", "rollout.max_running_requests=4"]
     run(folder, [("taken", [*TRAIN, *few], "slow engine")])
     assert_same_policy(folder, "taken")
-    taken = [row["idle/taken_over"] for row in rows(folder / "taken")]
+    taken = [row["idle/stolen_requests"] for row in rows(folder / "taken")]
     assert all(6 <= count <= 15 for count in taken), taken
     said = json.loads((folder / "taken/summary.json").read_text())
-    assert said["taken_over"] == sum(taken)
-    assert Tile("taken over", f"{sum(taken):.0f}", "answers given for other ranks") in tiles(
+    assert said["stolen_requests"] == sum(taken)
+    assert Tile("stolen requests", f"{sum(taken):.0f}", "answered for other ranks") in tiles(
         read_run(folder / "taken")
     )
     for step in range(4):  # it is busy, idle, and busy again

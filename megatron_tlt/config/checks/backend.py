@@ -57,13 +57,13 @@ def _check_drafting(config: Config) -> Problems:
     if section.drafter != "none" and section.verify == "coupled" and not can.keyed_sampling:
         allowed = f"cannot be had with {name}: it shares keyed noise, which that engine has not"
         yield ConfigProblem(f"{at}.verify", section.verify, allowed)
-    if config.idle.take_over and not (can.keyed_sampling and section.is_keyed):
+    if config.idle.work_stealing and not (can.keyed_sampling and section.is_keyed):
         allowed = (
             f"must be false with {name}"
             + (" and rollout.speculation.verify: block" if can.keyed_sampling else "")
             + ": without keyed sampling an answer depends on the engine that gives it"
         )
-        yield ConfigProblem("idle.take_over", True, allowed)
+        yield ConfigProblem("idle.work_stealing", True, allowed)
     if config.idle.train_drafter and not can.hidden_states:
         allowed = f"must be false with {name}: it gives no hidden states to train on"
         yield ConfigProblem("idle.train_drafter", True, allowed)

@@ -199,9 +199,9 @@ def longest_request(config: Config) -> int:
 
 def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
     """Training the drafter needs one that can be trained, somebody to wait for, and room for what it trains on."""
-    if config.idle.take_over and config.rollout.tp > 1:
+    if config.idle.work_stealing and config.rollout.tp > 1:
         allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"
-        yield ConfigProblem("idle.take_over", True, allowed)
+        yield ConfigProblem("idle.work_stealing", True, allowed)
     if not config.idle.train_drafter:
         return
     section, online = config.rollout.speculation, config.drafter.online

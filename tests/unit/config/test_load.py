@@ -162,3 +162,7 @@ def test_sft_is_a_root_of_its_own():
     assert build_config(values, ["sft.num_steps=3"], SftConfig).sft.num_steps == 3
     with pytest.raises(ConfigError, match="rollout"):
         build_config(values, ["rollout.tp=1"], SftConfig)
+
+
+def test_a_renamed_key_is_refused_with_its_present_name():
+    assert problems(BASE, "idle.take_over=true")["idle.take_over"] == "is now called idle.work_stealing"

@@ -171,9 +171,9 @@ def test_the_summary_shows_what_idle_time_became():
     Console(file=stream, width=120).print(render_summary(summary(**values)))
     text = stream.getvalue()
     assert "40.0 s idle, 36.0 s recovered (90%), 700 steps" in text
-    assert "taken over" not in text
-    Console(file=stream, width=120).print(render_summary(summary(taken_over=42)))
-    assert "answers taken over" in stream.getvalue()
+    assert "requests stolen" not in text
+    Console(file=stream, width=120).print(render_summary(summary(stolen_requests=42)))
+    assert "requests stolen" in stream.getvalue()
     assert "42 that waited in another rank's queue" in stream.getvalue()
     assert "1.00 1.30 1.70 2.00 2.30 2.70 3.00 3.30 3.70 4.00" in text  # 10 of 31, first and last among them
 

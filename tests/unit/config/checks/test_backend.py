@@ -82,7 +82,7 @@ def test_drafter_training_in_idle_time_is_refused() -> None:
     """Also before the section is there: the check reads it by name."""
     config = build_config(BASE)
     fields = {name: getattr(config, name) for name in type(config).model_fields}
-    asking = SimpleNamespace(**{**fields, "idle": SimpleNamespace(train_drafter=True, take_over=False)})
+    asking = SimpleNamespace(**{**fields, "idle": SimpleNamespace(train_drafter=True, work_stealing=False)})
     assert [p.path for p in check_backend(asking, None)] == ["idle.train_drafter"]  # type: ignore[arg-type]
 
 

@@ -137,13 +137,13 @@ def test_a_trained_drafter_needs_cache_too():
 
 
 def test_requests_change_engines_of_one_rank_with_keyed_sampling():
-    over = "idle.take_over=true"
+    over = "idle.work_stealing=true"
     assert paths(over) == paths(over, "rollout.speculation.verify=block") == set()
-    assert paths(over, "rollout.tp=2") == {"idle.take_over"}
+    assert paths(over, "rollout.tp=2") == {"idle.work_stealing"}
     assert paths(over, "rollout.speculation.drafter=suffix", "rollout.speculation.verify=block") == {
-        "idle.take_over"
+        "idle.work_stealing"
     }
-    assert "idle.take_over" in paths(over, "rollout.backend=trtllm")
+    assert "idle.work_stealing" in paths(over, "rollout.backend=trtllm")
 
 
 def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
