@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from megatron_tlt.backends.trtllm.args import CLASSES
 from megatron_tlt.backends.trtllm.process import child_environment
 from megatron_tlt.backends.trtllm.weights import describe, ipc_entry, pack_tensors, plain_ipc
-from megatron_tlt.backends.wire import pack, unpack
+from megatron_tlt.backends.wire import frame, message_of
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import SyncError
 from tests.helpers.trtllm_adapter import EXTENSION, run_adapter
@@ -144,7 +144,7 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
         install(Contract.load(FILES[0]), child_environment({}, "", TrtllmSection()))
         sys.modules.pop(EXTENSION, None)
         extension = importlib.import_module(EXTENSION)
-        function, args = extension.handle_of(unpack(pack(entry)), None)
+        function, args = extension.handle_of(message_of(frame({"type": "weights", **entry})[4:]), None)
     finally:
         uninstall()
         sys.modules.pop(EXTENSION, None)

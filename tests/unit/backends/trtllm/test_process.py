@@ -154,7 +154,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     [
         (b"\xff\xff\xff\xffgarbage", 3, "broken protocol: a message of 4294967295 bytes was announced"),
         (frame({"type": "hello", "protocol": 99}), 3, "broken protocol: the client says 99"),
-        (b"\x00\x00\x00\x01\xc1", 3, "no place here"),
+        (b"\x00\x00\x00\x01\xc1", 3, "a payload that is no message"),
         (b"", 2, ""),
     ],
 )
