@@ -30,7 +30,7 @@ Launch = Callable[[int, list[str]], str]
 WORKLOAD = ROOT / "benchmarks/lib/keepup.yaml"
 WARMUP = ROOT / "benchmarks/lib/keepup-drafter.yaml"
 DEMO = ROOT / "assets/demo-drafter"
-RANDOM_OPTIONS = ["train.prompts_per_step=64", "drafter.online.feature_noise=0.2"]
+RANDOM_OPTIONS = ["train.prompts_per_step=64", "drafter.online.hidden_state_noise=0.2"]
 RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
 LAST = 5  # steps that the end of a curve is a mean of
 GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps

@@ -66,7 +66,7 @@ def main() -> None:
                 if comm.rank == 0:
                     backend.generate(prompts, params, 8, lambda *_: coordinator.poll())
                     seconds[kind] = time.perf_counter() - started
-                window.run(trainer.step if comm.rank else lambda: None)
+                window.run(trainer.train_step if comm.rank else lambda: None)
         if comm.rank == 0:
             rows.append({f"{kind}_s": value for kind, value in seconds.items()})
     if comm.rank == 0:

@@ -43,7 +43,7 @@ class OnlineSection(Section):
     weights themselves."""
     draft_steps: int = Field(default=3, ge=1, le=16)
     """Positions that are drafted in a row in training."""
-    feature_noise: float = Field(default=0.0, ge=0, le=1)
+    hidden_state_noise: float = Field(default=0.0, ge=0, le=1)
     """Noise on the hidden states that the drafter reads in training, over their root mean square: against learning few
     answers by heart. For drafters that start from random weights, 0.2 or so; it holds a good one back."""
     micro_step_tokens: int = Field(default=192, ge=16)

@@ -5,7 +5,7 @@ only. Beside them stand the longer half of the previous steps' answers (their sh
 step begins), and they are drawn as often as it takes for long answers to have the share of tokens that they had in
 the previous step, at most every second time. Once each of this step's answers has been drawn, all that is held is drawn
 alike: a few answers again and again would be learned by heart, and the rest forgotten. Long answers of other replicas
-(`take`, once a step is over) count as previous ones, and as long ones that there were.
+(`add_shared`, once a step is over) count as previous ones, and as long ones that there were.
 
 When the budget is short: the oldest version goes first, its shortest answers first; this step's go by lot, each with
 the same chance whenever it came, so that what stays of its own is a fair sample of the lengths. An answer of which
@@ -155,7 +155,7 @@ class HiddenStateBuffer:
             budget_bytes -= entry.size
         return found
 
-    def take(self, key: Key, sequence: DraftSequence) -> None:
+    def add_shared(self, key: Key, sequence: DraftSequence) -> None:
         """Takes an answer of another replica in, if it is new and fits.
 
         Only between the end of a step and `begin_step`, which drops it if it is shorter than this step's median.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_tlt.drafter.sharing import Sharing, unwrap, wrap
+from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 from megatron_tlt.models.config import EMBED, HEAD
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.buffer import HiddenStateBuffer
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import Policy, RolloutBackend, WeightSync
@@ -52,7 +51,7 @@ class Options:
     """Whether the engines draft with a trained drafter."""
     gpu: GpuMonitor = field(default_factory=lambda: GpuMonitor(None))
     """Only reports."""
-    sharing: Sharing = field(default_factory=Sharing)
+    sharing: HiddenStateSharing = field(default_factory=HiddenStateSharing)
     """Of answers to train on, between replicas."""
     queued: Callable[[], int] = lambda: 0
     """Requests of this replica that another could take over."""
@@ -142,7 +141,7 @@ class OnlineDrafterController:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         trainer = self.trainer
         self._options.gpu.start()
-        report = self._window.run(trainer.step if trainer is not None else _nothing)
+        report = self._window.run(trainer.train_step if trainer is not None else _nothing)
         self._add(_named(self._options.gpu.stop()))
         self._add({"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds})
         if self._options.speaks:
@@ -167,25 +166,13 @@ class OnlineDrafterController:
             failed = ", ".join(map(str, report.disabled)) or "every rank"
             self._window.disabled_reason = f"it failed on rank {failed}"  # which has said so itself
         if self._active is not None:
-            self._share(trainer.buffer, trainer.version)
+            self._options.sharing.exchange(self._world.broadcast_object, trainer.buffer, trainer.version)
         self._add({f"drafter/buffer/{name}": value for name, value in trainer.buffer.metrics().items()})
         metrics = {"drafter/version": float(trainer.version)}
         metrics["drafter/trained_tokens"] = float(trainer.trained_tokens)
         metrics["drafter/disabled"] = float(self._world.size if report.rolled_back else len(report.disabled))
         metrics["drafter/merge_seconds"] = time.perf_counter() - started
         return metrics
-
-    def _share(self, buffer: HiddenStateBuffer, turn: int) -> None:
-        """Long answers of some replicas to all others. Collective; `turn` is the same on all ranks."""
-        sharing, mine = self._options.sharing, None
-        senders = sharing.senders(turn)
-        if sharing.replica in senders and self._options.speaks:
-            mine = wrap(buffer.longest(sharing.bytes // len(senders)))
-        for sender in senders:
-            parcel = self._world.broadcast_object(mine, sender * sharing.ranks)
-            if parcel is not None and sender != sharing.replica:
-                for key, answer in unwrap(parcel):
-                    buffer.take(key, answer)
 
     def push(self, policy: Policy, watch: Watch = iter) -> dict[str, float]:
         """Policy and, if the engines have another, drafter into every engine: both or none. Collective.

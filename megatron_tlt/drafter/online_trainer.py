@@ -1,7 +1,7 @@
 """`OnlineDrafterTrainer`: trains the drafter on one rank while slower ranks roll out, and merges the ranks' drafters.
 
     begin_step(version)                    the rollout's policy; features come in by `buffer.add`
-    step() step() step() ...               this rank alone, or with its TP group as one unit; bounded by tokens
+    train_step() train_step() ...               this rank alone, or with its TP group as one unit; bounded by tokens
     merge(...)                             all ranks: one drafter again, or none if nobody trained
     weights()                              to the engines, behind the policy's own
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.distributed.tensor_parallel import SingleRank
+from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.flat_state import FlatState
@@ -34,16 +34,6 @@ _MIB = 1 << 20
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81
 
 
-class Unit(Protocol):
-    """The ranks of one engine replica, which train as one."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the unit's ranks, in place; the same bits on all of them."""
-
-
 class OnlineDrafterTrainer:
     """One rank's drafter in training. Between merges replicas differ; the ranks of a unit never do.
 
@@ -56,14 +46,14 @@ class OnlineDrafterTrainer:
         section: DrafterSection,
         *,
         temperature: float = 1.0,
-        unit: Unit | None = None,
+        tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
     ):
         """`model` (all of it, no shard) has the starting drafter's weights and is on `device`; it becomes the
         trainer's. Its linears are replaced if `section.online.fp8` asks for it: ConfigError if that is not to be had.
         """
         online = section.online
-        self.model, self._device, self._unit = model, torch.device(device), unit or SingleRank()
+        self.model, self._device, self._tp = model, torch.device(device), tp or SingleRank()
         self.micro_step_tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
         self._decay = online.mean_decay
         piece = min(section.window, online.micro_step_tokens)
@@ -73,7 +63,13 @@ class OnlineDrafterTrainer:
         empty = torch.empty(0, 0, device=self._device)
         options = _options(section)
         self._trainer = DrafterTrainer(
-            model, empty, empty, options, temperature, precision=precision, feature_noise=online.feature_noise
+            model,
+            empty,
+            empty,
+            options,
+            temperature,
+            precision=precision,
+            hidden_state_noise=online.hidden_state_noise,
         )
         self._state = FlatState(model, self._trainer.optimizer)
         self._before: tuple[Tensor, int, int] | None = (
@@ -105,15 +101,15 @@ class OnlineDrafterTrainer:
         self.buffer.begin_step(policy_version)
         self.tables.keep({policy_version, *self.buffer.versions()})
 
-    def step(self) -> dict[str, float] | None:
+    def train_step(self) -> dict[str, float] | None:
         """One micro-step; None if there is nothing to train on. All ranks of a unit call it together.
 
         Raises DrafterError if the loss or the gradient is not finite, or memory ran out, on any rank of the unit: the
-        drafter is then what it was when the window began, and `step` gives None from then on.
+        drafter is then what it was when the window began, and `train_step` returns None from then on.
         """
         if not self.enabled:
             return None
-        sample = self.buffer.sample(self.micro_step_tokens * self._unit.size, self.tables.__contains__)
+        sample = self.buffer.sample(self.micro_step_tokens * self._tp.size, self.tables.__contains__)
         if sample is None:
             return None
         try:
@@ -131,7 +127,7 @@ class OnlineDrafterTrainer:
         self.drop_window()
 
     def _share(self, sample: list[DraftSequence]) -> list[DraftSequence]:
-        return sample[self._unit.rank :: self._unit.size]
+        return sample[self._tp.rank :: self._tp.size]
 
     def _learn(self, sample: list[DraftSequence]) -> dict[str, float]:
         version = sample[0].policy_version
@@ -169,7 +165,7 @@ class OnlineDrafterTrainer:
             if not _is_out_of_memory(error):
                 raise
             failure = f"out of memory in a drafter micro-step of {self.micro_step_tokens} tokens: {error}"
-        if self._unit.size > 1:  # a rank that failed must come, too: the others wait for it
+        if self._tp.size > 1:  # a rank that failed must come, too: the others wait for it
             metrics = self._sum_over_unit(metrics, failure is not None)
         if failure is not None:
             raise DrafterError(failure)
@@ -181,7 +177,7 @@ class OnlineDrafterTrainer:
         none = torch.zeros((), device=self._device)
         parts = [none.expand(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters]
         flat = torch.cat([values, *parts])
-        self._unit.all_reduce(flat)
+        self._tp.all_reduce(flat)
         summed, *gradients = flat.split([len(values), *(p.numel() for p in parameters)])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.view_as(parameter)

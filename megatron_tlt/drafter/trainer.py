@@ -39,14 +39,14 @@ class DrafterTrainer:
         temperature: float = 1.0,
         average: Average | None = None,
         precision: Precision = nullcontext,
-        feature_noise: float = 0.0,
+        hidden_state_noise: float = 0.0,
     ):
         """embed and head [V, H] on the model's device; they are the policy's, see `set_policy`.
 
-        The model's forward passes run inside `precision()`. `feature_noise` is the noise on the hidden states that
+        The model's forward passes run inside `precision()`. `hidden_state_noise` is the noise on the hidden states that
         the model reads, as a share of their root mean square.
         """
-        self._noise = feature_noise
+        self._noise = hidden_state_noise
         self._precision = precision
         self.model, self._section, self._average = model, section, average
         self.set_policy(embed, head)

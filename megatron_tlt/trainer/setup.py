@@ -27,7 +27,7 @@ from megatron_tlt.distributed.tensor_parallel import (
     agree_on,
 )
 from megatron_tlt.drafter.controller import OnlineDrafterController, Options
-from megatron_tlt.drafter.sharing import Sharing
+from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.stolen_requests import RequestStealing
@@ -256,7 +256,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         _starting_drafter(config).to(world.device),
         config.drafter,
         temperature=config.rollout.temperature,
-        unit=tp,
+        tp=tp,
         device=world.device,
     )
 
@@ -307,7 +307,7 @@ def _upkeep(
     sync = BucketedSync(config.sync, backend, world)
     online, (replica, _) = config.drafter.online, rollout_replica(world.rank, tp.size)
     shared = int(min(online.share_mib, online.buffer_mib) * 2**20) if online.max_age else 0
-    sharing = Sharing(replica, world.size // tp.size, tp.size, shared)
+    sharing = HiddenStateSharing(replica, world.size // tp.size, tp.size, shared, tp.rank == 0)
     options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
     if takeover is not None:
         options = replace(options, queued=takeover.queued)

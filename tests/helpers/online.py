@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer, Unit
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
@@ -16,13 +17,13 @@ LENGTHS = (40, 12, 25, 33, 60, 18, 22, 51)
 
 
 def online_trainer(
-    unit: Unit | None = None, lengths: tuple[int, ...] = LENGTHS, first_prompt: int = 0, **online
+    tp: TensorParallel | None = None, lengths: tuple[int, ...] = LENGTHS, first_prompt: int = 0, **online
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds answers of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
     options = {"lr": 3e-3, "warmup_steps": 3, "micro_step_tokens": 64} | online
-    trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), unit=unit)
+    trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), tp=tp)
     trainer.set_tables(0, *lookup_tables(CONFIG))
     trainer.begin_step(0)
     for i, length in enumerate(lengths):

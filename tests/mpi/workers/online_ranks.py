@@ -11,7 +11,7 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.controller import OnlineDrafterController, Options
-from megatron_tlt.drafter.sharing import Sharing
+from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
@@ -39,7 +39,7 @@ def merge(world: World) -> None:
     ]
     for steps in [*windows, [0] * world.size, windows[0]]:
         for _ in range(steps[world.rank]):
-            t.step()
+            t.train_step()
         parts = world.all_gather_object((t.window_tokens, everything(t), t.trained_steps))
         before = everything(t)
         report = t.merge(dist.all_reduce, **options)
@@ -65,7 +65,7 @@ def fail(world: World, t, options) -> None:
     """The last rank trains, then fails: the merge is that of the others."""
     last = world.size - 1
     begun = everything(t)
-    t.step()
+    t.train_step()
     if world.rank == last:
         t.disable("made to fail")
         assert torch.equal(everything(t), begun)
@@ -84,14 +84,14 @@ def spoil(world: World, t, options) -> None:
     """Rank 0's weights overflow in the mean: all ranks are where they were, and stop."""
     t.failure = None
     begun = everything(t)
-    t.step()
+    t.train_step()
     if world.rank == 0:
         with torch.no_grad():
             next(t.model.parameters())[0, 0] = torch.inf
     report = t.merge(dist.all_reduce, **options)
     assert report.rolled_back and not report.trained
     assert torch.equal(everything(t), begun)
-    assert not t.enabled and t.step() is None
+    assert not t.enabled and t.train_step() is None
     assert_same(world, everything(t))
 
 
@@ -105,7 +105,7 @@ def unit(world: World) -> None:
     single = online_trainer(micro_step_tokens=128, **options)
     single.buffer._window = 64  # the same pieces
     for _ in range(6 + replica):
-        a, b = together.step(), single.step()
+        a, b = together.train_step(), single.train_step()
         assert a is not None and b is not None and a.keys() == b.keys()
         for name, value in a.items():
             assert abs(value - b[name]) <= 1e-5 * max(1.0, abs(b[name])), (name, value, b[name])
@@ -121,7 +121,7 @@ def unit(world: World) -> None:
 def fail_together(t, world: World) -> None:
     """Memory runs out on the first rank of every unit: both ranks stop at once, none waits."""
     begun = everything(t)
-    t.step()
+    t.train_step()
     if world.rank % 2 == 0:
 
         def fail(*_):
@@ -130,7 +130,7 @@ def fail_together(t, world: World) -> None:
         t._trainer.backward = fail
     assert isinstance(t._trainer, DrafterTrainer)
     try:
-        t.step()
+        t.train_step()
     except DrafterError:
         assert torch.equal(everything(t), begun)
     else:
@@ -144,7 +144,9 @@ def share(world: World) -> None:
     replica, replicas = world.rank // ranks, world.size // ranks
     lengths = [(60, 8, 9), (30, 20, 10)][replica % 2]
     trainer = online_trainer(lengths=lengths, first_prompt=100 * replica)
-    options = Options(speaks=world.rank % ranks == 0, sharing=Sharing(replica, replicas, ranks, 1 << 20))
+    is_leader = world.rank % ranks == 0
+    sharing = HiddenStateSharing(replica, replicas, ranks, 1 << 20, is_leader)
+    options = Options(speaks=is_leader, sharing=sharing)
     window = IdleWindow(SoloCoordinator(), IdlePolicy())
     upkeep = OnlineDrafterController(world, None, None, window, trainer, options)
     answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}

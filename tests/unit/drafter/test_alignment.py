@@ -84,7 +84,7 @@ def test_the_online_trainer_finds_nothing_to_teach_it(answers) -> None:
     for chunk in chunks:
         trainer.buffer.add(chunk)
     for _ in range(8):
-        metrics = trainer.step()
+        metrics = trainer.train_step()
         assert metrics is not None
         assert [metrics[f"accept/{j}"] for j in range(1, STEPS + 1)] == pytest.approx([1.0] * STEPS, abs=1e-4)
         assert metrics["loss"] < 1e-3

@@ -41,7 +41,7 @@ def test_what_is_saved_is_loaded(tmp_path) -> None:
 def test_a_trainers_state_survives_and_holds_only_what_is_trained(tmp_path) -> None:
     one, two = online_trainer(), online_trainer(lengths=())
     for _ in range(3):
-        one.step()
+        one.train_step()
     one.merge(lambda _: None)
     save(tmp_path / "d", {"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
     two.load_state_dict(load_state(tmp_path / "d")["drafter"])

@@ -89,10 +89,14 @@ def upkeep_of(looks: int, backend: Backend) -> OnlineDrafterController:
     model.initialise(0)
     trainer = OnlineDrafterTrainer(model, DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0}))
     window = IdleWindow(PatientCoordinator(looks), IdlePolicy(min_tail_seconds=0.0), sleep=lambda _: None)
-    return OnlineDrafterController(WORLD, backend, BucketedSync(SyncSection(), backend, WORLD), window, trainer)
+    return OnlineDrafterController(
+        WORLD, backend, BucketedSync(SyncSection(), backend, WORLD), window, trainer
+    )
 
 
-def one_step(upkeep: OnlineDrafterController, backend: Backend, policy: Policy, monkeypatch) -> dict[str, float]:
+def one_step(
+    upkeep: OnlineDrafterController, backend: Backend, policy: Policy, monkeypatch
+) -> dict[str, float]:
     monkeypatch.setattr("megatron_tlt.drafter.controller._all_reduce", lambda tensor: None)
     upkeep.begin_step(policy.policy_version)
     with upkeep.rollout() as progress:
@@ -197,7 +201,9 @@ def test_a_mean_that_is_not_finite_ends_training_with_one_warning(monkeypatch, c
     backend, policy = Backend(), Policy()
     upkeep = upkeep_of(4, backend)
     upkeep.push(policy)
-    monkeypatch.setattr("megatron_tlt.drafter.online_trainer.merge_states", lambda *a: torch.tensor([float("nan")]))
+    monkeypatch.setattr(
+        "megatron_tlt.drafter.online_trainer.merge_states", lambda *a: torch.tensor([float("nan")])
+    )
     figures = one_step(upkeep, backend, policy, monkeypatch)
     assert figures["drafter/disabled"] == 1 and not backend.drafters
     assert len(caplog.records) == 1

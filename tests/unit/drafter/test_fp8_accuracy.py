@@ -54,7 +54,7 @@ def test_acceptance_is_within_one_percent() -> None:
         for chunk in data:
             trainer.buffer.add(chunk)
         for _ in range(STEPS):
-            trainer.step()
+            trainer.train_step()
         reached[mode] = overlap(trainer.weights(), held_out)
     print(start, reached)
     for position, (before, exact, rounded) in enumerate(

@@ -25,7 +25,7 @@ class Broken:
 
 def test_micro_steps_learn_and_are_bounded() -> None:
     t = online_trainer()
-    seen = [t.step() for _ in range(60)]
+    seen = [t.train_step() for _ in range(60)]
     assert all(m["tokens"] <= 64 for m in seen)
     first, last = ([m["accept/1"] for m in part] for part in (seen[:8], seen[-8:]))
     assert sum(last) > sum(first) + 0.5
@@ -36,9 +36,9 @@ def test_micro_steps_learn_and_are_bounded() -> None:
 
 def test_nothing_to_train_on() -> None:
     t = online_trainer(lengths=())
-    assert t.step() is None
+    assert t.train_step() is None
     t.buffer.add(random_chunk(CONFIG, 30, version=7))  # no tables of this version
-    assert t.step() is None
+    assert t.train_step() is None
     before = everything(t)
     report = t.merge(alone)
     assert (report.trained, report.version, report.tokens) == (False, 0, (0,))
@@ -59,7 +59,7 @@ def test_the_head_is_that_of_the_answers_version(monkeypatch) -> None:
     tables[0] = lookup_tables(CONFIG)
     versions = []
     for _ in range(12):
-        versions.append(int(t.step()["policy_version"]))
+        versions.append(int(t.train_step()["policy_version"]))
         assert torch.equal(used[-1], tables[versions[-1]][1])
     assert len(set(versions)) > 1
 
@@ -77,13 +77,13 @@ def test_tables_live_as_long_as_their_answers() -> None:
 def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
     t, plain = online_trainer(), online_trainer()
     for _ in range(3):
-        t.step()
-        plain.step()
+        t.train_step()
+        plain.train_step()
     report = t.merge(alone)
     assert report.trained and report.version == t.version == 1 and not report.rolled_back
     assert report.tokens == (t.trained_tokens,) == (plain.window_tokens,)
     assert torch.equal(everything(t), everything(plain))
-    assert t.step() == plain.step()
+    assert t.train_step() == plain.train_step()
     assert t.merge(alone).version == 2
     assert t.merge(alone).version == 2
 
@@ -92,10 +92,10 @@ def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
 def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> None:
     t = online_trainer()
     for _ in range(2):
-        t.step()
+        t.train_step()
     t.merge(alone)
     begun = everything(t)
-    t.step()
+    t.train_step()
     assert not torch.equal(everything(t), begun)
     if what == "hidden":
         for entry in t.buffer._entries.values():
@@ -103,9 +103,9 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
     else:
         t.tables.get(0)[1][3] = torch.nan
     with pytest.raises(DrafterError, match="policy version 0"):
-        [t.step() for _ in range(20)]
+        [t.train_step() for _ in range(20)]
     assert torch.equal(everything(t), begun) and t.trained_steps == 2
-    assert not t.enabled and t.step() is None
+    assert not t.enabled and t.train_step() is None
     report = t.merge(alone)
     assert report.disabled == (0,) and not report.trained and torch.equal(everything(t), begun)
     assert t.metrics()["disabled"] == 1.0
@@ -123,14 +123,14 @@ def test_a_gradient_that_is_not_finite_touches_nothing(monkeypatch) -> None:
 
     monkeypatch.setattr(DrafterTrainer, "backward", spoiled)
     with pytest.raises(DrafterError, match="gradient norm is nan"):
-        t.step()
+        t.train_step()
     assert torch.equal(everything(t), begun)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu", "bug"])
 def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: str) -> None:
     t = online_trainer()
-    t.step()
+    t.train_step()
 
     def fail(*_):
         if kind == "cuda":
@@ -142,24 +142,24 @@ def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: st
     monkeypatch.setattr(DrafterTrainer, "backward", fail)
     if kind == "bug":
         with pytest.raises(RuntimeError, match="shapes differ"):
-            t.step()
+            t.train_step()
         return
     with pytest.raises(DrafterError, match=r"out of memory in a drafter micro-step of 64 tokens"):
-        t.step()
+        t.train_step()
     assert t.window_tokens == 0 and not t.enabled
     assert torch.equal(everything(t), everything(online_trainer(lengths=())))
 
 
 def test_a_mean_that_is_not_finite_is_undone() -> None:
     t = online_trainer()
-    t.step()
+    t.train_step()
     t.merge(alone)
     begun = everything(t)
-    t.step()
+    t.train_step()
     report = t.merge(Broken())
     assert report.rolled_back and not report.trained and report.version == t.version == 1
     assert torch.equal(everything(t), begun)
-    assert not t.enabled and t.step() is None
+    assert not t.enabled and t.train_step() is None
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
@@ -167,7 +167,7 @@ def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
     t = online_trainer(mean_decay=decay)
     mean = {name: p.detach().clone() for name, p in t.model.named_parameters()}
     for n in range(1, 15):
-        t.step()
+        t.train_step()
         d = min(decay, n / (n + 9))
         mean = {name: d * mean[name] + (1 - d) * p.detach() for name, p in t.model.named_parameters()}
     t.merge(alone)
@@ -185,7 +185,7 @@ def test_weights_are_the_drafter_and_nothing_else() -> None:
 def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
     one, two = online_trainer(), online_trainer(lengths=())
     for _ in range(4):
-        one.step()
+        one.train_step()
     with pytest.raises(DrafterError, match="after a merge only"):
         one.state_dict()
     one.merge(alone)
@@ -205,19 +205,19 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
             t.buffer.add(chunk)
     # The buffer's data is not saved: what both have from here on is the same.
     for _ in range(3):
-        assert one.step() == two.step()
+        assert one.train_step() == two.train_step()
     assert torch.equal(everything(one), everything(two))
 
 
 def test_a_dropped_window_leaves_no_trace() -> None:
     """A run that ends in the middle of a step saves the drafter as it was before the step."""
     one = online_trainer()
-    one.step()
+    one.train_step()
     one.merge(alone)
     before = {name: w.clone() for name, w in one.weights().items()}
     counts = one.version, one.trained_steps
     for _ in range(3):
-        one.step()
+        one.train_step()
     one.drop_window()
     state = one.state_dict()
     assert all(torch.equal(state["model"][name], w) for name, w in before.items())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
-from megatron_tlt.drafter.sharing import Sharing, unwrap, wrap
+from megatron_tlt.drafter.sharing import HiddenStateSharing, pack_answers, unpack_answers
 from tests.helpers.features import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES
 
@@ -62,7 +62,7 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     room = b.bytes - 100
     sent = b.longest(room)
     assert len(sent) == 3 and sum(s.token_ids.nbytes + s.hidden.nbytes for _, s in sent) <= room
-    arrived = list(unwrap(pickle.loads(pickle.dumps(wrap(sent)))))
+    arrived = list(unpack_answers(pickle.loads(pickle.dumps(pack_answers(sent)))))
     assert [key for key, _ in arrived] == [key for key, _ in sent]
     for (_, mine), (_, theirs) in zip(sent, arrived, strict=True):
         assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.hidden, theirs.hidden)
@@ -70,7 +70,7 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
         names = ("prompt_len", "offset", "key", "answer_start", "num_bases")
         assert all(getattr(mine, name) == getattr(theirs, name) for name in names)
         assert theirs.hidden.untyped_storage().nbytes() == theirs.hidden.nbytes
-    assert wrap([]) is None
+    assert pack_answers([]) is None
 
 
 def lengths_of(b: HiddenStateBuffer) -> list[int]:
@@ -81,8 +81,8 @@ def test_taken_answers_do_not_move_the_median_and_are_drawn() -> None:
     own, given = [8, 10, 12, 14], [9, 40, 50, 60]  # medians: 11 alone, 13 together
     b = buffer(own)
     for key, answer in buffer(given, first=100).longest(MIB):
-        b.take(key, answer)
-        b.take(key, answer)  # once more: nothing new
+        b.add_shared(key, answer)
+        b.add_shared(key, answer)  # once more: nothing new
     assert len(b) == 8 and b.counters.taken == 4
     b.begin_step(1)
     assert lengths_of(b) == [12, 14, 40, 50, 60]
@@ -102,7 +102,7 @@ def test_the_end_of_a_long_answer_counts_as_long() -> None:
     assert 15 <= cut.length <= 20 and cut.offset == 100 - cut.length
     assert cut.token_ids.tolist() == chunk.token_ids[cut.offset :].tolist()
     b = buffer([30, 40, 50])
-    b.take(key, cut)
+    b.add_shared(key, cut)
     b.begin_step(1)
     assert lengths_of(b) == [cut.length, 40, 50]
 
@@ -111,14 +111,14 @@ def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
     b = HiddenStateBuffer(size_of(20), 64, 1, 0)
     b.begin_step(0)
     for key, answer in buffer([40, 20]).longest(MIB):
-        b.take(key, answer)
+        b.add_shared(key, answer)
     assert [e.sequence.length for e in b._entries.values()] == [20]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 7, 512])
 @pytest.mark.parametrize("mib", [1, 4, 16, 64])
 def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:
-    sharing = Sharing(0, replicas, 1, mib * MIB)
+    sharing = HiddenStateSharing(0, replicas, 1, mib * MIB)
     turns = [sharing.senders(turn) for turn in range(replicas)]
     count = min(replicas, 4, max(1, mib // 4))
     assert all(len(set(turn)) == len(turn) == count and max(turn) < replicas for turn in turns)
@@ -128,4 +128,6 @@ def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> No
 
 
 def test_nobody_sends_to_nobody() -> None:
-    assert Sharing(0, 1, 1, MIB).senders(0) == [] and Sharing(0, 2, 1, 0).senders(0) == []
+    assert (
+        HiddenStateSharing(0, 1, 1, MIB).senders(0) == [] and HiddenStateSharing(0, 2, 1, 0).senders(0) == []
+    )

@@ -15,11 +15,11 @@ CONFIG = FAMILIES["qwen3"]
 BATCH = collate([random_sequence(CONFIG, n, 3) for n in (12, 20, 26)])
 
 
-def trainer(feature_noise: float = 0.0, **fields) -> DrafterTrainer:
+def trainer(hidden_state_noise: float = 0.0, **fields) -> DrafterTrainer:
     section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
     model = EagleModel(CONFIG)
     model.initialise(0)
-    return DrafterTrainer(model, *lookup_tables(CONFIG), section, feature_noise=feature_noise)
+    return DrafterTrainer(model, *lookup_tables(CONFIG), section, hidden_state_noise=hidden_state_noise)
 
 
 def test_steps_learn() -> None:
@@ -52,7 +52,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit() -> None:
 
 def test_noise_is_on_what_is_read_not_on_what_is_learned() -> None:
     """Its share of the states' size, another one each step, the same again after a restart; targets stay exact."""
-    t, read = trainer(feature_noise=0.25), []
+    t, read = trainer(hidden_state_noise=0.25), []
     unroll, loss = t.model.unroll, t._loss
     t.model.unroll = lambda embed, batch, *rest: read.append(batch.hidden) or unroll(embed, batch, *rest)
     targets: list[torch.Tensor] = []
