@@ -206,15 +206,15 @@ class DraftStrategy:
 
     `kind` names the drafter; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row, with
     `topk - 1` siblings beside each of them, and feeds at most `num_verify_tokens` tokens (its last token, the root,
-    included) to the policy. Drafters may stop a request's draft early once a token's survival, the estimated
-    probability that the policy emits it, falls below `min_survival`.
+    included) to the policy. Drafters may stop a request's draft early once a token's cumulative acceptance, the
+    estimated probability that the policy emits it, falls below `min_cumulative_acceptance`.
     """
 
     kind: str
     draft_len: int
     topk: int = 1
     num_verify_tokens: int = 0  # 0: all that were drafted
-    min_survival: float = 0.0
+    min_cumulative_acceptance: float = 0.0
 
     @property
     def name(self) -> str:
@@ -225,6 +225,24 @@ class DraftStrategy:
 
 
 NO_DRAFT = DraftStrategy("none", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """One measured decoding step, plain or speculative: what strategy selectors learn from. L: the longest draft."""
+
+    strategy: DraftStrategy
+    num_running: int  # B, requests in the step
+    num_rows: int  # rows fed to the policy: B and the drafted nodes that were verified
+    draft_seconds: float  # of proposing; 0 for plain decoding
+    step_seconds: (
+        float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
+    )
+    num_emitted: int  # tokens emitted by all B requests
+    reached: (
+        np.ndarray
+    )  # int64 [L], drafted nodes at each position (from 0) whose parent was emitted; plain: [0]
+    accepted: np.ndarray  # int64 [L], drafted nodes at each position that were emitted; plain: [0]
 
 
 @dataclass(slots=True)

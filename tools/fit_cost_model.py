@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.rollout.rows import RunningRows
-    from megatron_tlt.types import DraftStrategy, Prompt
+    from megatron_tlt.types import DraftStrategy, Prompt, StepMeasurement
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding
 SPAN = 6  # steps of each, of which the first two do not count
@@ -53,63 +53,45 @@ class Recorder:
     right: np.ndarray = field(default_factory=lambda: np.zeros(POSITIONS))
     asked: int = 0
     counts: list[np.ndarray] = field(default_factory=list)
-    survivals: list[np.ndarray] = field(default_factory=list)
+    cumulative_acceptances: list[np.ndarray] = field(default_factory=list)
     _turn: int = 0
     _cached: float = 0.0
-    _counts: np.ndarray | None = None
 
-    def select(self, running: int) -> DraftStrategy:
+    def select(self, num_running: int) -> DraftStrategy:
         """The strategy whose turn it is."""
         from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
-        self._counts, self._cached = None, float(self.rows.context_lens[:running].sum())
+        self._cached = float(self.rows.context_lens[:num_running].sum())
         length = LENGTHS[(self._turn // SPAN) % len(LENGTHS)] if self.kind != "none" else 0
         self._turn += 1
         return DraftStrategy(self.kind, length) if length else NO_DRAFT
 
-    def rest(self, running: int) -> int:
-        """No rests: every step is looked at."""
-        return 0
-
-    def admit(
+    def prune(
         self,
         strategy: DraftStrategy,
-        running: int,
-        survival: np.ndarray,
+        num_running: int,
+        cumulative_acceptance: np.ndarray,
         depths: np.ndarray,
         counts: np.ndarray,
         parents: np.ndarray | None,
     ) -> np.ndarray:
         """All that was drafted."""
-        self._counts = counts.copy()
         if strategy.draft_len == max(LENGTHS):
             self.asked += len(counts)
-            self.counts.append(self._counts)
-            self.survivals.append(survival[depths == 1].copy())
-        return np.ones(len(survival), bool)
+            self.counts.append(counts.copy())
+            self.cumulative_acceptances.append(cumulative_acceptance[depths == 1].copy())
+        return np.ones(len(cumulative_acceptance), bool)
 
-    def observe_rest(self, running: int, seconds: list[float]) -> None:
-        """Never called: see `rest`."""
-
-    def observe(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        rows_fed: int,
-        emitted: np.ndarray,
-        draft_seconds: float,
-        step_seconds: float,
-    ) -> None:
+    def record(self, measurement: StepMeasurement) -> None:
         """Notes the step."""
-        if self._counts is not None:
-            for position in range(POSITIONS - 1):
-                reached = (self._counts > position) & (emitted > position)
-                self.tried[position] += np.count_nonzero(reached)
-                self.right[position] += np.count_nonzero(reached & (emitted > position + 1))
+        length = len(measurement.reached)
+        self.tried[:length] += measurement.reached
+        self.right[:length] += measurement.accepted
         if (self._turn - 1) % SPAN >= 2:
-            nodes = rows_fed - running
-            drafted = strategy.kind != "none"
-            self.steps.append((drafted, running, rows_fed, self._cached, nodes, draft_seconds, step_seconds))
+            running, rows = measurement.num_running, measurement.num_rows
+            drafted = measurement.strategy.kind != "none"
+            seconds = (measurement.draft_seconds, measurement.step_seconds)
+            self.steps.append((drafted, running, rows, self._cached, rows - running, *seconds))
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""
@@ -125,7 +107,7 @@ class Recorder:
         drafted = counts[counts > 0]
         whole = max(LENGTHS)
         ends = np.count_nonzero(drafted < whole)
-        first = np.concatenate(self.survivals)
+        first = np.concatenate(self.cumulative_acceptances)
         mean, spread = float(first.mean()), float(first.var())
         return {
             "rates": [round(min(float(r), 0.995), 4) for r in rates],

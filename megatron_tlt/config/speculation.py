@@ -53,14 +53,14 @@ class SpeculationSection(Section):
     block: block verification with noise of its own, the same distribution but other answers."""
     selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
     """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
-    request's draft length from estimated survival and measured step costs."""
+    request's draft length from estimated cumulative acceptance and measured step costs."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
     topk: PositiveInt = Field(default=1, le=4)
     """Candidates at each drafted position: 1 is a chain, more make a small tree."""
     window: PositiveInt = 256
     """Most positions that the eagle drafter catches up with when it starts late; it sees nothing before them."""
-    min_survival: NonNegativeFloat = Field(default=0.0, lt=1)
+    min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
     """Drafts stop where a token is less likely than this to be emitted (not for cost_aware, which finds its own)."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""

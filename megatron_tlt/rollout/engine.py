@@ -182,12 +182,9 @@ class Engine:
         if speculator is None:
             return self.runner.forward(batch)
         if not batch.is_decode:
-            speculator.pause()
-            return self.runner.forward(batch)
-        if speculator.rests():
             return self.runner.forward(batch)
         self.runner.copy_blocks(batch)  # before anybody drafts from the copies
-        draft = speculator.plan()
+        draft = speculator.propose()
         planned = time.perf_counter()
         accepted = None
         if draft is None:
@@ -195,7 +192,7 @@ class Engine:
         else:
             result, accepted = self.runner.verify(draft, speculator.verifier)
             self.scheduler.truncate(result)
-        speculator.told(draft, accepted, result, time.perf_counter() - planned)
+        speculator.record(draft, accepted, result, time.perf_counter() - planned)
         return result
 
     def run(

@@ -1,9 +1,9 @@
 """What drafters guess right: chances by position, drawn anew for every token. Torch-free.
 
 A drafter knows about each token how likely it is right: its chance p is drawn from a beta distribution around the
-position's rate, the token is right with chance p, and the survival that the selector is shown is the product of these.
-So it is calibrated, as the production drafters' own estimates are made to be. A drafter that is adapted to the policy
-(quality 1) has `rates`, one that never saw it (0) `stale_rates`; in between the rates are too.
+position's rate, the token is right with chance p, and the cumulative acceptance that the selector is shown is the
+product of these. So it is calibrated, as the production drafters' own estimates are made to be. A drafter that is
+adapted to the policy (quality 1) has `rates`, one that never saw it (0) `stale_rates`; in between the rates are too.
 
 Legend: B rows (requests), D drafted positions, N nodes; nodes stand row by row, the trunk first.
 """
@@ -20,9 +20,9 @@ from megatron_tlt.types import DraftStrategy
 
 @dataclass(slots=True)
 class SimDraft:
-    """Drafted nodes as `StrategySelector.admit` takes them, and which of them are the policy's."""
+    """Drafted nodes as `StrategySelector.prune` takes them, and which of them are the policy's."""
 
-    survival: np.ndarray  # float32 [N]
+    cumulative_acceptance: np.ndarray  # float32 [N]
     depths: np.ndarray  # int32 [N], from 1
     counts: np.ndarray  # int32 [B]
     parents: np.ndarray | None  # int32 [N] within the row, -1: the root; None: chains
@@ -32,7 +32,7 @@ class SimDraft:
     @property
     def num_nodes(self) -> int:
         """N."""
-        return len(self.survival)
+        return len(self.cumulative_acceptance)
 
     def emitted(self, keep: np.ndarray) -> np.ndarray:
         """Tokens int64 [B] that each row emits if the nodes of mask `keep` [N] are verified: at least 1."""
@@ -49,6 +49,15 @@ class SimDraft:
             side[rows[found], self.depths[found] - 1] = True
             run = run + side[np.arange(len(run)), run]
         return run + 1
+
+    def by_position(
+        self, keep: np.ndarray, emitted: np.ndarray, draft_len: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`StepMeasurement.reached` and `accepted` int64 [draft_len] of a step that gave `emitted` tokens int64 [B]."""
+        rows, position = np.repeat(np.arange(len(self.counts)), self.counts), self.depths - 1
+        reached = keep & (position < emitted[rows])
+        accepted = (emitted[:, None] - 1 > np.arange(draft_len)).sum(0)
+        return np.bincount(position[reached], minlength=draft_len), accepted
 
     def _is_trunk(self) -> np.ndarray:
         starts = np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
@@ -88,31 +97,31 @@ class Acceptance:
         chances = rng.beta(
             np.maximum(rates * spread, 1e-9), np.maximum((1 - rates) * spread, 1e-9), (len(lengths), depth)
         )
-        survival = np.cumprod(chances, axis=1)
+        cumulative_acceptance = np.cumprod(chances, axis=1)
         keep = np.arange(depth) < lengths[:, None]
-        if strategy.min_survival:
-            keep &= survival >= strategy.min_survival
-        matches = rng.random(survival.shape) < chances
+        if strategy.min_cumulative_acceptance:
+            keep &= cumulative_acceptance >= strategy.min_cumulative_acceptance
+        matches = rng.random(cumulative_acceptance.shape) < chances
         kept = int(keep.any(axis=0).sum())
         passes = min(depth, kept + 1)  # that a token is not worth it is known after its pass
         counts = keep.sum(axis=1)
         if strategy.topk == 1:
             depths = np.broadcast_to(np.arange(1, depth + 1, dtype=np.int32), keep.shape)[keep]
             return SimDraft(
-                survival[keep].astype(np.float32),
+                cumulative_acceptance[keep].astype(np.float32),
                 depths,
                 counts.astype(np.int32),
                 None,
                 matches[keep],
                 passes,
             )
-        return self._with_siblings(strategy.topk, chances, survival, keep, matches, rng, passes)
+        return self._with_siblings(strategy.topk, chances, cumulative_acceptance, keep, matches, rng, passes)
 
     def _with_siblings(
         self,
         topk: int,
         chances: np.ndarray,
-        survival: np.ndarray,
+        cumulative_acceptance: np.ndarray,
         keep: np.ndarray,
         matches: np.ndarray,
         rng: np.random.Generator,
@@ -122,8 +131,10 @@ class Acceptance:
         B, depth = keep.shape
         ranks = self._section.siblings * 0.5 ** np.arange(topk - 1)
         ranks = ranks / max(1.0, float(ranks.sum()))
-        before = np.concatenate((np.ones((B, 1)), survival[:, :-1]), axis=1) * (1 - chances)
-        values = np.concatenate((survival[:, :, None], before[:, :, None] * ranks), axis=2)  # [B, D, K]
+        before = np.concatenate((np.ones((B, 1)), cumulative_acceptance[:, :-1]), axis=1) * (1 - chances)
+        values = np.concatenate(
+            (cumulative_acceptance[:, :, None], before[:, :, None] * ranks), axis=2
+        )  # [B, D, K]
         draw = rng.random((B, depth, 1))
         edges = np.concatenate(([0.0], np.cumsum(ranks)))
         side = (draw >= edges[:-1]) & (draw < edges[1:]) & ~matches[:, :, None]

@@ -31,7 +31,7 @@ class _Window:
     levels: int  # steps of quality from 0 to 1
 
 
-# A selector that rests decides for up to 128 steps at once (`rollout.spec.race`): the mean is over some rests. It also
+# This selector compares by whole spans of steps (`rollout.spec.race`): the mean is over some spans. It also
 # remembers what a plain step took: contexts only grow while it is asked, as in a rollout; each table has its own.
 _RESTING = _Window(256, 128, 512, 4)
 _PROMPT = _Window(192, 24, 48, 12)

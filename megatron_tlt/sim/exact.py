@@ -1,6 +1,6 @@
 """One replica, token by token: the production scheduler and selector under a virtual clock. Torch-free.
 
-    schedule -> select, draft, admit -> (virtual seconds) -> observe -> commit       as `rollout.engine.Engine`
+    schedule -> select, draft, prune -> (virtual seconds) -> record -> commit       as `rollout.engine.Engine`
 
 Nothing is approximated but costs and acceptance: every block, chunk of a prompt, preemption and decision is made by
 production code. It costs about 0.1 ms an engine step, so it is for small workloads, and what `bulk` is tested against.

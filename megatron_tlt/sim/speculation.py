@@ -1,6 +1,6 @@
 """A decoding step with the production selector: what it decides, what that costs, what comes out. Torch-free.
 
-    (rest, or) select -> draft -> admit -> observe          the order of `rollout.spec.speculator.Speculator`
+    select -> draft -> prune -> record          the order of `rollout.spec.speculator.Speculator`
 
 The selector is `rollout.spec.strategy.build_selector`'s own, told virtual seconds; only the drafts are drawn
 (`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows, N drafted nodes.
@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.spec.selector import Rests, StrategySelector
+from megatron_tlt.rollout.spec.selector import StrategySelector
 from megatron_tlt.rollout.spec.strategy import build_selector
 from megatron_tlt.sim.acceptance import Acceptance
 from megatron_tlt.sim.cost_model import CostModel
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 Reserve = Callable[[np.ndarray], np.ndarray]
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -55,15 +56,12 @@ class Speculation:
         self._costs, self._section = costs, section
         self._rng = np.random.default_rng(seed)
         self._selector: StrategySelector | None = None
-        self._clock = 0.0
         if section.drafter != "none":
             self._selector = build_selector(section, section.drafter)
-            self._rests = Rests(self._selector, lambda: self._clock)
         self.acceptance = {
             kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "eagle", "hybrid")
         }
         self._plain_above = config.plain_above
-        self._is_resting = False
         self._most_rows = config.rollout.max_batched_tokens
         self.tally = Tally()
 
@@ -83,28 +81,21 @@ class Speculation:
         if strategy.kind == "none" or self._selector is None:
             seconds = self._costs.step(running, running, cached, False)
             emitted = np.ones(running, np.int64)
-            if self._selector is not None and not self._is_resting:
-                self._selector.observe(NO_DRAFT, running, running, emitted, 0.0, seconds)
+            if self._selector is not None and not self._is_above(running):
+                measured = StepMeasurement(NO_DRAFT, running, running, 0.0, seconds, running, _NONE, _NONE)
+                self._selector.record(measured)
             self._count("none", seconds, running, emitted, False)
             return seconds, emitted
         return self._draft(strategy, running, cached, left, reserve)
 
     def _select(self, running: int) -> DraftStrategy:
-        """The selector's strategy, or plain decoding while it rests."""
-        self._is_resting = False
-        if self._selector is None:
+        """The selector's strategy; plain decoding without one and above `plain_above`."""
+        if self._selector is None or self._is_above(running):
             return NO_DRAFT
-        if self._plain_above is not None and running > self._plain_above:
-            self._rests.end()
-            self._is_resting = True
-            return NO_DRAFT
-        self._is_resting = self._rests.take(running)
-        if self._is_resting:
-            return NO_DRAFT
-        strategy = self._selector.select(running)
-        if strategy.kind == "none":
-            self._rests.ask(running)
-        return strategy
+        return self._selector.select(running)
+
+    def _is_above(self, running: int) -> bool:
+        return self._plain_above is not None and running > self._plain_above
 
     def _draft(
         self,
@@ -124,19 +115,23 @@ class Speculation:
         draft = self.acceptance[strategy.kind].draft(strategy, lengths, self._rng)
         drafting = self._costs.draft(strategy.kind, running, draft.passes, draft.num_nodes)
         emitted, fed = np.ones(running, np.int64), running
+        reached = accepted = np.zeros(strategy.draft_len, np.int64)
         if draft.num_nodes:
-            keep = self._selector.admit(
-                strategy, running, draft.survival, draft.depths, draft.counts, draft.parents
+            keep = self._selector.prune(
+                strategy, running, draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents
             )
             fed += int(np.count_nonzero(keep))
             emitted = draft.emitted(keep)
+            reached, accepted = draft.by_position(keep, emitted, strategy.draft_len)
         verifying = self._costs.step(running, fed, cached, fed > running)
-        self._selector.observe(strategy, running, fed, emitted, drafting, verifying)
+        tokens = int(emitted.sum())
+        self._selector.record(
+            StepMeasurement(strategy, running, fed, drafting, verifying, tokens, reached, accepted)
+        )
         self._count(strategy.name, drafting + verifying, running, emitted, True)
         return drafting + verifying, emitted
 
     def _count(self, name: str, seconds: float, running: int, emitted: np.ndarray, drafted: bool) -> None:
-        self._clock += seconds
         tally, tokens = self.tally, int(emitted.sum())
         tally.steps[name] += 1
         tally.seconds += seconds

@@ -14,7 +14,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.build import coupled
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 from tests.helpers.engines import Answers
 
 
@@ -37,7 +37,7 @@ class OracleDrafter:
         assert request.slot not in self.live
         self.live[request.slot] = list(request.output)
 
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         assert len(self.live) == rows.num_rows
         for row in range(rows.num_rows):
             slot, length = int(rows.slots[row]), int(rows.output_len[row])
@@ -74,9 +74,15 @@ class OracleDrafter:
                 tokens.append(token)
                 depths.append(depth)
                 parents.append(parent)
-        survival = 0.7 ** np.asarray(depths, np.float32)
+        cumulative_acceptance = 0.7 ** np.asarray(depths, np.float32)
         made = [np.asarray(x, np.int32) for x in (counts, tokens, depths, parents)]
-        return Draft(made[0], made[1], survival.astype(np.float32), made[2], made[3] if self.tree else None)
+        return Draft(
+            made[0],
+            made[1],
+            cumulative_acceptance.astype(np.float32),
+            made[2],
+            made[3] if self.tree else None,
+        )
 
     def _nodes(self, truth: list[int], length: int, topk: int) -> list[tuple[int, int, int]]:
         rng = self.random
@@ -106,25 +112,18 @@ class RandomSelector:
 
     def __init__(self, kind: str, longest: int, topk: int, seed: int = 0):
         self.kind, self.longest, self.topk = kind, longest, topk
-        self.random, self.rests = random.Random(seed), random.Random(seed + 1)
+        self.random = random.Random(seed)
         self.emitted = self.rows = 0
 
-    def rest(self, running: int) -> int:
-        return self.rests.choice((0, 0, 3))
-
-    def observe_rest(self, running: int, seconds: list[float]) -> None:
-        assert 0 < len(seconds) <= 3
-        assert min(seconds) >= 0
-
-    def select(self, running: int) -> DraftStrategy:
+    def select(self, num_running: int) -> DraftStrategy:
         if self.random.random() < 0.2:
             return NO_DRAFT
         return DraftStrategy(
             self.kind, self.random.randint(1, self.longest), self.random.randint(1, self.topk)
         )
 
-    def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
-        keep = np.ones(len(survival), bool)
+    def prune(self, strategy, num_running, cumulative_acceptance, depths, counts, parents) -> np.ndarray:
+        keep = np.ones(len(cumulative_acceptance), bool)
         if self.random.random() < 0.5:
             return keep
         starts = np.cumsum(counts) - counts
@@ -135,11 +134,11 @@ class RandomSelector:
                 keep[start + i] = above and self.random.random() < 0.8
         return keep
 
-    def observe(self, strategy, running, rows_fed, emitted, draft_seconds, step_seconds) -> None:
-        assert len(emitted) == running
-        assert (emitted >= 1).all()
-        self.emitted += int(emitted.sum())
-        self.rows += running
+    def record(self, measurement: StepMeasurement) -> None:
+        assert measurement.num_emitted >= measurement.num_running
+        assert (measurement.accepted <= measurement.reached).all()
+        self.emitted += measurement.num_emitted
+        self.rows += measurement.num_running
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -50,7 +50,7 @@ def draft_params(
         np.broadcast_to(np.asarray(lengths, np.int32), count).copy(),
         topk,
         rates,
-        kwargs.pop("min_survival", 0.0),
+        kwargs.pop("min_cumulative_acceptance", 0.0),
         **kwargs,
     )
 

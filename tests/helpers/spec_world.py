@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.selector import Rests
 from megatron_tlt.rollout.spec.survival import Calibrator
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import DraftStrategy, StepMeasurement
 
 DEPTHS, BUCKETS, WIDTH = 8, 32, 0.25
 
 # Demo policy on one CPU thread, seconds of a forward of B requests and T rows: about linear in both.
 CPU = (90e-6, 32e-6, 80e-6)
+
+
+def measured(strategy, B, rows, counts, drafting, seconds, reached=None, accepted=None):
+    """A `StepMeasurement` of a step whose requests emitted `counts` [B] tokens."""
+    length = strategy.draft_len
+    reached = np.zeros(length, np.int64) if reached is None else reached
+    accepted = (np.array(counts)[:, None] - 1 > np.arange(length)).sum(0) if accepted is None else accepted
+    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), reached, accepted)
 
 
 def cpu_seconds(B, T):
@@ -62,8 +69,6 @@ class SpecWorld:
     outliers: float = 0.03
     by_position: bool = False
     clock: float = 0.0
-    seen: float = 0.0  # of the time, by those who look at rests
-    rests: Rests | None = None
     tokens: int = 0
     warm: int = 0  # plain steps in a row
     behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -90,48 +95,48 @@ class SpecWorld:
         return self.quality * (1 - 0.55 * np.exp(-gap))
 
     def propose(self, strategy: DraftStrategy):
-        """Chains as the eagle drafter would draft them: gaps, survival float32 [B, L], lengths int [B], seconds."""
+        """Chains as of the eagle drafter: gaps, cumulative acceptance float32 [B, L], lengths int [B], seconds."""
         B, L = len(self.lengths), strategy.draft_len
         most = np.minimum(L, np.maximum(self.lengths - 1, 0))
         self.level = 0.8 * self.level + 0.6 * self.rng.normal(size=B)
         gaps = self.mean_gap * np.exp(0.6 * self.level)[:, None] * self.rng.exponential(1.0, (B, L))
         bucket = np.minimum(gaps / WIDTH, BUCKETS - 1).astype(np.int32)
         place = np.minimum(np.arange(L), DEPTHS - 1)
-        survival = np.cumprod(self.calibrator.rates[place, bucket], axis=1)
-        least = 0.0 if self.by_position else strategy.min_survival
-        alive = (survival >= least) & (np.arange(L) < most[:, None])
+        cumulative_acceptance = np.cumprod(self.calibrator.rates[place, bucket], axis=1)
+        least = 0.0 if self.by_position else strategy.min_cumulative_acceptance
+        alive = (cumulative_acceptance >= least) & (np.arange(L) < most[:, None])
         lengths = np.minimum.accumulate(alive, axis=1).sum(1)
         if self.by_position:
-            survival = np.broadcast_to(np.cumprod(self.position_rates)[:L], survival.shape)
+            cumulative_acceptance = np.broadcast_to(
+                np.cumprod(self.position_rates)[:L], cumulative_acceptance.shape
+            )
         cost = self.draft_call + self.draft_row * (B + lengths.sum())
         cost += self.catch_up_row * np.minimum(self.behind, self.window).sum()
         self.behind[:] = 0
-        return gaps, bucket, survival.astype(np.float32), lengths, float(cost)
+        return gaps, bucket, cumulative_acceptance.astype(np.float32), lengths, float(cost)
 
     position_rates = np.full(64, 0.7)
 
     def step(self, selector):
         """One decoding step under `selector`. Returns its strategy and the mask of fed nodes (None if plain)."""
-        B, rests = len(self.lengths), self.rests_of(selector)
-        is_rest = rests.take(B)
-        strategy = NO_DRAFT if is_rest else selector.select(B)
+        B = len(self.lengths)
+        strategy = selector.select(B)
         if strategy.kind == "none":
             seconds = self.plain_seconds(B)
             seen = self.timed(seconds)
-            self.seen += seen
             self.behind += 1
             self._emit(np.ones(B, np.int32), seconds)
-            if not is_rest:
-                rests.ask(B)
-                selector.observe(strategy, B, B, np.ones(B, np.int32), 0.0, seen)
+            selector.record(measured(strategy, B, B, np.ones(B, np.int32), 0.0, seen))
             return strategy, None
-        gaps, bucket, survival, lengths, drafting = self.propose(strategy)
+        gaps, bucket, cumulative_acceptance, lengths, drafting = self.propose(strategy)
         L = strategy.draft_len
         node = np.arange(L) < lengths[:, None]
         keep = np.zeros(0, bool)
         if node.any():
             depths = np.broadcast_to(np.arange(1, L + 1, dtype=np.int32), node.shape)[node]
-            keep = selector.admit(strategy, B, survival[node], depths, lengths.astype(np.int32), None)
+            keep = selector.prune(
+                strategy, B, cumulative_acceptance[node], depths, lengths.astype(np.int32), None
+            )
         fed = np.zeros(node.shape, bool)
         fed[node] = keep
         matched = fed & (self.rng.random(node.shape) < self.chance(gaps))
@@ -146,14 +151,9 @@ class SpecWorld:
         seconds = float(self.step_seconds(B, rows)) + self.overhead
         self.warm = 0
         self._emit(counts, drafting + seconds)
-        selector.observe(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds))
+        times = self.timed(drafting), self.timed(seconds)
+        selector.record(measured(strategy, B, rows, counts, *times, reached.sum(0), accepted.sum(0)))
         return strategy, keep
-
-    def rests_of(self, selector):
-        """What `selector` has granted: each has its own."""
-        if self.rests is None or self.rests.selector is not selector:
-            self.rests = Rests(selector, lambda: self.seen)
-        return self.rests
 
     def plain_seconds(self, B):
         """Of the next plain step."""
@@ -186,6 +186,5 @@ class SpecWorld:
         started = self.clock
         while len(self.lengths):
             self.step(selector)
-        self.rests_of(selector).end()
         running = (np.array(lengths)[:, None] > np.arange(max(lengths))).sum(0)
         return self.clock - started, sum(float(self.step_seconds(B, B)) for B in running)

@@ -100,7 +100,7 @@ class Table:
         self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
 
     def propose(self, strategy: DraftStrategy = CHAIN, lengths: list[int] | None = None) -> Draft:
-        self.drafter.follow(self.rows, strategy)
+        self.drafter.sync_context(self.rows, strategy)
         wanted = lengths if lengths is not None else [strategy.draft_len] * self.rows.num_rows
         return self.drafter.propose(self.rows, np.array(wanted, np.int32), strategy)
 
@@ -134,7 +134,7 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
         trunk = [i for i in nodes if i - at == draft.depths[i] - 1]
         text, hidden = table.text(row), max(0, len(request.prompt) - table.tail)
         siblings = []
-        survival = 1.0
+        cumulative_acceptance = 1.0
         for place, i in enumerate(trunk):
             shares, longest = distribution(table.naive[request.dataset_id], table.common, text, hidden)
             position = int(table.rows.output_len[row]) + place
@@ -152,11 +152,11 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
                         place + 1,
                         place - 1,
                         s,
-                        survival * float(rates[TRUNK + (rank - 1) * 8 + min(7, int(rate * 8))]),
+                        cumulative_acceptance * float(rates[TRUNK + (rank - 1) * 8 + min(7, int(rate * 8))]),
                     )
                 )
-            survival *= rate
-            assert draft.survival[i] == pytest.approx(survival, rel=1e-5)
+            cumulative_acceptance *= rate
+            assert draft.cumulative_acceptance[i] == pytest.approx(cumulative_acceptance, rel=1e-5)
             text.append(int(draft.tokens[i]))
             for k in range(at + len(trunk), at + count):
                 if draft.depths[k] == place + 1:
@@ -173,6 +173,6 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
             assert draft.depths[i] == depth
             assert draft.parents is not None
             assert draft.parents[i] == parent
-            assert draft.survival[i] == pytest.approx(survives, rel=1e-5)
+            assert draft.cumulative_acceptance[i] == pytest.approx(survives, rel=1e-5)
         at += count
     return at

@@ -52,7 +52,9 @@ class DraftParams:
     rates: (
         np.ndarray
     )  # float32 [DEPTHS, BUCKETS], estimated P(match) by depth and gap between best and second
-    min_survival: float  # a chain ends before a token whose survival (product of rates) is below
+    min_cumulative_acceptance: (
+        float  # a chain ends before a token whose cumulative acceptance (product of rates) is below
+    )
     want_logits: bool = False
 
 
@@ -65,7 +67,7 @@ class DraftRows:
     gaps: (
         np.ndarray
     )  # float32 [S, L, K]: [.., 0] best minus second best score; [.., k] best minus k-th, k >= 1
-    survival: np.ndarray  # float32 [S, L], of the best token: product of the rates up to it
+    cumulative_acceptance: np.ndarray  # float32 [S, L], of the best token: product of the rates up to it
     logits: np.ndarray | None = None  # float32 [S, L, V], if wanted
 
 
@@ -115,7 +117,7 @@ class DraftRecorder:
 
     def __init__(self, params: DraftParams, vocab: int):
         count, longest = len(params.keys), int(params.max_len.max(initial=0))
-        self._params, self._survival = params, np.ones(count, np.float32)
+        self._params, self._cumulative_acceptance = params, np.ones(count, np.float32)
         self._out = DraftRows(
             np.zeros(count, np.int32),
             np.zeros((count, longest, params.topk), np.int32),
@@ -134,16 +136,16 @@ class DraftRecorder:
         """
         params, out, k = self._params, self._out, self._params.topk
         bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int64)
-        self._survival[active] *= params.rates[min(step, DEPTHS - 1), bucket]
-        kept = self._survival[active] >= params.min_survival
+        self._cumulative_acceptance[active] *= params.rates[min(step, DEPTHS - 1), bucket]
+        kept = self._cumulative_acceptance[active] >= params.min_cumulative_acceptance
         rows = active[kept]
         out.lengths[rows] = step + 1
         out.tokens[rows, step], out.gaps[rows, step] = tokens[kept, :k], gaps[kept, :k]
-        out.survival[rows, step] = self._survival[rows]
+        out.cumulative_acceptance[rows, step] = self._cumulative_acceptance[rows]
         if out.logits is not None:
             out.logits[rows, step] = logits.float().cpu().numpy()[kept]
         most = params.rates[min(step + 1, DEPTHS - 1)].max()
-        may_survive = self._survival[active] * most >= params.min_survival
+        may_survive = self._cumulative_acceptance[active] * most >= params.min_cumulative_acceptance
         going: np.ndarray = kept & may_survive & (params.max_len[active] > step + 1)
         return going
 

@@ -79,9 +79,9 @@ class DraftCall(Structure):
 
     _fields_ = [
         *_fields(c_int32, "topk depth"),
-        ("min_survival", c_float),
+        ("min_cumulative_acceptance", c_float),
         *_fields(c_void_p, "keys output_positions temperature max_len rates"),
-        *_fields(c_void_p, "lengths tokens gaps survival logits"),
+        *_fields(c_void_p, "lengths tokens gaps cumulative_acceptance logits"),
         *_fields(c_void_p, "last_logits last_hidden work best"),
     ]
 

@@ -155,7 +155,9 @@ class NativeEagle:
         logits = None
         if params.want_logits:
             logits = np.zeros((seqs, depth, self.config.vocab_size), np.float32)
-        space = self.open_call(seqs, depth, params.topk, params.min_survival, params.rates, logits)
+        space = self.open_call(
+            seqs, depth, params.topk, params.min_cumulative_acceptance, params.rates, logits
+        )
         space.copy(params, seqs)
         code = self.run_call(self._lib.tlt_eagle_draft, self._arguments[1])
         if code == BAD_POSITION and self.grow_rope(int(inputs.batch.positions.max()) + 1, depth):
@@ -180,7 +182,7 @@ class NativeEagle:
         seqs: int,
         depth: int,
         topk: int,
-        min_survival: float,
+        min_cumulative_acceptance: float,
         rates: np.ndarray,
         logits: np.ndarray | None = None,
     ) -> DraftSpace:
@@ -198,12 +200,12 @@ class NativeEagle:
             self._space = space
             self._shape = (0, 0, 0)
         space.set_rates(rates)
-        call.min_survival = min_survival
+        call.min_cumulative_acceptance = min_cumulative_acceptance
         if self._shape != (seqs, depth, topk):  # mostly it is the last draft's
             self._shape = seqs, depth, topk
             call.topk, call.depth = topk, depth
             at, nodes = space.address, 4 * seqs * depth
-            call.lengths, call.survival, call.tokens = at, at + 4 * seqs, at + 4 * seqs + nodes
+            call.lengths, call.cumulative_acceptance, call.tokens = at, at + 4 * seqs, at + 4 * seqs + nodes
             call.gaps = at + 4 * seqs + nodes * (1 + topk)
         call.logits = None if logits is None else logits.ctypes.data
         return space
@@ -268,7 +270,8 @@ class DraftSpace:
 
     def __init__(self, call: DraftCall, seqs: int, depth: int, vocab: int, hidden: int, dtype: torch.dtype):
         self.seqs, self.depth = seqs, depth
-        # lengths [S], survival [S, L], tokens [S, L, K], gaps [S, L, K] of the present draft, one behind the other
+        # lengths [S], cumulative acceptance [S, L], tokens [S, L, K], gaps [S, L, K] of the present draft, one behind
+        # the other
         self._out = np.zeros(seqs * (1 + depth * (1 + 2 * MOST_CANDIDATES)), np.int32)
         self.address = self._out.ctypes.data
         self._keys, self._positions = np.zeros(seqs, np.uint64), np.zeros(seqs, np.int32)
@@ -307,10 +310,14 @@ class DraftSpace:
         out = self._out[: c + nodes * k].copy()
         floats, shape = out.view(np.float32), (seqs, depth, k)
         tokens, gaps = out[b:c].reshape(shape), floats[c:].reshape(shape)
-        lengths, survival = out[:a], floats[a:b].reshape(seqs, depth)
+        lengths, cumulative_acceptance = out[:a], floats[a:b].reshape(seqs, depth)
         n = seqs if count is None else count
         return DraftRows(
-            lengths[:n], tokens[:n], gaps[:n], survival[:n], None if logits is None else logits[:n]
+            lengths[:n],
+            tokens[:n],
+            gaps[:n],
+            cumulative_acceptance[:n],
+            None if logits is None else logits[:n],
         )
 
 

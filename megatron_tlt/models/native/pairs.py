@@ -25,8 +25,8 @@ from megatron_tlt.models.native.eagle import DraftSpace, NativeEagle
 
 _INTS = 7  # TLT_PAIRS_INTS
 
-# Of all rows: counts int32 [B]; of each drafted token: tokens int32, survival float32, depths int32 (from 1), and
-# place * BUCKETS + bucket of its gap int32, [N] each.
+# Of all rows: counts int32 [B]; of each drafted token: tokens int32, cumulative acceptance float32, depths int32 (from
+# 1), and place * BUCKETS + bucket of its gap int32, [N] each.
 Chains = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -113,19 +113,19 @@ class NativePairs:
         self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
 
     def chains(
-        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_survival: float
+        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_cumulative_acceptance: float
     ) -> Chains:
         """Drafts chains of up to `wanted` int [B] tokens; a row whose last pair is cached already gets none.
 
-        `outputs` int32 [S, any] holds the tokens drawn so far; `rates` and `min_survival` as in `DraftParams`. Writes
-        the cache, `synced` and `first`. Raises BackendError as `NativeEagle.draft`.
+        `outputs` int32 [S, any] holds the tokens drawn so far; `rates` and `min_cumulative_acceptance` as in
+        `DraftParams`. Writes the cache, `synced` and `first`. Raises BackendError as `NativeEagle.draft`.
         """
         rows, depth = len(wanted), max(wanted.tolist(), default=0)
         if len(self._flat) < rows * (1 + 4 * depth):
             self._flat = np.zeros(2 * rows * (1 + 4 * depth), np.int32)
             self._at_flat = self._flat.ctypes.data
         self._call.chains = self._at_flat
-        self._run(outputs, wanted, depth, 1, rates, min_survival)
+        self._run(outputs, wanted, depth, 1, rates, min_cumulative_acceptance)
         n = self._call.nodes
         out = self._flat[: rows + 4 * n].copy()
         a, b, c = rows + n, rows + 2 * n, rows + 3 * n
@@ -137,7 +137,7 @@ class NativePairs:
         wanted: np.ndarray,
         topk: int,
         rates: np.ndarray,
-        min_survival: float,
+        min_cumulative_acceptance: float,
         keys: np.ndarray | None = None,
         want_logits: bool = False,
     ) -> tuple[np.ndarray, DraftRows]:
@@ -153,7 +153,7 @@ class NativePairs:
             self._call.keys = keys.ctypes.data
         self._call.chains = None
         try:
-            space = self._run(outputs, wanted, depth, topk, rates, min_survival, logits)
+            space = self._run(outputs, wanted, depth, topk, rates, min_cumulative_acceptance, logits)
         finally:
             self._call.keys = self._keys
         drafting: int = self._call.drafting
@@ -167,7 +167,7 @@ class NativePairs:
         depth: int,
         topk: int,
         rates: np.ndarray,
-        min_survival: float,
+        min_cumulative_acceptance: float,
         logits: np.ndarray | None = None,
     ) -> DraftSpace:
         call, rows = self._call, len(wanted)
@@ -177,7 +177,7 @@ class NativePairs:
             self._point_at(outputs)
         call.rows = rows
         self._wanted[:rows] = wanted
-        space = self._eagle.open_call(rows, depth, topk, min_survival, rates, logits)
+        space = self._eagle.open_call(rows, depth, topk, min_cumulative_acceptance, rates, logits)
         code = self._eagle.run_call(self._lib.tlt_draft_rows, self._pointer)
         if code == BAD_POSITION and self._eagle.grow_rope(int(self._rows.positions[:rows].max()) + 1, depth):
             code = self._eagle.run_call(self._lib.tlt_draft_rows, self._pointer)

@@ -33,9 +33,9 @@ class Ask(Structure):
 
     _fields_ = [
         *_fields(c_void_p, "slots handles keys positions temperature lengths rates"),
-        *_fields(c_void_p, "counts tokens depths parents feature survival"),
+        *_fields(c_void_p, "counts tokens depths parents feature cumulative_acceptance"),
         *_fields(c_int32, "rows topk longest budget is_coupled"),
-        ("min_survival", c_float),
+        ("min_cumulative_acceptance", c_float),
     ]
 
 

@@ -13,17 +13,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.spec.selector import WholeStrategies
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 _WHERE = "rollout.speculation.bandit"
 _MASK = (1 << 64) - 1
 
 
-def parse_arm(text: str, kind: str, min_survival: float = 0.0) -> DraftStrategy:
+def parse_arm(text: str, kind: str, min_cumulative_acceptance: float = 0.0) -> DraftStrategy:
     """`LENGTH_TOPK_VERIFY` as a strategy of drafter `kind`; 0_1_1 is plain decoding.
 
     Raises ConfigError, naming rollout.speculation.bandit.arms, for anything else.
@@ -42,7 +40,7 @@ def parse_arm(text: str, kind: str, min_survival: float = 0.0) -> DraftStrategy:
     if not 2 <= verify <= length * topk + 1:
         most = length * topk + 1
         raise ConfigError.of(where, text, f"tokens to verify, the last one included, must be 2 to {most}")
-    return DraftStrategy(kind, length, topk, verify, min_survival)
+    return DraftStrategy(kind, length, topk, verify, min_cumulative_acceptance)
 
 
 class _Arm:
@@ -114,30 +112,23 @@ class BucketedEpsilonGreedy(WholeStrategies):
         """Present share of exploring steps in the bucket of `running` requests."""
         return float(self._epsilon * self._decay ** self._steps[self.bucket(running)])
 
-    def select(self, running: int) -> DraftStrategy:
-        """The arm for a step of `running` requests. Depends on what was observed only, and mutates nothing."""
-        bucket = self.bucket(running)
+    def select(self, num_running: int) -> DraftStrategy:
+        """The arm for a step of `num_running` requests. Depends on the recorded steps only, and mutates nothing."""
+        bucket = self.bucket(num_running)
         plays = self._plays[bucket]
         scores = [arm.score for arm in plays]
         best = scores.index(max(scores))
         if plays[best].sizes:
             draw = _hash(self._seed, bucket, self._steps[bucket])
-            if (draw >> 11) * 2.0**-53 < self.epsilon(running):
+            if (draw >> 11) * 2.0**-53 < self.epsilon(num_running):
                 best = (draw & 0x7FF) % len(self.arms)
         return self.arms[best]
 
-    def observe(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        rows_fed: int,
-        emitted: np.ndarray,
-        draft_seconds: float,
-        step_seconds: float,
-    ) -> None:
-        """See `StrategySelector.observe`. The reward is the step's tokens per second."""
-        arm, bucket = self._index[strategy.name], self.bucket(running)
-        self._plays[bucket][arm].add(sum(emitted.tolist()) / (draft_seconds + step_seconds))
+    def record(self, measurement: StepMeasurement) -> None:
+        """See `StrategySelector.record`. The reward is the step's tokens per second."""
+        arm, bucket = self._index[measurement.strategy.name], self.bucket(measurement.num_running)
+        seconds = measurement.draft_seconds + measurement.step_seconds
+        self._plays[bucket][arm].add(measurement.num_emitted / seconds)
         self._steps[bucket] += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Drafter(Protocol):
     """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
 
     Life of a request: `start` when it gets its row (again after a preemption), `stop` when it leaves it. In between
-    `rows` say what it has drawn; `follow` is the time to look, before something is drafted. Tensor-parallel ranks make
+    `rows` say what it has drawn; `sync_context` reads it, before something is drafted. Tensor-parallel ranks make
     the same calls; rank 0's draft counts.
     """
 
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` needs it to draft.
 
         Mutates the drafter.

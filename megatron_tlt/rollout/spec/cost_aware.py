@@ -3,9 +3,10 @@
 A `Race` for each regime of running requests (they double) compares whole strategies by the seconds that their steps
 take, everything between two steps included: plain decoding, a few fixed draft lengths, and drafts of which each token
 must be worth its price. This last one, per request and per token, is what the step costs are learned for: a drafted
-token is worth its survival, in tokens; it costs a policy row, and before that a drafter row, at the rate of tokens per
-second that the strategy achieves. While drafting, both lie ahead (`DraftStrategy.min_survival`); then only the policy
-row does (`admit`). Source of the greedy admission: DSpark, Algorithm 1; why a rate: `admission.best_of_all`.
+token is worth its cumulative acceptance, in tokens; it costs a policy row, and before that a drafter row, at the rate
+of tokens per second that the strategy achieves. While drafting, both lie ahead
+(`DraftStrategy.min_cumulative_acceptance`); then only the policy row does (`prune`). Source of the greedy admission:
+DSpark, Algorithm 1; why a rate: `admission.best_of_all`.
 
 Torch-free, no clock of its own. Legend: B running rows (requests), N drafted nodes, T = B + N rows.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,18 @@ from megatron_tlt.rollout.spec.admission import best_of_all, best_of_chain
 from megatron_tlt.rollout.spec.costs import DraftCosts, StepCosts
 from megatron_tlt.rollout.spec.race import PLAIN, Race
 from megatron_tlt.rollout.spec.selector import regime_of
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 _LENGTHS = (2, 5, 8, 11)  # drafted tokens of the strategies that feed all of them
-_PRICED = 1e-6  # least survival of a strategy that admits by price: 0 feeds everything
-_LOUDEST = 0.95  # largest survival ever asked for: some drafts must come, or nothing would be learned of them
+_PRICED = 1e-6  # least cumulative acceptance of a strategy that admits by price: 0 feeds everything
+_LOUDEST = (
+    0.95  # largest cumulative acceptance ever required: without drafts nothing would be learned of them
+)
 _FRESH = 64  # uses of prices before they are made anew, sooner at first
 _SELDOM, _YOUNG = (
     4,
     256,
 )  # of the best arm's steps costs are learned from every fourth, after so many in a regime
-_CHUNK = 16  # steps of a rest that make one measurement of costs
 _SPANS = np.arange(1, 9)  # rows ahead, in half batches, that a row's price is looked for in
 _VERSION = 4  # of the state
 
@@ -47,7 +48,7 @@ class _Prices:
         self.age = self.uses = 0
         self.costs, self.cost_list = np.zeros(0), [0.0]
         self.plain = 0.0  # seconds of a plain step
-        self.strategies: list[DraftStrategy] = []  # the arms, with their least survival
+        self.strategies: list[DraftStrategy] = []  # the arms, with their least cumulative acceptance
 
 
 class CostModelSelector:
@@ -57,7 +58,9 @@ class CostModelSelector:
         """For a drafter of `kind`; "hybrid" also plays its parts alone."""
         self.kind, self._draft_len, self._topk = kind, draft_len, topk
         self.arms = _arms(kind, draft_len, topk)
-        self._index = {(arm.kind, arm.draft_len, arm.min_survival > 0): i for i, arm in enumerate(self.arms)}
+        self._index = {
+            (arm.kind, arm.draft_len, arm.min_cumulative_acceptance > 0): i for i, arm in enumerate(self.arms)
+        }
         self._index["none", 0, False] = PLAIN
         self.step_costs = StepCosts()
         self._draft_costs = {arm.kind: DraftCosts(arm.kind) for arm in self.arms if arm.kind != "none"}
@@ -67,78 +70,60 @@ class CostModelSelector:
         self._last_kind = "none"
         self._steps = 0
 
-    def select(self, running: int) -> DraftStrategy:
-        """See `StrategySelector.select`. `min_survival` of the strategy is what a further token must promise."""
-        race = self._race(running)
+    def select(self, num_running: int) -> DraftStrategy:
+        """See `StrategySelector.select`. A further token must promise its `min_cumulative_acceptance`."""
+        race = self._race(num_running)
         self._drafted = 0
         if race.playing == PLAIN or not self.step_costs.is_known:
             return NO_DRAFT
-        return self._priced(running).strategies[race.playing]
+        return self._priced(num_running).strategies[race.playing]
 
-    def rest(self, running: int) -> int:
-        """See `StrategySelector.rest`."""
-        return self._race(running).rest(running) if self.step_costs.is_known else 0
-
-    def observe_rest(self, running: int, seconds: list[float]) -> None:
-        """See `StrategySelector.observe_rest`."""
-        race, plain = self._race(running), self._priced(running).plain
-        changed, self._last_kind = self._last_kind != "none", "none"
-        first = len(seconds) if race.is_cold else _CHUNK if changed else 0  # that caches are warm for
-        race.observe_rest(running, [s / plain for s in seconds], changed)
-        for at in range(first, len(seconds), _CHUNK):
-            self.step_costs.observe(running, running, median(seconds[at : at + _CHUNK]))
-
-    def admit(
+    def prune(
         self,
         strategy: DraftStrategy,
-        running: int,
-        survival: np.ndarray,
+        num_running: int,
+        cumulative_acceptance: np.ndarray,
         depths: np.ndarray,
         counts: np.ndarray,
         parents: np.ndarray | None,
     ) -> np.ndarray:
-        """See `StrategySelector.admit`: all nodes, or those worth their rows at the strategy's rate."""
-        nodes = len(survival)
+        """See `StrategySelector.prune`: all nodes, or those worth their rows at the strategy's rate."""
+        nodes = len(cumulative_acceptance)
         self._drafted = nodes // strategy.topk
-        if not strategy.min_survival or not self.step_costs.is_known:
+        if not strategy.min_cumulative_acceptance or not self.step_costs.is_known:
             return np.ones(nodes, bool)
-        prices = self._priced(running)
+        prices = self._priced(num_running)
         if len(prices.costs) <= nodes:
-            self._extend(prices, running, nodes)
-        rate = self._rate(running, self._arm(strategy), prices.plain)
-        if running == 1 and parents is None:
-            chosen: np.ndarray = np.arange(nodes) < best_of_chain(survival.tolist(), prices.cost_list, rate)
+            self._extend(prices, num_running, nodes)
+        rate = self._rate(num_running, self._arm(strategy), prices.plain)
+        if num_running == 1 and parents is None:
+            chosen: np.ndarray = np.arange(nodes) < best_of_chain(
+                cumulative_acceptance.tolist(), prices.cost_list, rate
+            )
             return chosen
-        return best_of_all(survival, prices.costs, rate)
+        return best_of_all(cumulative_acceptance, prices.costs, rate)
 
-    def observe(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        rows_fed: int,
-        emitted: np.ndarray,
-        draft_seconds: float,
-        step_seconds: float,
-    ) -> None:
-        """See `StrategySelector.observe`."""
+    def record(self, measurement: StepMeasurement) -> None:
+        """See `StrategySelector.record`."""
+        strategy, running = measurement.strategy, measurement.num_running
+        step_seconds, draft_seconds = measurement.step_seconds, measurement.draft_seconds
         race, arm = self._race(running), self._arm(strategy)
         changed, self._last_kind = strategy.kind != self._last_kind, strategy.kind
         self._steps += 1
         often = race.is_trial or race.time < _YOUNG or self._steps % _SELDOM == 0
         if not self.step_costs.is_known or (often and not race.is_cold and not changed):
-            self.step_costs.observe(running, rows_fed, step_seconds)
+            self.step_costs.observe(running, measurement.num_rows, step_seconds)
             if strategy.kind != "none":
                 self._draft_costs[strategy.kind].observe(running, self._drafted, draft_seconds)
-        tokens = running if strategy.kind == "none" else int(emitted.sum())
-        prices, fed = self._priced(running), rows_fed - running
+        prices, fed = self._priced(running), measurement.num_rows - running
         spent = (draft_seconds + step_seconds) / prices.plain
         usual = prices.cost_list[min(fed, len(prices.cost_list) - 1)] / prices.plain
-        race.observe(arm, running, tokens / running, spent, usual, fed / running, changed)
+        race.observe(arm, running, measurement.num_emitted / running, spent, usual, fed / running, changed)
 
     # Prices
 
     def _arm(self, strategy: DraftStrategy) -> int:
-        return self._index[strategy.kind, strategy.draft_len, strategy.min_survival > 0]
+        return self._index[strategy.kind, strategy.draft_len, strategy.min_cumulative_acceptance > 0]
 
     def _race(self, running: int) -> Race:
         """The regime's, which begins when it is first met."""
@@ -182,7 +167,9 @@ class CostModelSelector:
         self._extend(prices, running, max(len(prices.costs) - 1, running * self._draft_len * self._topk))
         prices.plain = float(prices.costs[0])
         prices.strategies = [
-            replace(arm, min_survival=self._least(prices, running, i)) if arm.min_survival else arm
+            replace(arm, min_cumulative_acceptance=self._least(prices, running, i))
+            if arm.min_cumulative_acceptance
+            else arm
             for i, arm in enumerate(self.arms)
         ]
 
@@ -243,10 +230,10 @@ def _arms(kind: str, draft_len: int, topk: int) -> tuple[DraftStrategy, ...]:
     lengths = {kind: every}
     if kind == "hybrid":
         lengths = {"hybrid": [draft_len], "eagle": sorted({min(2, draft_len), min(5, draft_len)})}
-    priced = [DraftStrategy(kind, draft_len, topk, min_survival=_PRICED) for kind in lengths]
+    priced = [DraftStrategy(kind, draft_len, topk, min_cumulative_acceptance=_PRICED) for kind in lengths]
     whole = [DraftStrategy(kind, length, topk) for kind in lengths for length in lengths[kind][::-1]]
     return (NO_DRAFT, *priced, *whole)
 
 
 def _names(arms: tuple[DraftStrategy, ...]) -> list[str]:
-    return [f"{arm.name} by price" if arm.min_survival else arm.name for arm in arms]
+    return [f"{arm.name} by price" if arm.min_cumulative_acceptance else arm.name for arm in arms]

@@ -15,13 +15,13 @@ class Draft:
     """Drafted tokens of B rows, flat in row order; the root of each row (its last token) is not among them.
 
     Within a row parents precede children and the trunk (first child of first child ...) comes first.
-    `survival[i]` estimates the probability that the policy emits node i (it and all its ancestors match), so it never
-    grows from parent to child.
+    `cumulative_acceptance[i]` estimates the probability that the policy emits node i (it and all its ancestors match),
+    so it never grows from parent to child.
     """
 
     counts: np.ndarray  # int32 [B], nodes of each row
     tokens: np.ndarray  # int32 [N]
-    survival: np.ndarray  # float32 [N]
+    cumulative_acceptance: np.ndarray  # float32 [N]
     depths: np.ndarray  # int32 [N], 1 for a child of the root
     parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
     feature: np.ndarray | None = (
@@ -60,7 +60,7 @@ class Draft:
         return Draft(
             counts,
             self.tokens[keep],
-            self.survival[keep],
+            self.cumulative_acceptance[keep],
             self.depths[keep],
             parents,
             None if self.feature is None else self.feature[keep],

@@ -122,7 +122,7 @@ class EagleDrafter:
         cached = int(self._rows.positions[request.row])
         self._synced[request.slot], self._first[request.slot] = cached - 1, 1
 
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """Nothing: `propose` reads what it has missed."""
 
     def stop(self, request: Request) -> None:
@@ -162,7 +162,7 @@ class EagleDrafter:
             max_len=np.ascontiguousarray(lengths[active], np.int32),
             topk=strategy.topk,
             rates=self.calibrator.rates,
-            min_survival=strategy.min_survival,
+            min_cumulative_acceptance=strategy.min_cumulative_acceptance,
             want_logits=self._want_probs,
         )
         drafted = self.decoder.draft(self._missing_pairs(rows, active), params, self.kv)
@@ -173,10 +173,12 @@ class EagleDrafter:
         self, native: NativePairs, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy
     ) -> Draft:
         """The same in one call."""
-        rates, least, keys = self.calibrator.rates, strategy.min_survival, None
+        rates, least, keys = self.calibrator.rates, strategy.min_cumulative_acceptance, None
         if strategy.topk == 1 and not self._want_probs:
-            counts, tokens, survival, depths, feature = native.chains(rows.outputs, lengths, rates, least)
-            return Draft(counts, tokens, survival, depths, None, feature)
+            counts, tokens, cumulative_acceptance, depths, feature = native.chains(
+                rows.outputs, lengths, rates, least
+            )
+            return Draft(counts, tokens, cumulative_acceptance, depths, None, feature)
         if self._want_probs:
             keys = draft_keys(rows.keys[: len(lengths)], rows.output_len[: len(lengths)])
         active, drafted = native.rows(
@@ -230,7 +232,7 @@ class EagleDrafter:
         trunk = Draft(
             lengths,
             drafted.tokens[:, :, 0][is_node],
-            drafted.survival[is_node],
+            drafted.cumulative_acceptance[is_node],
             at[is_node],
             None,
             feature[is_node],
@@ -247,9 +249,14 @@ class EagleDrafter:
         for i, row in enumerate(active.tolist()):
             n = int(drafted.lengths[i])
             mine = slice(int(starts[row]), int(starts[row]) + n)
-            survival = trunk.survival[mine]
-            above = np.concatenate((np.ones(1, np.float32), survival))[:n]
-            columns = (trunk.tokens[mine], survival, trunk.depths[mine], np.arange(-1, n - 1, dtype=np.int32))
+            cumulative_acceptance = trunk.cumulative_acceptance[mine]
+            above = np.concatenate((np.ones(1, np.float32), cumulative_acceptance))[:n]
+            columns = (
+                trunk.tokens[mine],
+                cumulative_acceptance,
+                trunk.depths[mine],
+                np.arange(-1, n - 1, dtype=np.int32),
+            )
             assert trunk.feature is not None
             for part, column in zip(parts, (*columns, trunk.feature[mine]), strict=True):
                 part.append(column)
@@ -261,8 +268,8 @@ class EagleDrafter:
                 for part, column in zip(parts, sibling, strict=True):
                     part.append(column)
             counts[row] = n * drafted.tokens.shape[2]
-        tokens, survival, depths, parents, feature = (np.concatenate(p) for p in parts)
-        return Draft(counts, tokens, survival.astype(np.float32), depths, parents, feature)
+        tokens, cumulative_acceptance, depths, parents, feature = (np.concatenate(p) for p in parts)
+        return Draft(counts, tokens, cumulative_acceptance.astype(np.float32), depths, parents, feature)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""

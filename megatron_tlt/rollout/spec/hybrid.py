@@ -5,7 +5,7 @@ the rows where it is likely to do clearly better, judged by what its own drafts 
 Whether that pays in time is not judged here: a selector that measures it may ask for one part alone, by the
 strategy's kind ("suffix" or "eagle").
 
-A draft's promise is in tokens: the sum of its nodes' survivals, each less what its row costs.
+A draft's promise is in tokens: the sum of its nodes' cumulative acceptances, each less what its row costs.
 Legend: B rows, N nodes.
 """
 
@@ -47,10 +47,10 @@ class HybridDrafter:
         self.suffix.start(request)
         self.eagle.start(request)
 
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.follow`. Nobody reads the tries while the eagle part drafts alone."""
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        """See `Drafter.sync_context`. Nobody reads the tries while the eagle part drafts alone."""
         if strategy.kind != "eagle":
-            self.suffix.follow(rows, strategy)
+            self.suffix.sync_context(rows, strategy)
 
     def stop(self, request: Request) -> None:
         """See `Drafter.stop`."""
@@ -83,7 +83,7 @@ class HybridDrafter:
             first.source = np.full(count, SUFFIX, np.int8)
             return first
         row_of = np.repeat(np.arange(count), first.counts)
-        price = strategy.min_survival
+        price = strategy.min_cumulative_acceptance
         expected = _promised(first, row_of, price, count)
         ask = self._ask(rows.slots[:count], lengths, expected)
         if not ask.any():
@@ -125,8 +125,8 @@ class HybridDrafter:
 def _promised(draft: Draft, row_of: np.ndarray, price: float, count: int) -> np.ndarray:
     """Float64 [B]: what each row's nodes promise beyond `price`."""
     if count == 1:
-        return np.array([sum(s - price for s in draft.survival.tolist() if s > price)])
-    return np.bincount(row_of, np.maximum(draft.survival - price, 0.0), minlength=count)
+        return np.array([sum(s - price for s in draft.cumulative_acceptance.tolist() if s > price)])
+    return np.bincount(row_of, np.maximum(draft.cumulative_acceptance - price, 0.0), minlength=count)
 
 
 def _merge(
@@ -157,7 +157,7 @@ def _merge(
     return Draft(
         a.counts + b.counts,
         join(a.tokens, b.tokens),
-        join(a.survival, b.survival),
+        join(a.cumulative_acceptance, b.cumulative_acceptance),
         join(a.depths, b.depths),
         parents,
         join(a.feature, b.feature),

@@ -1,6 +1,6 @@
-"""One place that knows drafters, selector and verifier: the engine asks it what to draft and tells it what came of it.
+"""Speculation in the engine: proposes drafts and records what came of them.
 
-    schedule -> plan (selector, blocks, drafter, admission) -> verify -> truncate -> told -> commit
+    schedule -> propose (select, reserve, draft, prune) -> verify -> truncate -> record -> commit
 
 Answers cannot depend on anything decided here (docs/numerics.md): it only chooses what the policy looks at.
 Legend: B running rows, N drafted nodes.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +22,8 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.selector import Rests
 from megatron_tlt.rollout.spec.verify import Accepted
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.model_runner import Verifier
@@ -34,28 +33,11 @@ if TYPE_CHECKING:
 
 Reserve = Callable[[np.ndarray], np.ndarray]
 Clock = Callable[[], float]
-_PAUSE = 0.25  # share of a step that what follows it may have taken; beyond, the engine waited for its caller
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step that the selector has not heard of: it ends when the next one begins."""
-
-    strategy: DraftStrategy
-    rows_fed: int
-    counts: np.ndarray
-    draft_seconds: float
-    began: float
-    told: float
-
-    def seconds(self, now: float) -> float:
-        """Of all but the draft: also of schedule, commit and what the drafter learns, which drafts make dearer."""
-        own = self.told - self.began
-        return own + min(now - self.told, _PAUSE * own) - self.draft_seconds
+_NO_POSITIONS = np.zeros(0, np.int64)
 
 
 class Speculator:
-    """Plans speculative steps. All ranks of a tensor-parallel group plan alike: rank 0's clock and draft decide."""
+    """Proposes drafts. All ranks of a tensor-parallel group propose alike: rank 0's clock and draft decide."""
 
     def __init__(
         self,
@@ -70,8 +52,8 @@ class Speculator:
         clock: Clock = time.perf_counter,
     ):
         """`eagle` is the drafter, or the part of it, that is trained.
-        `by_position`: decisions must not know the drafted tokens (block verification), so survival is the mean
-        acceptance at each position. `clock`: seconds that strategies are compared by.
+        `by_position`: decisions must not know the drafted tokens (block verification), so cumulative acceptance is the
+        mean acceptance at each position. `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.verifier, self.eagle = drafter, verifier, eagle
         self.trace: DraftTrace | None = None  # who wants to know what was drafted for some answers
@@ -79,53 +61,30 @@ class Speculator:
         self._rows, self._reserve, self._tp = rows, reserve, tp
         self._max_tokens = len(rows.token_ids)
         self._by_position = PositionRates() if by_position else None
-        self._strategy, self._draft_seconds, self._began = NO_DRAFT, 0.0, 0.0
-        self._step: _Step | None = None
-        self._rests = Rests(selector, clock)
+        self.selector = selector
         self._clock = clock
-        self._ones = np.ones(len(rows.limit), np.int32)
+        self._strategy = NO_DRAFT  # of the present step
+        self._draft_seconds = self._proposed = 0.0  # of the present step; when its proposal was ready
 
-    @property
-    def selector(self) -> StrategySelector:
-        """Who decides. Another one starts without what this one granted."""
-        return self._rests.selector
-
-    @selector.setter
-    def selector(self, selector: StrategySelector) -> None:
-        self._rests = Rests(selector, self._clock)
-
-    def rests(self) -> bool:
-        """Whether the decoding step that begins is plain and neither planned nor told. Counts it."""
-        if self._step is not None:
-            self._settle(self._clock())
-        if not self._rests.take(self._rows.num_rows):
-            return False
-        self._strategy = NO_DRAFT
-        self._counters.plain(0.0)
-        return True
-
-    def plan(self) -> Draft | None:
-        """What the next decoding step, which is no rest (`rests`), verifies; None for plain decoding.
-
-        Mutates drafter, selector and block tables.
-        """
+    def propose(self) -> Draft | None:
+        """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
         rows = self._rows
-        self._began = self._clock()  # what the selector learns at times is no part of a step
         last_kind = self._strategy.kind
-        strategy = self._agree_strategy(self.selector.select(rows.num_rows))
-        self._strategy, self._draft_seconds = strategy, 0.0
-        if strategy.kind == "none":
-            if self._tp.size == 1:  # ranks' selectors agree on strategies only
-                self._rests.ask(rows.num_rows)
+        self._strategy = strategy = self._agree_strategy(self.selector.select(rows.num_rows))
+        self._draft_seconds, draft = 0.0, None
+        if strategy.kind != "none":
+            started = self._clock()
+            self.drafter.sync_context(rows, strategy)
+            if (
+                strategy.kind != last_kind
+            ):  # catching up with steps of others is a cost of the switch, not of a step
+                started = self._clock()
+            lengths = self._reserve(self._wanted(strategy)) // strategy.topk
+            draft = self._propose(rows, lengths, strategy)
+        self._proposed = self._clock()
+        if draft is None:
             return None
-        started = self._clock()
-        self.drafter.follow(rows, strategy)
-        if strategy.kind != last_kind:  # what was said while this one did not draft is no part of the step
-            followed = self._clock()
-            self._began, started = self._began + followed - started, followed
-        lengths = self._reserve(self._wanted(strategy)) // strategy.topk
-        draft = self._propose(rows, lengths, strategy)
-        self._draft_seconds = self._clock() - started
+        self._draft_seconds = self._proposed - started
         return draft if draft.num_nodes else None
 
     def _wanted(self, strategy: DraftStrategy) -> np.ndarray:
@@ -138,18 +97,20 @@ class Speculator:
     def _propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         running = rows.num_rows
         if self._by_position is not None:
-            strategy = replace(strategy, min_survival=0.0)  # it would stop drafts by what their tokens reveal
+            strategy = replace(
+                strategy, min_cumulative_acceptance=0.0
+            )  # it would stop drafts by what their tokens reveal
         draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy))
         if self._by_position is not None:
-            draft.survival = self._by_position.survival(draft.depths)
+            draft.cumulative_acceptance = self._by_position.cumulative_acceptance(draft.depths)
         if draft.num_nodes:
-            keep = self.selector.admit(
-                strategy, running, draft.survival, draft.depths, draft.counts, draft.parents
+            keep = self.selector.prune(
+                strategy, running, draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents
             )
             draft = draft.select(self._agree(keep) if self._tp.size > 1 else keep)
         return draft
 
-    def told(
+    def record(
         self, draft: Draft | None, accepted: Accepted | None, result: StepResult, seconds: float
     ) -> None:
         """A decoding step took `seconds` and gave `result` (truncated, not yet committed).
@@ -157,11 +118,12 @@ class Speculator:
         Mutates drafter, selector and counters.
         """
         running, strategy = self._rows.num_rows, self._strategy
-        counts, fed = result.counts, running
-        if counts is None:
-            counts = self._ones[:running]
+        step_seconds = self._clock() - self._proposed
+        fed, reached, accepted_at = running, _NO_POSITIONS, _NO_POSITIONS
         if draft is not None and accepted is not None:
             fed += draft.num_nodes
+            reached = _by_position(draft.depths[accepted.reached], strategy.draft_len)
+            accepted_at = _by_position(draft.depths[accepted.accepted], strategy.draft_len)
             self.drafter.observe(draft, accepted.reached, accepted.accepted)
             if self._by_position is not None:
                 self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
@@ -171,23 +133,18 @@ class Speculator:
                 self.trace.note(draft, accepted, self._rows)
         else:
             self._counters.plain(self._draft_seconds)
-        self._step = _Step(strategy, fed, counts, self._draft_seconds, self._began, self._clock())
-
-    def pause(self) -> None:
-        """A step with prefill chunks begins: it is nobody's to learn from."""
-        self._settle()
-        self._rests.end()
-
-    def _settle(self, now: float | None = None) -> None:
-        """Tells the selector of the last step, which ended `now`, or when `told` did."""
-        step = self._step
-        if step is not None:
-            self._step = None
-            seconds = step.seconds(step.told if now is None else now)
-            running = len(step.counts)
-            self.selector.observe(
-                step.strategy, running, step.rows_fed, step.counts, step.draft_seconds, seconds
+        self.selector.record(
+            StepMeasurement(
+                strategy,
+                running,
+                fed,
+                self._draft_seconds,
+                step_seconds,
+                len(result.tokens),
+                reached,
+                accepted_at,
             )
+        )
 
     def start(self, request: Request) -> None:
         """A request got its row."""
@@ -203,7 +160,6 @@ class Speculator:
 
     def end_generate(self) -> None:
         """No request is left: what was kept for siblings can go."""
-        self.pause()
         self.drafter.end_generate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +173,6 @@ class Speculator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s, if it is of this kind of drafter."""
         if state["drafter"] == self.drafter.kind:
-            self._rests.forget()
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])
 
@@ -248,12 +203,12 @@ class Speculator:
                 strategy.draft_len,
                 strategy.topk,
                 strategy.num_verify_tokens,
-                strategy.min_survival,
+                strategy.min_cumulative_acceptance,
             ],
             np.float64,
         )
-        kind, draft_len, topk, verify, survival = self._agree(numbers).tolist()
-        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), survival)
+        kind, draft_len, topk, verify, cumulative_acceptance = self._agree(numbers).tolist()
+        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), cumulative_acceptance)
 
     def _agree_draft(self, draft: Draft) -> Draft:
         """Rank 0's draft. Drafts may differ in rounding, and then in size."""
@@ -280,7 +235,7 @@ class Speculator:
         return Draft(
             counts,
             column(draft.tokens, np.int32),
-            column(draft.survival, np.float32),
+            column(draft.cumulative_acceptance, np.float32),
             column(draft.depths, np.int32),
             parents,
             feature,
@@ -301,7 +256,7 @@ class PositionRates:
         self._matched = np.full(depths, weight * prior)
         self._memory = memory
 
-    def survival(self, depths: np.ndarray) -> np.ndarray:
+    def cumulative_acceptance(self, depths: np.ndarray) -> np.ndarray:
         """Estimated probability float32 [N] that a node at these depths (from 1) is emitted."""
         reach = np.cumprod(self._matched / self._tried).astype(np.float32)
         chosen: np.ndarray = reach[depths - 1]
@@ -363,7 +318,7 @@ class SpeculationCounters:
         if self._plain:
             self._steps[NO_DRAFT], self._plain = self._plain, 0
         for strategy, count in self._steps.items():
-            name = strategy.name  # strategies that differ in `min_survival` only share a name
+            name = strategy.name  # strategies that differ in `min_cumulative_acceptance` only share a name
             self._stats.steps_by_strategy[name] = self._stats.steps_by_strategy.get(name, 0) + count
         stats, self._stats, self._steps = self._stats, SpeculationStats(), {}
         self._drafts = False
@@ -380,6 +335,11 @@ class SpeculationCounters:
             record.extend([0] * (len(counts) - len(record)))
             for depth, count in enumerate(counts):
                 record[depth] += count
+
+
+def _by_position(depths: np.ndarray, draft_len: int) -> np.ndarray:
+    """Nodes at each draft position int64 [draft_len], of their depths (from 1)."""
+    return np.bincount(depths, minlength=draft_len + 1)[1:]
 
 
 def _first_children(draft: Draft) -> np.ndarray:

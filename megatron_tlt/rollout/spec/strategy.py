@@ -13,11 +13,16 @@ def build_selector(section: SpeculationSection, kind: str) -> StrategySelector:
     """The configured selector for a drafter of `kind`. Raises ConfigError for arms that cannot be."""
     if section.selector == "fixed":
         return FixedSelector(
-            DraftStrategy(kind, section.draft_len, section.topk, min_survival=section.min_survival)
+            DraftStrategy(
+                kind,
+                section.draft_len,
+                section.topk,
+                min_cumulative_acceptance=section.min_cumulative_acceptance,
+            )
         )
     if section.selector == "beg_mab":
         bandit = section.bandit
-        arms = [parse_arm(text, kind, section.min_survival) for text in bandit.arms]
+        arms = [parse_arm(text, kind, section.min_cumulative_acceptance) for text in bandit.arms]
         return BucketedEpsilonGreedy(
             arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.window
         )

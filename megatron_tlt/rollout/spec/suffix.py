@@ -81,7 +81,7 @@ class SuffixDrafter:
         self._common = self._handle(self._lib.tlt_suffix_trie(self._pool))
         self._questions: dict[str | int, _Question] = {}
         self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
-        self._unread: dict[int, Request] = {}  # started since the last `follow`, by Request.order
+        self._unread: dict[int, Request] = {}  # started since the last `sync_context`, by Request.order
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
         self._told = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that the tries have
         self._calibration = MatchRates()
@@ -92,7 +92,7 @@ class SuffixDrafter:
         self._outputs_at = 0
         self._nodes = np.empty(
             (5, 0), np.int32
-        )  # tokens, depths, parents, features, survival (float32's bits)
+        )  # tokens, depths, parents, features, cumulative acceptance (float32's bits)
         self._ask = self._make_ask(coupled)
         self._ask_at = ctypes.byref(self._ask)
         self._follow, self._propose = self._lib.tlt_suffix_follow, self._lib.tlt_suffix_propose
@@ -113,8 +113,8 @@ class SuffixDrafter:
             self._read(request.row, 1)
         self._handles[request.slot] = _NONE
 
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.follow`. Raises BackendError for a token outside the vocabulary; no row's is taken then."""
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; no row is read then."""
         assert rows is self._rows
         for request in self._unread.values():
             self._admit(request)
@@ -159,13 +159,18 @@ class SuffixDrafter:
             self._make_room(count * longest * topk)
         self._lengths[:count] = lengths
         ask = self._ask
-        ask.rows, ask.topk, ask.longest, ask.min_survival = count, topk, longest, strategy.min_survival
+        ask.rows, ask.topk, ask.longest, ask.min_cumulative_acceptance = (
+            count,
+            topk,
+            longest,
+            strategy.min_cumulative_acceptance,
+        )
         ask.budget = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else longest * topk
         total = check(self._propose(self._pool, self._ask_at))
-        tokens, depths, parents, feature, survival = self._nodes[:, :total].copy()
+        tokens, depths, parents, feature, cumulative_acceptance = self._nodes[:, :total].copy()
         counts = self._counts[:count].copy()
-        survival = survival.view(np.float32)
-        return Draft(counts, tokens, survival, depths, parents if topk > 1 else None, feature)
+        cumulative_acceptance = cumulative_acceptance.view(np.float32)
+        return Draft(counts, tokens, cumulative_acceptance, depths, parents if topk > 1 else None, feature)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""
@@ -252,7 +257,7 @@ class SuffixDrafter:
 
     def _make_room(self, nodes: int) -> None:
         self._nodes = np.empty((5, 2 * nodes), np.int32)
-        for row, name in enumerate(("tokens", "depths", "parents", "feature", "survival")):
+        for row, name in enumerate(("tokens", "depths", "parents", "feature", "cumulative_acceptance")):
             setattr(self._ask, name, self._nodes[row].ctypes.data)
 
 

@@ -21,8 +21,8 @@ _LOWEST, _HIGHEST = 1e-3, 0.999  # no token is certain: a product of rates must 
 class Calibrator:
     """Online estimates of P(match) given (depth, gap) for the best candidates, given (rank, gap) for their siblings.
 
-    Both are conditional on the parent having been emitted, so products along a path are survival probabilities.
-    Nothing here sees the drafted token of the step that it prices: rates come from earlier steps.
+    Both are conditional on the parent having been emitted, so products along a path are cumulative acceptance
+    probabilities. Nothing here sees the drafted token of the step that it prices: rates come from earlier steps.
     """
 
     def __init__(

@@ -51,14 +51,14 @@ class DraftTrace:
         draft = replace(draft, probs=None)  # distributions are large
         self._notes.append((keys, at, rows.output_len[at].tolist(), draft, accepted))
         if len(self._notes) >= _KEPT:
-            self._settle()
+            self._make_runs()
 
     def runs(self, prompt_id: int, sample_index: int) -> list[Run]:
         """What was drafted for an answer, by position. An accepted count may reach beyond the answer's end."""
-        self._settle()
+        self._make_runs()
         return self._runs.get((prompt_id, sample_index), [])
 
-    def _settle(self) -> None:
+    def _make_runs(self) -> None:
         notes, self._notes = self._notes, []
         for keys, at, positions, draft, accepted in notes:
             counts = draft.counts.tolist()

@@ -186,7 +186,7 @@ def _rows_of(draft: Draft, rows: slice, nodes: slice) -> Draft:
     return Draft(
         draft.counts[rows],
         draft.tokens[nodes],
-        draft.survival[nodes],
+        draft.cumulative_acceptance[nodes],
         draft.depths[nodes],
         None if draft.parents is None else draft.parents[nodes],
         probs=None if draft.probs is None else draft.probs[nodes],

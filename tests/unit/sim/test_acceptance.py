@@ -32,7 +32,7 @@ def naive_emitted(draft, keep):
     return emitted
 
 
-def test_rates_are_reached_and_survival_is_calibrated():
+def test_rates_are_reached_and_cumulative_acceptance_is_calibrated():
     section = AcceptanceSection(rates=(0.8, 0.6))
     draft = draft_of(section, DraftStrategy("eagle", 4))
     emitted = draft.emitted(np.ones(draft.num_nodes, bool))
@@ -40,14 +40,18 @@ def test_rates_are_reached_and_survival_is_calibrated():
     assert emitted.mean() == pytest.approx(expected, rel=0.03)
     assert Acceptance(section).accept_length(4) == pytest.approx(expected)
     for low in (0.1, 0.5, 0.8):
-        some = (draft.depths == 1) & (draft.survival > low) & (draft.survival < low + 0.15)
-        assert draft.matches[some].mean() == pytest.approx(draft.survival[some].mean(), abs=0.06)
+        some = (
+            (draft.depths == 1)
+            & (draft.cumulative_acceptance > low)
+            & (draft.cumulative_acceptance < low + 0.15)
+        )
+        assert draft.matches[some].mean() == pytest.approx(draft.cumulative_acceptance[some].mean(), abs=0.06)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
 def test_emitted_tokens_are_those_of_a_naive_walk(topk):
     draft = draft_of(AcceptanceSection(rates=(0.7,), siblings=0.5), DraftStrategy("eagle", 5, topk))
-    order = np.argsort(-draft.survival, kind="stable")
+    order = np.argsort(-draft.cumulative_acceptance, kind="stable")
     keep = np.zeros(draft.num_nodes, bool)
     keep[order[: int(0.7 * len(order))]] = True  # closed under ancestors, as admission is
     assert draft.emitted(keep).tolist() == naive_emitted(draft, keep)
@@ -57,7 +61,10 @@ def test_parents_promise_no_less_than_their_children():
     draft = draft_of(AcceptanceSection(rates=(0.7,)), DraftStrategy("eagle", 5, 3))
     starts = np.repeat(np.cumsum(draft.counts) - draft.counts, draft.counts)
     child = draft.parents >= 0
-    assert (draft.survival[child] <= draft.survival[starts[child] + draft.parents[child]] + 1e-7).all()
+    assert (
+        draft.cumulative_acceptance[child]
+        <= draft.cumulative_acceptance[starts[child] + draft.parents[child]] + 1e-7
+    ).all()
 
 
 def test_siblings_emit_what_the_section_says():
@@ -82,10 +89,10 @@ def test_coverage_and_reach_shorten_drafts():
     assert draft.counts[draft.counts > 0].mean() == pytest.approx(mean, rel=0.05)
 
 
-def test_a_least_survival_ends_drafts_early():
+def test_a_least_cumulative_acceptance_ends_drafts_early():
     section = AcceptanceSection(rates=(0.7,))
-    draft = draft_of(section, DraftStrategy("eagle", 8, min_survival=0.3))
-    assert draft.survival.min() >= 0.3
+    draft = draft_of(section, DraftStrategy("eagle", 8, min_cumulative_acceptance=0.3))
+    assert draft.cumulative_acceptance.min() >= 0.3
     assert 0 < draft.counts.mean() < 8
     none = Acceptance(section).draft(DraftStrategy("eagle", 8), np.zeros(3, int), np.random.default_rng(0))
     assert none.num_nodes == 0 and none.passes == 0

@@ -120,15 +120,15 @@ static Active active_in(int32_t *work, long seqs) {
     return a;
 }
 
-/* Records token `l` of active row i, unless its survival is too low; says whether the chain may go on. */
+/* Records token `l` of active row i, unless its cumulative_acceptance is too low; says whether the chain may go on. */
 static int record(const TltDraft *d, const TltModel *m, long seq, long l, const TopK *best, const float *logits) {
     const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
     const long at = seq * d->depth + l;
     const float gap = m->vocab > 1 ? best->score[0] - best->score[1] : INFINITY, steps = gap / TLT_BUCKET_WIDTH;
     const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
-    const float survival = (l ? d->survival[at - 1] : 1.0f) * rates[bucket];
-    if (survival < d->min_survival) return 0;
-    d->survival[at] = survival;
+    const float cumulative_acceptance = (l ? d->cumulative_acceptance[at - 1] : 1.0f) * rates[bucket];
+    if (cumulative_acceptance < d->min_cumulative_acceptance) return 0;
+    d->cumulative_acceptance[at] = cumulative_acceptance;
     d->lengths[seq] = (int32_t)l + 1;
     for (int k = 0; k < d->topk; k++) {
         d->tokens[at * d->topk + k] = best->token[k];
@@ -140,7 +140,7 @@ static int record(const TltDraft *d, const TltModel *m, long seq, long l, const 
     const float *next = d->rates + (l + 1 < TLT_DEPTHS ? l + 1 : TLT_DEPTHS - 1) * TLT_BUCKETS;
     float most = next[0];
     for (int i = 1; i < TLT_BUCKETS; i++) most = next[i] > most ? next[i] : most;
-    return survival * most >= d->min_survival;
+    return cumulative_acceptance * most >= d->min_cumulative_acceptance;
 }
 
 /* Draws candidates `l` of the active sequences, records them, and makes the rows of those that go on. */
@@ -241,7 +241,7 @@ int tlt_eagle_draft_at(const TltEagle *e, const TltEagleStep *s, const int32_t *
     tlt_run_setup(&g.r, m, &step, threads, 0);
     g.r.first_visible = s->first_visible;
     const size_t nodes = (size_t)step.seqs * d->depth, item = sizeof(float);
-    memset(d->survival, 0, nodes * item);
+    memset(d->cumulative_acceptance, 0, nodes * item);
     memset(d->tokens, 0, nodes * d->topk * item);
     memset(d->gaps, 0, nodes * d->topk * item);
     Active a = active_in(d->work, step.seqs);

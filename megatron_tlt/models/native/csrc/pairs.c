@@ -90,14 +90,14 @@ static void flatten(TltPairs *p, const Laid *l, const TltDraft *d) {
     memset(counts, 0, (size_t)p->rows * sizeof *counts);
     for (long q = 0; q < p->drafting; q++) p->nodes += counts[l->row[q]] = d->lengths[q];
     int32_t *token = counts + p->rows, *depth = token + 2L * p->nodes, *feature = depth + p->nodes;
-    float *survival = (float *)(token + p->nodes);
+    float *cumulative_acceptance = (float *)(token + p->nodes);
     for (long q = 0, i = 0; q < p->drafting; q++)
         for (long n = 0; n < d->lengths[q]; n++, i++) {
             const long at = q * d->depth + n, place = n < TLT_DEPTHS ? n : TLT_DEPTHS - 1;
             const float steps = d->gaps[at * d->topk] / TLT_BUCKET_WIDTH;
             const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
             token[i] = d->tokens[at * d->topk];
-            survival[i] = d->survival[at];
+            cumulative_acceptance[i] = d->cumulative_acceptance[at];
             depth[i] = (int32_t)n + 1;
             feature[i] = (int32_t)place * TLT_BUCKETS + bucket;
         }

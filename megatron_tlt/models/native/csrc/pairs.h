@@ -25,13 +25,13 @@ typedef struct {
     int32_t *pairs, *ints, *tables;
     uint64_t *own_keys;
     float *own_temperature;
-    int32_t *chains; /* out: counts [B], then tokens, survival (float), depths, features, [N] each; NULL: not wanted */
+    int32_t *chains; /* out: counts [B], then tokens, cumulative_acceptance (float), depths, features, [N] each; NULL: not wanted */
 } TltPairs;
 
 #define TLT_PAIRS_INTS 7
 
 /* Feeds the pairs that are missing of every row that wants tokens, and drafts. Of `draft` only topk, depth,
- * min_survival, rates, results and scratch are read, for as many sequences as rows want tokens, in order. A row whose last pair is
+ * min_cumulative_acceptance, rates, results and scratch are read, for as many sequences as rows want tokens, in order. A row whose last pair is
  * cached has nothing to start from and is left out. `ints` begin with the drafting rows' numbers. */
 int tlt_draft_rows(const TltEagle *eagle, TltPairs *pairs, const TltDraft *draft, int threads);
 

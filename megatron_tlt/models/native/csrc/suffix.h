@@ -69,11 +69,11 @@ typedef struct {
     const float *rates;        /* [SUFFIX_FEATURES] probability that a token of this kind is the policy's */
     int32_t *counts;           /* [rows] */
     int32_t *tokens, *depths, *parents, *feature; /* [nodes] */
-    float *survival;           /* [nodes] */
+    float *cumulative_acceptance;           /* [nodes] */
     int32_t rows, topk;        /* candidates at a position */
     int32_t longest, budget;   /* trunk of any row, all nodes of a row */
     int32_t is_coupled;        /* whether the policy's noise is used */
-    float min_survival;
+    float min_cumulative_acceptance;
 } SuffixAsk;
 
 /* The child of `node` by `token`, or 0. A lazy node has none. */

@@ -34,7 +34,7 @@ typedef struct { /* one of a request's two tries, and where it stands in it */
 
 typedef struct {
     int32_t token, depth, parent, feature;
-    float survival;
+    float cumulative_acceptance;
 } Draftee;
 
 static void add(Candidates *c, int32_t token, float share) {
@@ -151,8 +151,8 @@ static int prune(Draftee *node, int trunk, int count, int budget) {
     while (count > budget) {
         int worst = 0;
         for (int i = 1; i < count; i++)
-            if (node[i].survival < node[worst].survival ||
-                (node[i].survival == node[worst].survival && node[i].depth >= node[worst].depth))
+            if (node[i].cumulative_acceptance < node[worst].cumulative_acceptance ||
+                (node[i].cumulative_acceptance == node[worst].cumulative_acceptance && node[i].depth >= node[worst].depth))
                 worst = i;
         if (worst < trunk) trunk--;
         count--;
@@ -167,7 +167,7 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
     const int is_noisy = q->is_coupled && q->temperature[row] > 0;
     Draftee sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
     int trunk = 0, siblings = 0;
-    float survival = 1;
+    float cumulative_acceptance = 1;
     const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
     while (trunk < length) {
         Candidates c;
@@ -177,13 +177,13 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
         const int feature = trunk_feature(&c);
         for (int i = 1; i < ranked; i++) {
             const int f = sibling_feature(q->rates[feature], i);
-            const float survives = survival * q->rates[f];
-            if (survives >= q->min_survival)
+            const float survives = cumulative_acceptance * q->rates[f];
+            if (survives >= q->min_cumulative_acceptance)
                 sibling[siblings++] = (Draftee){c.item[i].token, trunk + 1, trunk - 1, f, survives};
         }
-        survival *= q->rates[feature];
-        if (survival < q->min_survival) break;
-        node[trunk] = (Draftee){c.item[0].token, trunk + 1, trunk - 1, feature, survival};
+        cumulative_acceptance *= q->rates[feature];
+        if (cumulative_acceptance < q->min_cumulative_acceptance) break;
+        node[trunk] = (Draftee){c.item[0].token, trunk + 1, trunk - 1, feature, cumulative_acceptance};
         trunk++;
         for (int k = 0; k < 2; k++)
             if (stand[k].trie) stand[k].at = follow(pool, stand[k].trie, stand[k].at, c.item[0].token);
@@ -209,7 +209,7 @@ int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
         const int count = draft_row(pool, stand, q, row, node);
         q->counts[row] = count;
         for (int i = 0; i < count; i++, total++) {
-            q->tokens[total] = node[i].token, q->survival[total] = node[i].survival;
+            q->tokens[total] = node[i].token, q->cumulative_acceptance[total] = node[i].cumulative_acceptance;
             q->depths[total] = node[i].depth, q->parents[total] = node[i].parent;
             q->feature[total] = node[i].feature;
         }

@@ -70,14 +70,14 @@ typedef struct {
 /* How S chains are drafted. N = depth: entries of a sequence in the outputs; K = topk candidates. */
 typedef struct {
     int32_t topk, depth;
-    float min_survival;
+    float min_cumulative_acceptance;
     const uint64_t *keys;            /* [S] request keys */
     const int32_t *output_positions; /* [S] of the first drafted token */
     const float *temperature;        /* [S] */
     const int32_t *max_len;          /* [S], at most N */
     const float *rates;              /* [TLT_DEPTHS][TLT_BUCKETS] */
     int32_t *lengths, *tokens;       /* [S], [S][N][K] */
-    float *gaps, *survival;          /* [S][N][K], [S][N] */
+    float *gaps, *cumulative_acceptance;          /* [S][N][K], [S][N] */
     float *logits;                   /* [S][N][V] or NULL */
     /* Scratch: [S][V], [S][H] in the compute type, [S][6], tlt_topk_scratch_bytes(S, V) */
     float *last_logits;

@@ -77,7 +77,7 @@ class Feeder:
 
 
 def params(count: int, longest: list[int], topk: int = 1, **more) -> DraftParams:
-    # flat in the gap: a chain's survival depends on nothing but its length
+    # flat in the gap: a chain's cumulative acceptance depends on nothing but its length
     rates = np.linspace(0.95, 0.6, DEPTHS, dtype=np.float32)[:, None].repeat(BUCKETS, 1)
     fields = {
         "keys": np.array([request_key(3, 11 + i, i) for i in range(count)], np.uint64),
@@ -86,7 +86,7 @@ def params(count: int, longest: list[int], topk: int = 1, **more) -> DraftParams
         "max_len": np.array(longest, np.int32),
         "topk": topk,
         "rates": rates,
-        "min_survival": 0.0,
+        "min_cumulative_acceptance": 0.0,
     }
     return DraftParams(**(fields | more))
 
@@ -152,7 +152,7 @@ def check_chain(eagle: EagleDecoder, s, rows, wanted: DraftParams, i: int) -> No
     drafted = rows.tokens[i, : rows.lengths[i], 0].tolist()
     feeder = Feeder(eagle, [s])
     out = eagle.forward(feeder.pairs([(0, 1, s.length)]), feeder.kv)
-    survival = 1.0
+    cumulative_acceptance = 1.0
     for step, token in enumerate(drafted):
         torch.testing.assert_close(
             torch.from_numpy(rows.logits[i, step]), out.logits[0], atol=1e-4, rtol=1e-4
@@ -163,8 +163,8 @@ def check_chain(eagle: EagleDecoder, s, rows, wanted: DraftParams, i: int) -> No
         expected = (best.values[0] - best.values[1:]).tolist()
         expected = [expected[0], *expected[: wanted.topk - 1]]
         np.testing.assert_allclose(rows.gaps[i, step], expected, atol=2e-4)
-        survival *= float(wanted.rates[min(step, DEPTHS - 1), 0])
-        assert rows.survival[i, step] == pytest.approx(survival, rel=1e-5)
+        cumulative_acceptance *= float(wanted.rates[min(step, DEPTHS - 1), 0])
+        assert rows.cumulative_acceptance[i, step] == pytest.approx(cumulative_acceptance, rel=1e-5)
         s.token_ids = torch.cat([s.token_ids, torch.tensor([token])])
         s.hidden = torch.cat([s.hidden, out.hidden])
         out = eagle.forward(feeder.pairs([(0, s.length - 1, s.length)]), feeder.kv)
@@ -188,18 +188,20 @@ def perturbed(logits: torch.Tensor, wanted: DraftParams, i: int, step: int) -> t
 
 
 @both
-def test_chains_end_where_survival_falls_too_low(kernels: str) -> None:
+def test_chains_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> None:
     config = FAMILIES["qwen3"]
     s = random_sequence(config, 20, 2)
     eagle = loaded(config, kernels)
     feeder = Feeder(eagle, [s, s])
     inputs = feeder.pairs([(0, 1, 20), (1, 1, 20)])
     free = eagle.draft(inputs, params(2, [8, 8]), feeder.kv)
-    cut = float(free.survival[0, 3])
-    rows = eagle.draft(inputs, params(2, [8, 8], min_survival=cut), feeder.kv)
+    cut = float(free.cumulative_acceptance[0, 3])
+    rows = eagle.draft(inputs, params(2, [8, 8], min_cumulative_acceptance=cut), feeder.kv)
     assert rows.lengths.tolist() == [4, 4]
     assert np.array_equal(rows.tokens[:, :4], free.tokens[:, :4])
-    assert eagle.draft(inputs, params(2, [8, 8], min_survival=0.99), feeder.kv).lengths.tolist() == [0, 0]
+    assert eagle.draft(
+        inputs, params(2, [8, 8], min_cumulative_acceptance=0.99), feeder.kv
+    ).lengths.tolist() == [0, 0]
 
 
 @both
@@ -210,11 +212,11 @@ def test_rates_are_looked_up_by_depth_and_gap(kernels: str) -> None:
     feeder = Feeder(eagle, [s])
     rates = np.arange(DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS) / (DEPTHS * BUCKETS)
     rows = eagle.draft(feeder.pairs([(0, 1, 20)]), params(1, [10], rates=rates), feeder.kv)
-    survival = 1.0
+    cumulative_acceptance = 1.0
     for step in range(10):
         bucket = min(BUCKETS - 1, int(rows.gaps[0, step, 0] // 0.25))
-        survival *= rates[min(step, DEPTHS - 1), bucket]
-        assert rows.survival[0, step] == pytest.approx(survival, rel=1e-5)
+        cumulative_acceptance *= rates[min(step, DEPTHS - 1), bucket]
+        assert rows.cumulative_acceptance[0, step] == pytest.approx(cumulative_acceptance, rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -304,7 +306,7 @@ def test_static_steps_draft_the_same(family: str, max_batch: int) -> None:
         assert got.lengths.tolist() == want.lengths.tolist()
         assert np.array_equal(got.tokens, want.tokens)
         np.testing.assert_allclose(got.gaps, want.gaps, atol=1e-3)
-        np.testing.assert_allclose(got.survival, want.survival, rtol=1e-5)
+        np.testing.assert_allclose(got.cumulative_acceptance, want.cumulative_acceptance, rtol=1e-5)
         if want.logits is not None:
             np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
     batches = [key[1] for key in ran]

@@ -89,8 +89,8 @@ def by_hand(
     drafts = []
     for i, first in enumerate(chunks):
         c, seq, at = first, first[0], first[1] + len(first[2])
-        survival = np.float32(1)
-        rows: dict[str, list] = {"tokens": [], "gaps": [], "survival": [], "logits": []}
+        cumulative_acceptance = np.float32(1)
+        rows: dict[str, list] = {"tokens": [], "gaps": [], "cumulative_acceptance": [], "logits": []}
         for step in range(max(1, int(params.max_len[i]))):
             out = drafter.forward(pairs.input([c], visible[i : i + 1]), pairs.kv)
             if step == params.max_len[i]:
@@ -104,12 +104,12 @@ def by_hand(
             gaps = (best.values[0] - best.values).numpy()
             gaps[0] = gaps[1]
             rate = params.rates[min(step, DEPTHS - 1), min(BUCKETS - 1, int(gaps[0] / BUCKET_WIDTH))]
-            survival = survival * rate
-            if survival < params.min_survival:
+            cumulative_acceptance = cumulative_acceptance * rate
+            if cumulative_acceptance < params.min_cumulative_acceptance:
                 break
             rows["tokens"].append(best.indices[: params.topk].tolist())
             rows["gaps"].append(gaps[: params.topk])
-            rows["survival"].append(survival)
+            rows["cumulative_acceptance"].append(cumulative_acceptance)
             rows["logits"].append(out.logits[0].numpy())
             c = (seq, at + step, [int(best.indices[0])], out.hidden)
         drafts.append(rows)
@@ -123,7 +123,9 @@ def assert_same(rows: DraftRows, drafts: list[dict[str, list]]) -> None:
         assert rows.tokens[i, :n].tolist() == draft["tokens"]
         if n:
             np.testing.assert_allclose(rows.gaps[i, :n], draft["gaps"], atol=2e-5)
-            np.testing.assert_allclose(rows.survival[i, :n], draft["survival"], rtol=1e-6)
+            np.testing.assert_allclose(
+                rows.cumulative_acceptance[i, :n], draft["cumulative_acceptance"], rtol=1e-6
+            )
             if rows.logits is not None:
                 np.testing.assert_array_equal(rows.logits[i, :n], draft["logits"])
 
@@ -158,7 +160,9 @@ def test_the_pytorch_drafter_drafts_the_same(name: str) -> None:
     other = TorchEagle(policy)
     other.load_weights(eagle_weights(config))
     rates = np.linspace(0.6, 1, DEPTHS * BUCKETS, dtype=np.float32).reshape(BUCKETS, DEPTHS).T.copy()
-    params = draft_params(4, [5, 2, 6, 4], 0.9, topk=3, rates=rates, min_survival=0.2, want_logits=True)
+    params = draft_params(
+        4, [5, 2, 6, 4], 0.9, topk=3, rates=rates, min_cumulative_acceptance=0.2, want_logits=True
+    )
     chunks = [chunk(config, i, a, b) for i, (a, b) in enumerate(((1, 30), (9, 16), (1, 40), (20, 50)))]
     found = []
     for drafter in (native, other):
@@ -167,7 +171,7 @@ def test_the_pytorch_drafter_drafts_the_same(name: str) -> None:
     a, b = found
     assert a.lengths.tolist() == b.lengths.tolist() and (a.tokens == b.tokens).all() and a.lengths.sum() > 4
     assert a.logits is not None and b.logits is not None
-    for field in ("gaps", "survival", "logits"):
+    for field in ("gaps", "cumulative_acceptance", "logits"):
         np.testing.assert_allclose(getattr(a, field), getattr(b, field), atol=1e-4)
 
 
@@ -178,12 +182,12 @@ def test_chains_stop_where_they_would_hardly_survive() -> None:
     chunks = [chunk(config, i, 1, 5 + i) for i in range(12)]
     lengths = []
     for limit in (0.05, 0.3, 0.6, 0.95):
-        params = draft_params(12, 12, topk=2, rates=rates, min_survival=limit, want_logits=True)
+        params = draft_params(12, 12, topk=2, rates=rates, min_cumulative_acceptance=limit, want_logits=True)
         fast, slow = Pairs(drafter, 12, 64), Pairs(drafter, 12, 64)
         rows = drafter.draft(fast.input(chunks, [1] * 12), params, fast.kv)
         assert_same(rows, by_hand(drafter, slow, chunks, [1] * 12, params))
         valid = np.arange(12) < rows.lengths[:, None]
-        assert (rows.survival[valid] >= limit).all() and not rows.tokens[~valid].any()
+        assert (rows.cumulative_acceptance[valid] >= limit).all() and not rows.tokens[~valid].any()
         lengths.append(int(rows.lengths.sum()))
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[1] > lengths[2]
 
@@ -195,10 +199,10 @@ def test_rates_depend_on_depth_and_gap() -> None:
     pairs = Pairs(drafter, 1)
     params = draft_params(1, DEPTHS + 3, rates=rates)
     rows = drafter.draft(pairs.input([chunk(config, 0, 1, 9)], [1]), params, pairs.kv)
-    survival = np.float32(1)
+    cumulative_acceptance = np.float32(1)
     for step, gap in enumerate(rows.gaps[0, :, 0]):
-        survival *= rates[min(step, DEPTHS - 1), min(BUCKETS - 1, int(gap / BUCKET_WIDTH))]
-        assert rows.survival[0, step] == survival
+        cumulative_acceptance *= rates[min(step, DEPTHS - 1), min(BUCKETS - 1, int(gap / BUCKET_WIDTH))]
+        assert rows.cumulative_acceptance[0, step] == cumulative_acceptance
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,7 +226,7 @@ def test_a_draft_ignores_its_neighbours_and_the_threads(name: str, dtype: torch.
         alone = one.draft(pairs.input(chunks[at], visible[at]), own, pairs.kv)
         n = lengths[i]
         for rows in together:
-            for field in ("tokens", "gaps", "survival", "logits"):
+            for field in ("tokens", "gaps", "cumulative_acceptance", "logits"):
                 np.testing.assert_array_equal(getattr(rows, field)[i, :n], getattr(alone, field)[0])
             assert rows.lengths[i] == alone.lengths[0] == n
 
@@ -378,7 +382,7 @@ tp = GroupTensorParallel(dist.group.WORLD)
 config = CONFIGS[name]
 chunks = [chunk(config, i, 1, 3 + 4 * i) for i in range(5)]
 rates = np.linspace(0.6, 1, DEPTHS * BUCKETS, dtype=np.float32).reshape(BUCKETS, DEPTHS).T.copy()
-params = draft_params(5, [4, 0, 7, 1, 6], 0.9, topk=2, rates=rates, min_survival=0.1, want_logits=True)
+params = draft_params(5, [4, 0, 7, 1, 6], 0.9, topk=2, rates=rates, min_cumulative_acceptance=0.1, want_logits=True)
 def run(tp):
     drafter = make(name, tp=tp)
     pairs = Pairs(drafter, 5, 64)
@@ -390,7 +394,7 @@ torch.testing.assert_close(out.hidden, want.hidden, atol=1e-5, rtol=1e-5)
 assert rows.lengths.tolist() == alone.lengths.tolist() and rows.lengths.sum() > 8, rows.lengths
 assert (rows.tokens == alone.tokens).all()
 np.testing.assert_allclose(rows.gaps, alone.gaps, atol=1e-4)
-np.testing.assert_allclose(rows.survival, alone.survival, atol=1e-5)
+np.testing.assert_allclose(rows.cumulative_acceptance, alone.cumulative_acceptance, atol=1e-5)
 np.testing.assert_allclose(rows.logits, alone.logits, atol=1e-4)
 """
 

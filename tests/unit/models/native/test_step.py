@@ -98,8 +98,8 @@ def random_draft(rng: random.Random, count: int, tree: bool) -> Draft:
     nodes = [(t, d, p - 1) for m in made for t, d, p in zip(m.tokens[1:], m.depths[1:], m.parents[1:])]
     columns = [np.array(c, np.int32) for c in zip(*nodes)] or [np.empty(0, np.int32)] * 3
     counts = np.array([len(m.tokens) - 1 for m in made], np.int32)
-    survival = np.ones(len(nodes), np.float32)
-    return Draft(counts, columns[0], survival, columns[1], columns[2] if tree else None)
+    cumulative_acceptance = np.ones(len(nodes), np.float32)
+    return Draft(counts, columns[0], cumulative_acceptance, columns[1], columns[2] if tree else None)
 
 
 def spread(rng: random.Random, trunk: int, others: int) -> Tree:

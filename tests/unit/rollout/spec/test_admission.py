@@ -9,8 +9,8 @@ from megatron_tlt.rollout.spec.admission import best_of_all, best_of_chain, best
 
 
 def draft(rng, rows, most, tree):
-    """Random rows of up to `most` nodes: counts, survival, parents within the row (-1: root). With ties."""
-    counts, survival, parents = [], [], []
+    """Up to `most` random nodes a row: counts, cumulative acceptance, parents within the row (-1: root). With ties."""
+    counts, cumulative_acceptance, parents = [], [], []
     for _ in range(rows):
         n = int(rng.integers(0, most + 1))
         values = []
@@ -20,8 +20,12 @@ def draft(rng, rows, most, tree):
             values.append(above * float(rng.choice([0.3, 0.5, 0.8, 1.0])))
             parents.append(parent)
         counts.append(n)
-        survival += values
-    return np.array(counts, np.int32), np.array(survival, np.float32), np.array(parents, np.int32)
+        cumulative_acceptance += values
+    return (
+        np.array(counts, np.int32),
+        np.array(cumulative_acceptance, np.float32),
+        np.array(parents, np.int32),
+    )
 
 
 def is_closed(keep, counts, parents):
@@ -42,33 +46,36 @@ def closed_sets(counts, parents):
 def test_no_closed_set_is_worth_more(tree, shape):
     rng = np.random.default_rng(7)
     for _ in range(25):
-        counts, survival, parents = draft(rng, 3, 3, tree)
-        n = len(survival)
+        counts, cumulative_acceptance, parents = draft(rng, 3, 3, tree)
+        n = len(cumulative_acceptance)
         steps = {
             "linear": np.arange(n + 1),
             "stair": np.ceil(np.arange(n + 1) / 3) * 3,
             "flat": np.zeros(n + 1),
         }
         costs, rate = 2e-4 + 6e-5 * steps[shape], float(rng.uniform(1e3, 2e4))
-        keep = best_of_all(survival, costs, rate)
+        keep = best_of_all(cumulative_acceptance, costs, rate)
         assert is_closed(keep, counts, parents)
         worth = [
             float(s[k].sum()) - rate * costs[k.sum()]
-            for s in [survival]
+            for s in [cumulative_acceptance]
             for k in closed_sets(counts, parents)
         ]
-        assert survival[keep].sum() - rate * costs[keep.sum()] == pytest.approx(max(worth), abs=1e-5)
+        assert cumulative_acceptance[keep].sum() - rate * costs[keep.sum()] == pytest.approx(
+            max(worth), abs=1e-5
+        )
 
 
 def test_a_chain_alone_is_decided_alike():
     rng = np.random.default_rng(1)
     for _ in range(200):
         n = int(rng.integers(1, 9))
-        survival = np.cumprod(rng.uniform(0.4, 1.0, n)).astype(np.float32)
+        cumulative_acceptance = np.cumprod(rng.uniform(0.4, 1.0, n)).astype(np.float32)
         costs = np.cumsum(rng.uniform(0, 1e-4, n + 1))
         rate = float(rng.uniform(1e3, 2e4))
         assert (
-            best_of_chain(survival.tolist(), costs.tolist(), rate) == best_of_all(survival, costs, rate).sum()
+            best_of_chain(cumulative_acceptance.tolist(), costs.tolist(), rate)
+            == best_of_all(cumulative_acceptance, costs, rate).sum()
         )
 
 
@@ -80,9 +87,9 @@ def test_repeated_with_the_rate_achieved_it_finds_the_best_ratio_of_totals():
 
     def total(rate):
         tokens = seconds = 0.0
-        for survival in steps:
-            keep = best_of_all(survival, costs, rate)
-            tokens += 1 + float(survival[keep].sum())
+        for cumulative_acceptance in steps:
+            keep = best_of_all(cumulative_acceptance, costs, rate)
+            tokens += 1 + float(cumulative_acceptance[keep].sum())
             seconds += costs[keep.sum()]
         return tokens / seconds
 
@@ -95,17 +102,17 @@ def test_repeated_with_the_rate_achieved_it_finds_the_best_ratio_of_totals():
 def test_best_of_each_row_is_the_likeliest_closed_set_of_its_size():
     rng = np.random.default_rng(3)
     for _ in range(25):
-        counts, survival, parents = draft(rng, 3, 4, tree=True)
-        keep = best_of_each(survival, counts, 2)
+        counts, cumulative_acceptance, parents = draft(rng, 3, 4, tree=True)
+        keep = best_of_each(cumulative_acceptance, counts, 2)
         assert is_closed(keep, counts, parents)
         row_of = np.repeat(np.arange(3), counts)
         np.testing.assert_array_equal(np.bincount(row_of[keep], minlength=3), np.minimum(counts, 2))
         best = max(
-            float(survival[k].sum())
+            float(cumulative_acceptance[k].sum())
             for k in closed_sets(counts, parents)
             if (np.bincount(row_of[k], minlength=3) <= 2).all()
         )
-        assert survival[keep].sum() == pytest.approx(best)
+        assert cumulative_acceptance[keep].sum() == pytest.approx(best)
 
 
 def test_nothing_drafted():

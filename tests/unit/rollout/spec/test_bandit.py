@@ -9,6 +9,7 @@ import pytest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy, parse_arm
 from megatron_tlt.types import NO_DRAFT
+from tests.helpers.spec_world import measured
 
 ARMS = [parse_arm(text, "eagle") for text in ("0_1_1", "2_1_3", "4_1_5", "6_2_12")]
 
@@ -23,7 +24,9 @@ def play(selector, running, seconds, rng=None, times=1):
     for _ in range(times):
         arm = selector.select(running)
         took = seconds[arm.name] * (rng.lognormal(0, 0.3) if rng is not None else 1.0)
-        selector.observe(arm, running, 2 * running, np.full(running, 2, np.int32), 0.3 * took, 0.7 * took)
+        selector.record(
+            measured(arm, running, 2 * running, np.full(running, 2, np.int32), 0.3 * took, 0.7 * took)
+        )
         names.append(arm.name)
     return names
 
@@ -61,9 +64,9 @@ def test_follows_a_change_within_the_window():
 def test_one_mad_measurement_changes_no_median():
     selector = bandit(epsilon=0.0)
     play(selector, 4, {**EQUAL, NAMES[2]: 0.8}, times=40)
-    selector.observe(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1e-9)
-    selector.observe(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0)
-    selector.observe(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0)
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1e-9))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
     assert selector.select(4) == ARMS[2]
 
 
@@ -77,7 +80,7 @@ def test_reward_is_the_steps_own_tokens():
     """An arm that emits more in the same time wins, however fast its bare steps are."""
     selector = bandit(epsilon=0.0)
     for arm, tokens in zip(ARMS, (1, 2, 5, 4), strict=True):
-        selector.observe(arm, 4, 8, np.array([tokens, 1, 1, 1], np.int32), 0.1, 0.9)
+        selector.record(measured(arm, 4, 8, np.array([tokens, 1, 1, 1], np.int32), 0.1, 0.9))
     assert selector.select(4) == ARMS[2]
 
 
@@ -105,10 +108,10 @@ def test_select_without_observe_changes_nothing():
 
 
 def test_admits_as_many_nodes_as_the_arm_verifies():
-    survival = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32)
+    cumulative_acceptance = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], np.float32)
     counts = np.array([4, 2], np.int32)
     depths = np.array([1, 2, 3, 4, 1, 2], np.int32)
-    keep = bandit().admit(ARMS[1], 2, survival, depths, counts, None)
+    keep = bandit().prune(ARMS[1], 2, cumulative_acceptance, depths, counts, None)
     np.testing.assert_array_equal(keep, [True, True, False, False, True, True])
 
 
@@ -136,7 +139,7 @@ def test_what_is_no_arm_is_refused_by_name(text):
 def test_arms_and_buckets_are_checked():
     assert parse_arm("0_1_1", "eagle") == NO_DRAFT
     arm = parse_arm("6_2_12", "suffix", 0.1)
-    assert (arm.kind, arm.draft_len, arm.topk, arm.num_verify_tokens, arm.min_survival) == (
+    assert (arm.kind, arm.draft_len, arm.topk, arm.num_verify_tokens, arm.min_cumulative_acceptance) == (
         "suffix",
         6,
         2,

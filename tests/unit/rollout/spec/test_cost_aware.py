@@ -9,7 +9,7 @@ import pytest
 from megatron_tlt.rollout.spec.cost_aware import CostModelSelector
 from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
-from tests.helpers.spec_world import SpecWorld, gpu_seconds, linear_seconds, tiled_seconds
+from tests.helpers.spec_world import SpecWorld, gpu_seconds, linear_seconds, measured, tiled_seconds
 
 GPU = {"step_seconds": gpu_seconds, "draft_call": 4e-4, "draft_row": 2e-6, "catch_up_row": 2e-6}
 WORLDS = {
@@ -127,7 +127,9 @@ def test_plain_decoding_comes_first_then_drafts():
 
 
 def test_a_hybrid_plays_its_trained_part_alone_too():
-    assert [(a.kind, a.draft_len, a.min_survival > 0) for a in CostModelSelector("hybrid", 11).arms] == [
+    assert [
+        (a.kind, a.draft_len, a.min_cumulative_acceptance > 0) for a in CostModelSelector("hybrid", 11).arms
+    ] == [
         ("none", 0, False),
         *[(kind, 11, True) for kind in ("hybrid", "eagle")],
         ("hybrid", 11, False),
@@ -148,26 +150,28 @@ def learned(draft_len=8, topk=1, seconds=lambda rows: 200e-6 + 20e-6 * rows):
 
 
 def priced(selector):
-    return next(arm for arm in selector.arms if arm.min_survival)
+    return next(arm for arm in selector.arms if arm.min_cumulative_acceptance)
 
 
 def test_drafts_are_fed_up_to_the_edge_of_a_tile():
     """Rows up to six are free and further ones dear: five drafted tokens, however unlikely the last ones are."""
     selector = learned(seconds=lambda rows: 200e-6 if rows <= 6 else 600e-6)
-    survival = np.array([0.5, 0.3, 0.2, 0.1, 0.08, 0.07, 0.06, 0.05], np.float32)
+    cumulative_acceptance = np.array([0.5, 0.3, 0.2, 0.1, 0.08, 0.07, 0.06, 0.05], np.float32)
     depths, counts = np.arange(1, 9, dtype=np.int32), np.array([8], np.int32)
-    keep = selector.admit(priced(selector), 1, survival, depths, counts, None)
+    keep = selector.prune(priced(selector), 1, cumulative_acceptance, depths, counts, None)
     assert keep.tolist() == [True] * 5 + [False] * 3
     whole = DraftStrategy("eagle", 8)
-    assert selector.admit(whole, 1, survival, depths, counts, None).all()
+    assert selector.prune(whole, 1, cumulative_acceptance, depths, counts, None).all()
 
 
-def test_trees_are_admitted_by_survival_alone():
+def test_trees_are_admitted_by_cumulative_acceptance_alone():
     """At a batch of one a sibling near the root goes before a deep node of the trunk."""
     selector = learned(4, topk=2)
-    survival = np.array([0.6, 0.4, 0.01, 0.35, 0.02], np.float32)
+    cumulative_acceptance = np.array([0.6, 0.4, 0.01, 0.35, 0.02], np.float32)
     depths, parents = np.array([1, 2, 3, 1, 2], np.int32), np.array([-1, 0, 1, -1, 0], np.int32)
-    keep = selector.admit(priced(selector), 1, survival, depths, np.array([5], np.int32), parents)
+    keep = selector.prune(
+        priced(selector), 1, cumulative_acceptance, depths, np.array([5], np.int32), parents
+    )
     np.testing.assert_array_equal(keep, [True, True, False, True, False])
 
 
@@ -177,14 +181,14 @@ def test_a_token_must_promise_more_where_rows_cost_more():
         selector = CostModelSelector("eagle", 8)
         SpecWorld(seed=5, **world).run(selector, 1500, 16)
         strategies = selector._priced(16).strategies
-        least[name] = next(s.min_survival for s in strategies if s.min_survival)
+        least[name] = next(s.min_cumulative_acceptance for s in strategies if s.min_cumulative_acceptance)
     assert least["gpu"] < 0.15 and 0.5 < least["stairs"] <= 0.95
 
 
 def test_follows_the_strategy_of_another_rank():
     """Rank 0 of a tensor-parallel group decides; the others' clocks may have told them otherwise."""
     leader, follower = CostModelSelector("eagle", 8), CostModelSelector("eagle", 8)
-    survival, depths = np.array([0.9, 0.8, 0.9], np.float32), np.array([1, 2, 1], np.int32)
+    cumulative_acceptance, depths = np.array([0.9, 0.8, 0.9], np.float32), np.array([1, 2, 1], np.int32)
     disagreed = 0
     for step in range(2000):
         running = 64 >> step // 300
@@ -193,11 +197,14 @@ def test_follows_the_strategy_of_another_rank():
         counts = np.bincount([0, 0, min(1, running - 1)], minlength=running).astype(np.int32)
         rows, tokens, drafting = running, 1, 0.0
         if strategy.kind != "none":
-            keep, _ = (s.admit(strategy, running, survival, depths, counts, None) for s in (leader, follower))
+            keep, _ = (
+                s.prune(strategy, running, cumulative_acceptance, depths, counts, None)
+                for s in (leader, follower)
+            )
             rows, tokens, drafting = running + int(keep.sum()), 3, 1e-5
         emitted = np.full(running, tokens, np.int32)
-        leader.observe(strategy, running, rows, emitted, drafting, 1e-4 + 1e-6 * rows)
-        follower.observe(strategy, running, rows, emitted, 100 * drafting, 1e-4 + 1e-6 * rows)
+        leader.record(measured(strategy, running, rows, emitted, drafting, 1e-4 + 1e-6 * rows))
+        follower.record(measured(strategy, running, rows, emitted, 100 * drafting, 1e-4 + 1e-6 * rows))
     assert disagreed > 10
 
 
@@ -207,8 +214,8 @@ def test_one_slow_step_does_not_end_drafting():
     while selector._races[1].is_trial:
         world.step(selector)
     strategy = selector.select(1)
-    selector.observe(strategy, 1, 3, np.array([2], np.int32), 50e-6, 1.0)
-    selector.observe(strategy, 1, 3, np.array([2], np.int32), 1.0, 400e-6)
+    selector.record(measured(strategy, 1, 3, np.array([2], np.int32), 50e-6, 1.0))
+    selector.record(measured(strategy, 1, 3, np.array([2], np.int32), 1.0, 400e-6))
     assert selector.select(1).kind == "eagle"
     assert speed(selector, 1, world, 0, 500) > 1.6
 

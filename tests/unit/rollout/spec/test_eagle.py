@@ -107,7 +107,7 @@ class Twins:
         np.testing.assert_array_equal(a.counts, b.counts)
         assert a.num_nodes == b.num_nodes
         optional = ("parents", "feature", "probs") if a.num_nodes else ()
-        for name in ("counts", "tokens", "survival", "depths", *optional):
+        for name in ("counts", "tokens", "cumulative_acceptance", "depths", *optional):
             one, two = getattr(a, name), getattr(b, name)
             assert (one is None) == (two is None)
             if one is not None:

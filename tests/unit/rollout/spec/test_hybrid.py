@@ -9,21 +9,23 @@ from megatron_tlt.types import DraftStrategy
 
 
 class Part:
-    """Drafts chains with the same survival for every token, and notes for which rows it was asked."""
+    """Drafts chains with the same cumulative acceptance for every token, and notes for which rows it was asked."""
 
-    def __init__(self, survivals, token):
-        self.survivals, self.token, self.asked = survivals, token, []
+    def __init__(self, cumulative_acceptances, token):
+        self.cumulative_acceptances, self.token, self.asked = cumulative_acceptances, token, []
 
     def propose(self, rows, lengths, strategy):
         self.asked.append(lengths.tolist())
-        survivals = [s for s, n in zip(self.survivals, lengths, strict=True) for _ in range(n)]
+        cumulative_acceptances = [
+            s for s, n in zip(self.cumulative_acceptances, lengths, strict=True) for _ in range(n)
+        ]
         depths = np.concatenate([np.arange(1, n + 1) for n in lengths]).astype(np.int32)
-        nodes = len(survivals)
+        nodes = len(cumulative_acceptances)
         tokens, feature = np.full(nodes, self.token, np.int32), np.zeros(nodes, np.int32)
         counts = lengths.astype(np.int32)
-        return Draft(counts, tokens, np.array(survivals, np.float32), depths, None, feature)
+        return Draft(counts, tokens, np.array(cumulative_acceptances, np.float32), depths, None, feature)
 
-    def follow(self, rows, strategy):
+    def sync_context(self, rows, strategy):
         self.followed = strategy.kind
 
     def observe(self, draft, reached, accepted):
@@ -49,7 +51,7 @@ def test_each_row_takes_what_promises_more():
     assert drafter.eagle.asked == [[0, 4, 0]]  # 3.6 tokens of four are promised to the first row already
     assert draft.source.tolist() == [SUFFIX, EAGLE, SUFFIX]
     assert draft.tokens.tolist() == [SUFFIX] * 4 + [EAGLE] * 4
-    np.testing.assert_allclose(draft.survival, [0.9] * 4 + [0.8] * 4)
+    np.testing.assert_allclose(draft.cumulative_acceptance, [0.9] * 4 + [0.8] * 4)
     reached = np.ones(8, bool)
     drafter.observe(draft, reached, reached)
     assert drafter.suffix.learned == [True] * 4 + [False] * 4
@@ -84,8 +86,8 @@ def test_eagle_is_tried_again_after_long_silence():
 
 def test_tries_are_followed_where_they_are_read():
     drafter = hybrid()
-    drafter.follow(Rows, DraftStrategy("eagle", 4))
+    drafter.sync_context(Rows, DraftStrategy("eagle", 4))
     assert not hasattr(drafter.suffix, "followed")
     for kind in ("hybrid", "suffix"):
-        drafter.follow(Rows, DraftStrategy(kind, 4))
+        drafter.sync_context(Rows, DraftStrategy(kind, 4))
         assert drafter.suffix.followed == kind

@@ -1,4 +1,4 @@
-"""When the drafters are told what was said, and whose time that is."""
+"""What the selector learns of each step, and when drafters read new tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.verify import Accepted
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.suffix_tables import make_request
 
-CHAIN = DraftStrategy("slow", 2)
+CHAIN = DraftStrategy("slow", 3)
 
 
 class World:
@@ -23,10 +23,9 @@ class World:
     kind = "slow"
 
     def __init__(self) -> None:
-        self.now, self.follows = 0.0, 0
-        self.strategy, self.resting = NO_DRAFT, 0
-        self.rested: list[tuple[int, list[float]]] = []
-        self.observed: list[tuple[str, float, float]] = []
+        self.now, self.syncs = 0.0, 0
+        self.strategy = NO_DRAFT
+        self.recorded: list[StepMeasurement] = []
         self.rows = RunningRows(4, 16, 4, 50)
         self.speculator = Speculator(
             self, self, coupled, self.rows, lambda nodes: nodes, SingleRank(), clock=lambda: self.now
@@ -35,110 +34,66 @@ class World:
         request.params = SamplingParams(max_tokens=40)
         self.rows.start(request, [0], 2, 2)
 
-    def select(self, running: int) -> DraftStrategy:
+    def select(self, num_running: int) -> DraftStrategy:
         self.now += 1.0
         return self.strategy
 
-    def rest(self, running: int) -> int:
-        return self.resting
+    def prune(self, strategy, num_running, cumulative_acceptance, depths, counts, parents) -> np.ndarray:
+        return depths < 3
 
-    def observe_rest(self, running: int, seconds: list[float]) -> None:
-        self.rested.append((running, seconds))
+    def record(self, measurement: StepMeasurement) -> None:
+        self.recorded.append(measurement)
 
-    def admit(self, strategy, running, survival, depths, counts, parents) -> np.ndarray:
-        return np.ones(len(survival), bool)
-
-    def end_generate(self) -> None:
-        pass
-
-    def follow(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        self.follows += 1
+    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+        self.syncs += 1
         self.now += 50.0
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         self.now += 3.0
-        ones = np.ones(1, np.int32)
-        return Draft(ones, ones, np.ones(1, np.float32), ones)
+        three = np.arange(1, 4, dtype=np.int32)
+        return Draft(np.array([3], np.int32), three, np.ones(3, np.float32), three)
 
-    def observe(self, *told) -> None:
-        if isinstance(told[0], DraftStrategy):
-            self.observed.append((told[0].kind, *told[4:]))
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        pass
 
     def step(self, strategy: DraftStrategy) -> None:
         self.strategy = strategy
-        assert not self.speculator.rests()
-        draft = self.speculator.plan()
+        draft = self.speculator.propose()
         assert (draft is not None) == (strategy is CHAIN)
         self.now += 10.0
-        one, yes = np.ones(1, np.int32), np.ones(1, bool)
-        result, accepted = StepResult(one, np.zeros(1, np.float32)), None
-        if draft is not None:
-            accepted = Accepted(one, np.zeros(1, np.int32), yes, yes)
-            result.counts = one
-        self.speculator.told(draft, accepted, result, 10.0)
-
-    def rest_one(self) -> bool:
-        rests = self.speculator.rests()
-        self.now += 7.0
-        return rests
+        result, accepted = StepResult(np.ones(1, np.int32), np.zeros(1, np.float32)), None
+        if draft is not None:  # two nodes are left, of which the first is emitted
+            two = np.ones(2, np.int32)
+            is_emitted = np.array([True, False])
+            accepted = Accepted(np.array([2], np.int32), np.arange(2, dtype=np.int32), is_emitted, two > 0)
+            result = StepResult(two, np.zeros(2, np.float32), accepted.counts)
+        self.speculator.record(draft, accepted, result, 10.0)
 
 
-def test_nobody_follows_while_nobody_drafts() -> None:
+def test_drafters_read_nothing_while_steps_are_plain() -> None:
     world = World()
     for _ in range(20):
         world.step(NO_DRAFT)
-    assert world.follows == 0
+    assert world.syncs == 0
     world.step(CHAIN)
     world.step(CHAIN)
-    assert world.follows == 2
+    assert world.syncs == 2
 
 
-def test_what_was_missed_is_no_part_of_the_step_that_reads_it() -> None:
-    """Behind plain steps; behind a drafted one following belongs to the draft."""
+def test_every_decoding_step_is_measured() -> None:
+    """What a drafter missed during plain steps is read outside of the measured seconds; what a draft added is not."""
     world = World()
-    for strategy in (NO_DRAFT, NO_DRAFT, CHAIN, CHAIN, NO_DRAFT, CHAIN):
+    for strategy in (NO_DRAFT, CHAIN, CHAIN, NO_DRAFT, CHAIN):
         world.step(strategy)
-    world.speculator._settle()
-    assert world.observed == [
-        ("none", 0.0, 11.0),
-        ("none", 0.0, 11.0),
-        ("slow", 3.0, 11.0),
-        ("slow", 53.0, 11.0),
-        ("none", 0.0, 11.0),
-        ("slow", 3.0, 11.0),
+    seconds = [(m.strategy, m.draft_seconds, m.step_seconds) for m in world.recorded]
+    assert seconds == [
+        (NO_DRAFT, 0.0, 10.0),
+        (CHAIN, 3.0, 10.0),
+        (CHAIN, 53.0, 10.0),
+        (NO_DRAFT, 0.0, 10.0),
+        (CHAIN, 3.0, 10.0),
     ]
-
-
-def test_a_rest_is_not_planned_but_counted_and_timed() -> None:
-    world = World()
-    assert not world.speculator.rests()
-    world.resting = 3
-    world.step(NO_DRAFT)
-    assert [world.rest_one() for _ in range(4)] == [True, True, True, False]
-    assert world.observed == [("none", 0.0, 11.0)] and world.rested == [(1, [7.0] * 3)]
-    assert world.speculator.take_stats().steps_by_strategy == {"none": 4}
-
-
-def test_a_rest_goes_on_after_steps_of_another_regime() -> None:
-    world = World()
-    world.resting = 2
-    world.step(NO_DRAFT)
-    other = make_request(1, [1, 2], [3])
-    other.params = SamplingParams(max_tokens=40)
-    assert world.rest_one()
-    world.rows.start(other, [1], 2, 2)
-    assert not world.rest_one()
-    world.rows.stop(other)
-    assert [world.rest_one() for _ in range(2)] == [True, False]
-    assert world.rested == [(1, [7.0])] * 2
-
-
-def test_what_is_no_decoding_step_is_no_part_of_a_rest() -> None:
-    world = World()
-    world.resting = 5
-    world.step(NO_DRAFT)
-    for end in (world.speculator.pause, world.speculator.end_generate):
-        assert world.rest_one() and world.rest_one()
-        end()
-        world.now += 1000.0
-    assert world.rested == [(1, [7.0, 7.0])] * 2
+    plain, drafted = world.recorded[:2]
+    assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.reached)) == (1, 1, 1, 0)
+    assert (drafted.num_running, drafted.num_rows, drafted.num_emitted) == (1, 3, 2)
+    assert drafted.reached.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]

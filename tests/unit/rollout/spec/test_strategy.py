@@ -10,6 +10,7 @@ from megatron_tlt.rollout.spec.cost_aware import CostModelSelector
 from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.rollout.spec.strategy import build_selector
 from megatron_tlt.types import DraftStrategy
+from tests.helpers.spec_world import measured
 
 SURVIVAL = np.array([0.9, 0.5, 0.8, 0.7, 0.6], np.float32)
 DEPTHS = np.array([1, 2, 1, 2, 3], np.int32)
@@ -18,14 +19,14 @@ COUNTS = np.array([2, 3], np.int32)
 
 def test_the_factory_builds_what_is_configured():
     fixed = build_selector(
-        SpeculationSection(selector="fixed", draft_len=5, topk=2, min_survival=0.2), "suffix"
+        SpeculationSection(selector="fixed", draft_len=5, topk=2, min_cumulative_acceptance=0.2), "suffix"
     )
     assert isinstance(fixed, FixedSelector)
     assert fixed.select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
-    bandit = build_selector(SpeculationSection(selector="beg_mab", min_survival=0.1), "eagle")
+    bandit = build_selector(SpeculationSection(selector="beg_mab", min_cumulative_acceptance=0.1), "eagle")
     assert isinstance(bandit, BucketedEpsilonGreedy)
     assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1)
-    aware = build_selector(SpeculationSection(min_survival=0.3), "hybrid")
+    aware = build_selector(SpeculationSection(min_cumulative_acceptance=0.3), "hybrid")
     assert isinstance(aware, CostModelSelector) and aware.kind == "hybrid"
     assert aware.select(1).kind == "none"  # plain decoding comes first: what the rest is measured by
 
@@ -44,10 +45,12 @@ def test_the_simulator_may_run_all_of_it_by_these_calls():
         for _ in range(30):
             strategy = selector.select(2)
             if strategy.kind == "none":
-                selector.observe(strategy, 2, 2, np.ones(2, np.int32), 0.0, 3e-4)
+                selector.record(measured(strategy, 2, 2, np.ones(2, np.int32), 0.0, 3e-4))
                 continue
-            keep = selector.admit(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None)
+            keep = selector.prune(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None)
             assert keep.dtype == bool and keep.shape == (5,)
-            selector.observe(strategy, 2, 2 + int(keep.sum()), np.array([2, 1], np.int32), 5e-5, 4e-4)
+            selector.record(
+                measured(strategy, 2, 2 + int(keep.sum()), np.array([2, 1], np.int32), 5e-5, 4e-4)
+            )
         other.load_state_dict(selector.state_dict())
         assert other.state_dict() == selector.state_dict()

@@ -119,7 +119,11 @@ def test_the_shape_of_a_tree_and_its_limits() -> None:
         at = 0
         for row, count in enumerate(draft.counts.tolist()):
             nodes = slice(at, at + count)
-            depths, parents, survival = draft.depths[nodes], draft.parents[nodes], draft.survival[nodes]
+            depths, parents, cumulative_acceptance = (
+                draft.depths[nodes],
+                draft.parents[nodes],
+                draft.cumulative_acceptance[nodes],
+            )
             trunk = int(depths.max(initial=0))
             assert trunk <= lengths[row]
             assert depths[:trunk].tolist() == list(range(1, trunk + 1))
@@ -127,12 +131,12 @@ def test_the_shape_of_a_tree_and_its_limits() -> None:
             for i in range(count):
                 assert parents[i] < i
                 assert depths[i] == (depths[parents[i]] + 1 if parents[i] >= 0 else 1)
-                assert parents[i] < 0 or survival[i] <= survival[parents[i]]
+                assert parents[i] < 0 or cumulative_acceptance[i] <= cumulative_acceptance[parents[i]]
             if strategy.num_verify_tokens:
                 assert count <= 5
-            assert (survival >= strategy.min_survival).all()
+            assert (cumulative_acceptance >= strategy.min_cumulative_acceptance).all()
             at += count
     # What a smaller budget leaves are the nodes most likely to be emitted.
-    best = np.sort(full.survival[: full.counts[1]])[::-1][:3]
+    best = np.sort(full.cumulative_acceptance[: full.counts[1]])[::-1][:3]
     small = table.propose(DraftStrategy("suffix", 6, 3, 4), lengths)
-    assert np.sort(small.survival[: small.counts[1]])[::-1] == pytest.approx(best)
+    assert np.sort(small.cumulative_acceptance[: small.counts[1]])[::-1] == pytest.approx(best)

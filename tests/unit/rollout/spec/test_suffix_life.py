@@ -35,7 +35,7 @@ def test_a_preempted_request_is_not_read_twice() -> None:
         for step, run in enumerate(runs):
             by_request = dict(zip(requests, run, strict=True))
             table.extend([by_request[r] for r in table.rows.requests])
-            table.drafter.follow(table.rows, CHAIN)
+            table.drafter.sync_context(table.rows, CHAIN)
             if number and step % 7 == 3:
                 table.stop(requests[step % 2])
                 table.start(requests[step % 2])
@@ -220,7 +220,7 @@ def test_what_nobody_wanted_is_forgotten() -> None:
     table.stop(request)
     table.drafter.end_generate()
     table.rows.start(request, [0], 3, 0)
-    table.drafter.follow(table.rows, CHAIN)
+    table.drafter.sync_context(table.rows, CHAIN)
     assert table.drafter.num_bytes == empty and table.rows.num_rows == 1
 
 
@@ -233,7 +233,7 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
         table.rows.outputs[table.rows.slots[0], 1:3] = 4, bad
         table.rows.output_len[0] = 3
         with pytest.raises(BackendError, match="outside the vocabulary"):
-            table.drafter.follow(table.rows, CHAIN)
+            table.drafter.sync_context(table.rows, CHAIN)
         assert (table.drafter._told == told).all()
         table.rows.output_len[0] = 1
     assert table.propose().tokens.tolist() == before
@@ -264,7 +264,7 @@ def test_equal_calls_give_equal_drafts() -> None:
     assert play() == play()
 
 
-def test_survival_learns_from_verdicts() -> None:
+def test_cumulative_acceptance_learns_from_verdicts() -> None:
     table, rng = Table(), random.Random(0)
     table.admit(make_request(0, [1, 2], [0]))
     table.extend([repetitive(rng, 200)])
@@ -273,14 +273,14 @@ def test_survival_learns_from_verdicts() -> None:
         draft = table.propose()
         everything = np.ones(draft.num_nodes, bool)
         table.drafter.observe(draft, everything, everything)
-    assert table.propose().survival[-1] > max(0.85, float(first.survival[-1]))
+    assert table.propose().cumulative_acceptance[-1] > max(0.85, float(first.cumulative_acceptance[-1]))
     learned = table.drafter.state_dict()
     for _ in range(400):
         draft = table.propose()
         table.drafter.observe(draft, np.ones(draft.num_nodes, bool), np.zeros(draft.num_nodes, bool))
-    assert table.propose().survival[0] < 0.5
+    assert table.propose().cumulative_acceptance[0] < 0.5
     table.drafter.load_state_dict(learned)
-    assert table.propose().survival[-1] > 0.85
+    assert table.propose().cumulative_acceptance[-1] > 0.85
 
 
 def test_match_rates_start_sensibly_and_fade() -> None:
