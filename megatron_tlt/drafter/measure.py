@@ -24,7 +24,8 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor, row_keys
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keys import row_keys
 
 _ELEMENTS_AT_ONCE = 1 << 23  # of [R, V]: bounds the temporaries
 _COLUMNS = ("rows", "overlap", "top1", "top4", "reached", "matched")

@@ -28,9 +28,9 @@ from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch
 from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.keys import request_key
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.rollout.graph_pool import PooledDecoder
-from megatron_tlt.rollout.keys import request_key
 
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.step import NativeStep, RowArrays
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.graph_pool import PooledDecoder
-from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_tlt.rollout.keys import request_key
+from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import FinishReason, SamplingParams
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor, row_keys
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.types import HiddenStateSample
 
 

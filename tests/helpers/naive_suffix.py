@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_tlt.rollout.keys import TOKEN_STEP, mix, row_keys
+from megatron_tlt.models.keys import TOKEN_STEP, mix, row_keys
 
 NEGLIGIBLE, COMMON_DOUBT = 0.0313, 2.0
 
@@ -15,8 +15,8 @@ NEGLIGIBLE, COMMON_DOUBT = 0.0313, 2.0
 def gumbel(request_key: int, position: int, token: int) -> float:
     """The policy's noise, in double precision."""
     key = int(row_keys(np.array([request_key], np.uint64), np.array([position]))[0])
-    z = mix((key + (token + 1) * TOKEN_STEP) & ((1 << 64) - 1))
-    return -math.log(-math.log(((z >> 40) + 0.5) / (1 << 24)))
+    z = mix(np.array([(key + (token + 1) * TOKEN_STEP) & ((1 << 64) - 1)], np.uint64))
+    return -math.log(-math.log(((int(z[0]) >> 40) + 0.5) / (1 << 24)))
 
 
 @dataclass

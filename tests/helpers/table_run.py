@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.rollout.keys import request_key, row_keys
+from megatron_tlt.models.keys import request_key, row_keys
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
 from megatron_tlt.rollout.spec.draft import Draft
 from tests.helpers.enumerate_spec import child

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank
-from megatron_tlt.rollout.keys import row_keys
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.rollout.spec import unkeyed as unkeyed_module
 from megatron_tlt.rollout.spec.block import block_verify

@@ -44,7 +44,7 @@ class EagleInput:
 class DraftParams:
     """How S chains are drafted (numpy). Candidates at a position are the K largest of logits / T + noise."""
 
-    keys: np.ndarray  # uint64 [S], request keys (`rollout.keys.request_key`)
+    keys: np.ndarray  # uint64 [S], request keys (`models.keys.request_key`)
     output_positions: np.ndarray  # int32 [S], output position t of the first drafted token
     temperature: np.ndarray  # float32 [S], 0: greedy
     max_len: np.ndarray  # int32 [S], most tokens to draft; blocks for them exist

@@ -20,7 +20,8 @@ from megatron_tlt.models.eagle.base import DraftParams, DraftRecorder, DraftRows
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.static_draft import CANDIDATES, RunStep, StaticDraft, StaticPairPlan
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.keyed_noise import key_tensor, perturbed, row_keys
+from megatron_tlt.models.keyed_noise import key_tensor, perturbed
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import AttentionPlan, Plan, paged_attention
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan

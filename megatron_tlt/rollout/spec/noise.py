@@ -1,6 +1,6 @@
 """Random streams of unkeyed verification, apart from the sampling noise and from each other. Numpy only.
 
-Coupled verification needs none of this: drafter and policy share the noise of the row keys (`rollout.keys`). Block and
+Coupled verification needs none of this: drafter and policy share the noise of the row keys (`models.keys`). Block and
 recursive verification are exact only if three things are independent: the drafted tokens, the acceptance uniforms
 and the noise of the token drawn after the accepted ones. The last is the plain noise of its output position, used
 once because a position is filled once. The other two are new in every STEP, not only at every position: a block's
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_tlt.rollout.keys import row_keys
+from megatron_tlt.models.keys import row_keys
 
 # Digits of the square roots of 2 and 3: any two constants that differ in many bits would do.
 DRAFT_STREAM = np.uint64(0x6A09E667F3BCC908)

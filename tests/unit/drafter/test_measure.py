@@ -16,7 +16,7 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.rollout.keys import request_key
+from megatron_tlt.models.keys import request_key
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_tlt.config.rollout_cache import RolloutCacheSection
+from megatron_tlt.models.keys import row_key
 from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout, RolloutCache
-from megatron_tlt.rollout.keys import row_key
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2, i), "?") for i in range(3)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.keys import row_key
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.keys import row_key
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.rollout.scheduler import SchedulerLimits

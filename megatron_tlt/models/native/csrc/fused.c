@@ -13,7 +13,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "keys.h"
+#include "noise.h"
 
 /* The fed rows, in scratch: arrays of [T], `start` [D + 1]. */
 typedef struct {

@@ -5,7 +5,7 @@
  */
 #include <math.h>
 
-#include "gumbel.h"
+#include "noise.h"
 #include "pool.h"
 #include "simd.h"
 #include "tlt.h"

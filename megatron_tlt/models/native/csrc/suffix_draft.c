@@ -8,6 +8,7 @@
  */
 #include <math.h>
 
+#include "noise.h"
 #include "suffix.h"
 
 #define MOST_CANDIDATES 16
@@ -86,20 +87,9 @@ static uint32_t follow(SuffixPool *pool, SuffixTrie *t, uint32_t v, int32_t toke
     }
 }
 
-static uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
-/* The key of an output position (rollout/keys.py). */
-static uint64_t row_key(uint64_t request_key, int64_t position) {
-    return mix(request_key ^ (uint64_t)position * 0xE7037ED1A0B428DBull);
-}
-
-/* The policy's Gumbel noise of one token: that of gumbel.h but for rounding. */
+/* The policy's Gumbel noise of one token: that of noise.h but for rounding. */
 static float noise(uint64_t key, int32_t token) {
-    const uint32_t m = (uint32_t)(mix(key + (uint64_t)(token + 1ll) * 0x9E3779B97F4A7C15ull) >> 40);
+    const uint32_t m = (uint32_t)(MIX(key + (uint64_t)(token + 1ll) * TOKEN_STEP) >> 40);
     const float unit = 5.9604644775390625e-8f; /* 2^-24 */
     const float log_u = m < 1u << 23 ? logf(((float)m + 0.5f) * unit) : log1pf(-((float)(16777215u - m) + 0.5f) * unit);
     return -logf(-log_u);

@@ -1,6 +1,6 @@
 /* The best few of keyed, perturbed scores, for drafting.
  *
- * The noise of token v at output position t of a request is the sampler's (gumbel.h), with the row key of keys.h.
+ * The noise of token v at output position t of a request is the sampler's (noise.h), with its row keys.
  * Scores are sample.c's, too: logits / T + G, and plain logits where T is 0. Large vocabularies are cut at fixed
  * places and combined in order, so threads change nothing.
  */
@@ -8,8 +8,7 @@
 
 #include <math.h>
 
-#include "gumbel.h"
-#include "keys.h"
+#include "noise.h"
 #include "pool.h"
 #include "tlt.h"
 

@@ -17,7 +17,7 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.rollout.keys import request_key, row_keys
+from megatron_tlt.models.keys import request_key, row_keys
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights

@@ -15,10 +15,10 @@ from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKET_WIDTH, BUCKETS, DEPTHS, DraftParams, DraftRows
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.eagle import NativeEagle
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.rollout.sampler import gumbel_noise
 from tests.helpers.pairs import Pairs, draft_params, eagle_weights, expected, states
 from tests.helpers.tiny_models import random_weights

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import keyed_sample
-from megatron_tlt.rollout.keys import row_keys
 from megatron_tlt.types import DraftStrategy, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts, distribution
 from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank
-from megatron_tlt.rollout.keys import MIX_A, MIX_B, request_key, row_keys
+from megatron_tlt.models.keys import MIX_A, MIX_B, request_key, row_keys
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec import unkeyed as unkeyed_module
 from megatron_tlt.rollout.spec.block import block_verify, invert
