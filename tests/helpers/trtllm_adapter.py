@@ -70,8 +70,7 @@ async def _talk(contract: Contract, spec: Speculation) -> None:
         host.submit({"requests": requests, "token_ids": [5, 6, 7], "params": params})
     await _until(lambda: not host.in_flight)
     host.submit({"requests": [{"id": 99, "seed": 0}], "token_ids": [ENDLESS], "params": params})
-    await _until(lambda: bool(host._live))
-    await host.handle({"type": "abort"})
+    await host.handle({"type": "abort"})  # at once: also a request that has not begun is aborted
     await _until(lambda: not host.in_flight)
     _check_answers(answers)
     totals = (await host.handle({"type": "stats"}))["totals"]

@@ -123,6 +123,7 @@ class Host:
         self._send({"type": "answer", "id": number, **answer})
 
     async def _abort(self, _: Message) -> Message:
+        await asyncio.sleep(0)  # requests that were submitted just before must have begun, or they would run on
         for output in list(self._live.values()):
             output.abort()
         return {}
