@@ -166,7 +166,7 @@ class OnlineDrafterController:
             failed = ", ".join(map(str, report.disabled)) or "every rank"
             self._window.disabled_reason = f"it failed on rank {failed}"  # which has said so itself
         if self._active is not None:
-            self._options.sharing.exchange(self._world.broadcast_object, trainer.buffer, trainer.version)
+            self._options.sharing.exchange(self._world, trainer.buffer, trainer.version)
         self._add({f"drafter/buffer/{name}": value for name, value in trainer.buffer.metrics().items()})
         metrics = {"drafter/version": float(trainer.version)}
         metrics["drafter/trained_tokens"] = float(trainer.trained_tokens)

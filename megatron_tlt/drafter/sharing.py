@@ -9,15 +9,18 @@ Legend: N answers, T tokens of all of them, R rows of hidden states of all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.buffer import HiddenStateBuffer, Key
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
 
 _MIN_SENDER_BYTES = 4 << 20  # of one sender; with less in all, fewer send at a time
 _MAX_SENDERS = 4  # more bytes in all make for longer answers, not for more senders
@@ -43,17 +46,16 @@ class HiddenStateSharing:
         count = min(self.num_replicas, _MAX_SENDERS, max(1, self.bytes // _MIN_SENDER_BYTES))
         return sorted((turn * count + i) % self.num_replicas for i in range(count))
 
-    def exchange(self, broadcast: Callable[[Any, int], Any], buffer: HiddenStateBuffer, turn: int) -> None:
+    def exchange(self, world: World, buffer: HiddenStateBuffer, turn: int) -> None:
         """Adds the longest answers of this turn's senders to the buffers of all other replicas.
 
-        Collective; `turn` is the same on all ranks. `broadcast(value, rank)` returns the value of that rank. Mutates
-        `buffer`.
+        Collective; `turn` is the same on all ranks. Mutates `buffer`.
         """
         senders, mine = self.senders(turn), None
         if self.replica in senders and self.is_leader:
             mine = pack_answers(buffer.longest(self.bytes // len(senders)))
         for sender in senders:
-            packed = broadcast(mine, sender * self.ranks_per_replica)
+            packed = world.broadcast_object(mine, sender * self.ranks_per_replica)
             if packed is not None and sender != self.replica:
                 for key, answer in unpack_answers(packed):
                     buffer.add_shared(key, answer)
