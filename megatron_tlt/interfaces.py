@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
         TrainOutput,
         WeightBucket,
     )
+
+ProgressCallback = Callable[[int, int, int], None]
+"""Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
 
 
 class Clock(Protocol):
@@ -111,7 +115,7 @@ class RolloutBackend(Protocol):
         prompts: Sequence[Prompt],
         params: SamplingParams,
         num_samples: int,
-        on_progress: Callable[[int, int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index).
 

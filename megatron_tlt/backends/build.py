@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
@@ -144,7 +144,7 @@ def generate_file(
     stats_path: str | Path | None = None,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
-    on_progress: Callable[[int, int, int], None] | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Unpack[GenerateOptions],
 ) -> EngineStats:
     """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` in one piece at the end.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import AnswerHistory
@@ -101,7 +102,7 @@ class EmbeddedBackend:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         num_samples: int,
-        on_progress: Callable[[int, int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Callable[[Sample], None] | None = None,
         goes_on: bool = False,

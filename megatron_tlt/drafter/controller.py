@@ -22,9 +22,9 @@ import torch.distributed as dist
 from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.idle.window import IdleWindow, WindowReport
+from megatron_tlt.interfaces import ProgressCallback
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.observe.gpu import GpuMonitor
-from megatron_tlt.rollout.engine import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class OnlineDrafterController:
             self.trainer.begin_step(policy_version)
 
     @contextmanager
-    def rollout(self, on_progress: Progress | None = None) -> Iterator[Progress]:
+    def rollout(self, on_progress: ProgressCallback | None = None) -> Iterator[ProgressCallback]:
         """Around one `generate`: hidden states of finished answers are kept, and others are told how far it is.
 
         Yields the callback for `generate`, which calls `on_progress`, too.
@@ -111,7 +111,7 @@ class OnlineDrafterController:
         return self._window.take_over()
 
     @contextmanager
-    def helping(self, on_progress: Progress | None = None) -> Iterator[Progress]:
+    def helping(self, on_progress: ProgressCallback | None = None) -> Iterator[ProgressCallback]:
         """Around the `generate` that answers what `take_over` returned; as `rollout`."""
         started = time.perf_counter()
 

@@ -23,7 +23,7 @@ from megatron_tlt.resilience.rollout_cache import KeyedEngine, Rollout
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.messages import RequestRange
-    from megatron_tlt.rollout.engine import Progress
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Prompt, Sample
 
 
@@ -71,7 +71,7 @@ class RequestStealing:
         prompts: Mapping[int, Prompt],
         pieces: Sequence[RequestRange],
         on_answer: Callable[[Sample], None] | None,
-        on_progress: Progress,
+        on_progress: ProgressCallback,
     ) -> list[Sample]:
         """Samples of what was given to this replica; `prompts`, by id, are those of all replicas."""
         wanted: dict[int, set[int]] = defaultdict(set)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.rollout_cache import RolloutCacheSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.rollout.engine import Progress
+    from megatron_tlt.interfaces import ProgressCallback, RolloutBackend
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class KeyedEngine(Protocol):
         prompts: Sequence[Prompt],
         params: SamplingParams,
         num_samples: int,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Callable[[Sample], None] | None = None,
         goes_on: bool = False,
@@ -89,7 +88,7 @@ class NoRolloutCache:
     def begin_step(self, step: int, policy_version: int) -> None:
         """Nothing to look up."""
 
-    def generate(self, prompts: Sequence[Prompt], on_progress: Progress) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
         """The backend's."""
         return self._backend.generate(prompts, self._plan.params, self._plan.num_samples, on_progress)
 
@@ -171,7 +170,7 @@ class RolloutCache:
             name = f"replica-{self._replica:05d}-{self._attempt}.bank"
             self._writer.begin(directory / name, self._key)
 
-    def generate(self, prompts: Sequence[Prompt], on_progress: Progress) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt id, sample index): banked ones, and the engine's for the rest.
 
         Collective while answers of an earlier attempt may be there.

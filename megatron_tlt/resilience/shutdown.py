@@ -29,7 +29,7 @@ from megatron_tlt.errors import BackendError, TltError
 if TYPE_CHECKING:
     from megatron_tlt.config.shutdown import ShutdownSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.rollout.engine import Progress
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Sample
 
 EXIT_SAVED = 75  # EX_TEMPFAIL of sysexits.h: saved, please start me again
@@ -78,7 +78,7 @@ class GracefulShutdown:
         return self._deadline() is not None
 
     def guarded(
-        self, generate: Callable[[Progress], list[Sample]], on_progress: Progress | None = None
+        self, generate: Callable[[ProgressCallback], list[Sample]], on_progress: ProgressCallback | None = None
     ) -> tuple[list[Sample], bool]:
         """Answers, and whether a signal cut the rollout short: then there are none.
 

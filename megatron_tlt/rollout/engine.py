@@ -26,11 +26,10 @@ from megatron_tlt.rollout.stops import StopStringWatcher
 from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
-Progress = Callable[[int, int, int], None]
 _PROGRESS_EVERY_S = 0.02  # waiting ranks hear through it how long it will take
 _PROGRESS_EVERY_STEPS = 8  # of an engine of several ranks: they must all call at the same step
 
@@ -197,7 +196,7 @@ class Engine:
 
     def run(
         self,
-        on_progress: Progress | None = None,
+        on_progress: ProgressCallback | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.

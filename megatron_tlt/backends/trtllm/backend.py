@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.backends.trtllm.process import EngineProcess
     from megatron_tlt.backends.trtllm.weights import Transport
-    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class TrtllmBackend:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         num_samples: int,
-        on_progress: Callable[[int, int, int], None] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
@@ -216,7 +216,7 @@ class TrtllmBackend:
         pending: dict[int, tuple[int, int]],
         started: float,
         stops: frozenset[int],
-        on_progress: Callable[[int, int, int], None] | None,
+        on_progress: ProgressCallback | None,
     ) -> list[Sample]:
         """Waits until nothing is in flight by our own count. Empties `pending`."""
         samples: list[Sample] = []
