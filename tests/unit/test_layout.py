@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows."""
+"""Budgets of the tree that no linter holds (floors and doors are import-linter's, in pyproject.toml)."""
 
 import ast
 from pathlib import Path
@@ -26,6 +26,21 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     ):
         doc = first.end_lineno - first.lineno + 1
     return node.end_lineno - node.lineno + 1 - doc
+
+
+def test_nothing_stands_loose_in_the_package():
+    loose = {p.name for p in (ROOT / "megatron_tlt").glob("*.py")}
+    assert loose == {"__init__.py", "__main__.py", "errors.py", "interfaces.py", "types.py"}
+
+
+def test_unit_tests_mirror_the_package():
+    """A folder of tests/unit is a folder of the package, or of what stands beside it."""
+    beside = {"benchmarks", "launch", "slurm", "tools"}
+    folders = {
+        path.parent.relative_to(ROOT / "tests/unit") for path in (ROOT / "tests/unit").rglob("test_*.py")
+    }
+    absent = [str(f) for f in folders if str(f) not in beside and not (ROOT / "megatron_tlt" / f).is_dir()]
+    assert absent == []
 
 
 @pytest.mark.parametrize("path", [p for p in PACKAGE if p.name == "__init__.py"], ids=label)
