@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import MinLen
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
@@ -38,7 +39,7 @@ class RolloutSection(Section):
     """Drop tokens below min_p times the most likely one's probability; 0: off."""
     max_tokens: PositiveInt = 1024
     """Longest answer in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, MinLen(1)], ...] = ()
     """Strings that end an answer (kept in it)."""
     block_size: PositiveInt = 16
     """Tokens in one KV-cache block."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -106,7 +106,9 @@ def allowed_text(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) ->
     elif origin is dict or section_of(plain):
         text = "mapping"
     else:
-        text = f"{_NAMES.get(plain, str(plain))} {_range_text([*constraints, *metadata])}".strip()
+        constraints += metadata
+        empty = "non-empty " if any(isinstance(c, MinLen) for c in constraints) else ""
+        text = f"{empty}{_NAMES.get(plain, str(plain))} {_range_text(constraints)}".strip()
     return f"{text} or null" if optional else text
 
 

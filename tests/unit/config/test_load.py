@@ -40,6 +40,10 @@ def test_overrides_are_typed_as_in_yaml():
     assert config.eval.max_tokens is None
 
 
+def test_an_empty_stop_string_is_refused_before_a_run_starts():
+    assert "non-empty" in problems(BASE, "rollout.stop=[a, '']")["rollout.stop.1"]
+
+
 @pytest.mark.parametrize("index", ["tasks.1.weight", "tasks[1].weight"])
 def test_overrides_reach_into_lists(index):
     values = BASE | {"data": {"train": {"tasks": [{"name": "a"}, {"name": "b"}]}}}
