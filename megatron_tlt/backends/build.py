@@ -1,30 +1,23 @@
-"""Building a rollout backend: for training, and for `megatron-tlt generate`."""
+"""Building the embedded rollout backend from a configuration."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.backends.answers import answer_lines, read_prompts, stats_report
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.config.model import ModelSection
-from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.paged_hidden_states import page_bytes
@@ -35,21 +28,13 @@ from megatron_tlt.rollout.spec.history import AnswerHistory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
+    from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
-    from megatron_tlt.types import EngineStats, Prompt, SamplingParams
-
-
-class GenerateOptions(TypedDict, total=False):
-    """How answers are made and written; the sampling itself is `SamplingParams`."""
-
-    n: int  # answers to each prompt, default 1
-    chat: bool  # wrap prompts in the tokenizer's chat template
-    logprobs: bool  # write log-probabilities
-    rollout: RolloutSection  # the engine; its sampling fields are not read
 
 
 def build_backend(
@@ -70,8 +55,8 @@ def build_backend(
 
     `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. `sync.verify` makes it keep checksums. `keep_features`: `Engine.features` will be set,
-    so the cache leaves room for hidden states. Raises ConfigError, CheckpointError or BackendError.
+    share this machine's memory. With `sync.verify` it keeps checksums. `keep_features`: hidden states of answers
+    will be collected, so the cache leaves room for them. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
@@ -123,74 +108,8 @@ def build_backend(
     )
 
 
-def generate_problems(model_dir: Path, in_jsonl: Path) -> list[ConfigProblem]:
-    """What of `megatron-tlt generate`'s input is not there."""
-    problems = []
-    if not (model_dir / "config.json").is_file():
-        allowed = "must be a Hugging Face directory with a config.json"
-        problems.append(ConfigProblem("--model", str(model_dir), allowed))
-    if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
-        problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
-    return problems
-
-
-def generate_file(
-    model_dir: str | Path,
-    in_jsonl: str | Path,
-    out_jsonl: str | Path,
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-    *,
-    stats_path: str | Path | None = None,
-    device: torch.device | str = "cpu",
-    tp: TensorParallel | None = None,
-    on_progress: ProgressCallback | None = None,
-    **options: Unpack[GenerateOptions],
-) -> EngineStats:
-    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` in one piece at the end.
-
-    Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
-    sample_index, text, token_ids, finish_reason and, if asked, logprobs. The prompt's index is its id in the
-    sampling key. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming
-    file and line, ConfigError, CheckpointError, BackendError.
-    """
-    prompts = read_prompts(Path(in_jsonl), tokenizer, options.get("chat", False))
-    rollout = options.get("rollout", RolloutSection()).model_copy(
-        update={"tp": tp.size if tp is not None else 1}
-    )
-    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
-    backend = build_backend(
-        rollout, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=rollout.tp, load_weights=True
-    )
-    started = time.perf_counter()
-    samples = backend.generate(prompts, params, options.get("n", 1), on_progress)
-    stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
-    if tp is None or tp.rank == 0:
-        write_atomically(Path(out_jsonl), answer_lines(samples, options.get("logprobs", False)))
-        if stats_path is not None:
-            write_atomically(Path(stats_path), [stats_report(stats, backend)])
-    backend.close()
-    return stats
-
-
-def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: str | Path) -> int:
-    """Tokens of the longest prompt and its answer. Raises DataError, ConfigError if the model has fewer positions."""
-    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
-    longest = max(prompts, key=lambda p: len(p.token_ids))
-    count = len(longest.token_ids)
-    room = limit - count
-    if room < 1:
-        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
-    if params.max_tokens > room:
-        allowed = (
-            f"at most {room}: the longest prompt and its answer must fit in the model's {limit} positions"
-        )
-        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
-    return count + params.max_tokens
-
-
 def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
-    """Captured graphs where there is a device for them."""
+    """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
     is_plain = rollout.tp == 1 and rollout.numerics == "default"
     if not (rollout.cuda_graphs and is_plain and decoder.device.type == "cuda"):
         return None
@@ -200,7 +119,7 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
 
 
 def _history(rollout: RolloutSection) -> AnswerHistory | None:
-    """Earlier answers, where somebody reads them: the suffix drafter, or the order of prompts."""
+    """Earlier answers, for the suffix drafter and the order of prompts; None where neither is configured."""
     section = rollout.speculation.suffix
     is_read = rollout.speculation.uses_suffix and section.history_epochs > 0
     if not is_read and rollout.order == "arrival":
@@ -254,7 +173,7 @@ def _check(
     tp: TensorParallel | None,
     has_drafter: bool,
 ) -> None:
-    """Everything that sizes an engine wrongly, at once."""
+    """Raises ConfigError with every setting that no engine can be built with."""
     section = rollout.speculation
     problems = list(check_speculation(section, has_drafter))
     if section.uses_suffix and find_compiler() is None:

@@ -84,7 +84,7 @@ def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
-    from megatron_tlt.backends.build import generate_file, generate_problems
+    from megatron_tlt.backends.generate import generate_file, generate_problems
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.trainer.setup import tensor_parallel
 

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.answers import read_prompts
-from megatron_tlt.backends.build import build_backend, generate_file
+from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
-from megatron_tlt.errors import BackendError, ConfigError, DataError, SyncError
+from megatron_tlt.errors import BackendError, ConfigError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
@@ -299,73 +297,3 @@ def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path):
     alone = build_backend(RolloutSection(kv_cache_mib=4), model)
     shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), model, tp=Rank())
     assert shared.engine.blocks.num_blocks == alone.engine.blocks.num_blocks - 3
-
-
-def test_generate_file(model_dir: Path, tmp_path: Path):
-    prompts, out, stats = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl", tmp_path / "stats.json"
-    prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
-    params = SamplingParams(max_tokens=9, seed=2)
-    generate_file(model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
-        (p, i) for p in (0, 1) for i in range(3)
-    ]
-    assert all(
-        set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"}
-        for a in lines
-    )
-    report = json.loads(stats.read_text())
-    assert report["generated_tokens"] == sum(len(a["token_ids"]) for a in lines)
-    assert report["tokens_per_s"] > 0
-    assert {"phase_seconds", "running_curve", "decoder"} <= report.keys()
-    again = tmp_path / "again.jsonl"
-    generate_file(
-        model_dir, prompts, again, params, CharTokenizer(), n=3, rollout=RolloutSection(kernels="torch")
-    )
-    assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [
-        a["token_ids"] for a in lines
-    ]
-    assert sorted(p.name for p in out.parent.iterdir()) == ["out.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "an object with either"),
-        ('{"prompt": "a", "token_ids": [1]}', "an object with either"),
-        ('{"prompt": [1]}', "must be a string"),
-        ('{"token_ids": ["a"]}', "a list of integers"),
-        ('{"token_ids": []}', "no tokens"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path: Path, line: str, message: str):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message) as caught:
-        read_prompts(file, CharTokenizer(), chat=False)
-    assert f"{file}:2" in str(caught.value)
-
-
-def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "b"}\n')
-    with pytest.raises(DataError, match="needs a tokenizer"):
-        read_prompts(file, None, chat=False)
-    assert CharTokenizer().decode(read_prompts(file, CharTokenizer(), chat=True)[0].token_ids) == "A b B"
-    with pytest.raises(DataError, match="cannot be read"):
-        read_prompts(tmp_path / "none.jsonl", None, chat=False)
-
-
-def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path):
-    file = tmp_path / "out.jsonl"
-    file.write_text("old")
-
-    def lines():
-        yield "new"
-        raise RuntimeError("lost")
-
-    with pytest.raises(RuntimeError):
-        write_atomically(file, lines())
-    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
-    assert file.read_text() == "old"

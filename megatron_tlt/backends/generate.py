@@ -1,0 +1,175 @@
+"""`megatron-tlt generate`: JSONL prompts in, JSONL answers and a JSON report out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.observe.jsonl import write_atomically
+from megatron_tlt.types import Prompt
+
+if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.types import EngineStats, Sample, SamplingParams
+
+
+def generate_problems(model_dir: Path, in_jsonl: Path) -> list[ConfigProblem]:
+    """Input of `megatron-tlt generate` that is missing."""
+    problems = []
+    if not (model_dir / "config.json").is_file():
+        allowed = "must be a Hugging Face directory with a config.json"
+        problems.append(ConfigProblem("--model", str(model_dir), allowed))
+    if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
+        problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
+    return problems
+
+
+def generate_file(
+    model_dir: Path,
+    in_jsonl: Path,
+    out_jsonl: Path,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    n: int = 1,
+    chat: bool = False,
+    logprobs: bool = False,
+    stats_path: Path | None = None,
+    rollout: RolloutSection | None = None,
+    device: torch.device | str = "cpu",
+    tp: TensorParallel | None = None,
+) -> EngineStats:
+    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` in one piece at the end.
+
+    Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
+    sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
+    sampling key. `chat`: prompts are wrapped in the tokenizer's chat template. `rollout`: the engine; its sampling
+    fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming
+    file and line, ConfigError, CheckpointError, BackendError.
+    """
+    prompts = read_prompts(in_jsonl, tokenizer, chat)
+    ranks = tp.size if tp is not None else 1
+    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
+    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
+    backend = build_backend(
+        section, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=ranks, load_weights=True
+    )
+    started = time.perf_counter()
+    samples = backend.generate(prompts, params, n)
+    stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
+    if tp is None or tp.rank == 0:
+        write_atomically(out_jsonl, answer_lines(samples, logprobs))
+        if stats_path is not None:
+            write_atomically(stats_path, [stats_report(stats, backend)])
+    backend.close()
+    return stats
+
+
+def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
+    """Tokens of the longest prompt and its answer. Raises DataError, ConfigError if the model has fewer positions."""
+    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    count = len(longest.token_ids)
+    room = limit - count
+    if room < 1:
+        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
+    if params.max_tokens > room:
+        allowed = (
+            f"at most {room}: the longest prompt and its answer must fit in the model's {limit} positions"
+        )
+        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
+    return count + params.max_tokens
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer | None, chat: bool) -> list[Prompt]:
+    """The prompts of a JSONL file; `prompt_id` counts them from 0 (empty lines are skipped).
+
+    Raises DataError naming file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"{path} cannot be read: {e}") from e
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        text, token_ids = _parse(line, where, tokenizer, chat)
+        if not token_ids:
+            raise DataError(f"{where}: the prompt has no tokens")
+        prompts.append(Prompt(len(prompts), where, token_ids, text))
+    if not prompts:
+        raise DataError(f"{path}: no prompts")
+    return prompts
+
+
+def answer_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str]:
+    """One JSON object a sample."""
+    for sample in samples:
+        record: dict[str, Any] = {
+            "prompt_index": sample.prompt_id,
+            "sample_index": sample.sample_index,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+        }
+        if with_logprobs:
+            record["logprobs"] = sample.logprobs
+        yield json.dumps(record, ensure_ascii=False)
+
+
+def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
+    """`EngineStats` with rates, phase timings and what computed. Resets the backend's phase timings."""
+    spec = stats.speculation
+    report = {
+        **asdict(stats),
+        "speculation": {
+            **asdict(spec),
+            "accept_length": spec.accept_length,
+            "accept_rate_at": [a / d for a, d in zip(spec.accepted_at, spec.drafted_at, strict=True) if d],
+            "accept_length_by_batch": {
+                str(running): emitted / rows for running, (rows, emitted) in sorted(spec.by_batch.items())
+            },
+        },
+        "tokens_per_s": stats.generated_tokens / stats.seconds if stats.seconds else 0.0,
+        "phase_seconds": backend.take_phase_seconds(),
+        "decoder": backend.engine.runner.decoder.kind,
+        "kv_cache_blocks": backend.engine.blocks.num_blocks,
+        "graphs": backend.engine.graph_report(),
+    }
+    return json.dumps(report, indent=1)
+
+
+def _parse(line: str, where: str, tokenizer: Tokenizer | None, chat: bool) -> tuple[str, tuple[int, ...]]:
+    try:
+        record: Any = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise DataError(f"{where}: not JSON: {e}") from e
+    keys = {"prompt", "token_ids"} & record.keys() if isinstance(record, dict) else set()
+    if len(keys) != 1:
+        raise DataError(
+            f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}'
+        )
+    key = keys.pop()
+    value = record[key]
+    if key == "prompt" and isinstance(value, str):
+        if tokenizer is None:
+            raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
+        return value, tuple(tokenizer.encode_chat(value) if chat else tokenizer.encode(value))
+    if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
+        return "", tuple(value)
+    raise DataError(f'{where}: "prompt" must be a string, "token_ids" a list of integers')

@@ -1,0 +1,84 @@
+"""`megatron-tlt generate`: files in, files out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.backends.generate import generate_file, read_prompts
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.errors import DataError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import save_hf
+from megatron_tlt.types import SamplingParams
+from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.tiny_models import random_weights
+
+CONFIG = ModelConfig(
+    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_hf(folder, CONFIG, random_weights(CONFIG))
+    return folder
+
+
+def test_generate_file(model_dir: Path, tmp_path: Path):
+    prompts, out, stats = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl", tmp_path / "stats.json"
+    prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
+    params = SamplingParams(max_tokens=9, seed=2)
+    generate_file(model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
+        (p, i) for p in (0, 1) for i in range(3)
+    ]
+    assert all(
+        set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"}
+        for a in lines
+    )
+    report = json.loads(stats.read_text())
+    assert report["generated_tokens"] == sum(len(a["token_ids"]) for a in lines)
+    assert report["tokens_per_s"] > 0
+    assert {"phase_seconds", "running_curve", "decoder"} <= report.keys()
+    again = tmp_path / "again.jsonl"
+    generate_file(
+        model_dir, prompts, again, params, CharTokenizer(), n=3, rollout=RolloutSection(kernels="torch")
+    )
+    assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [
+        a["token_ids"] for a in lines
+    ]
+    assert sorted(p.name for p in out.parent.iterdir()) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "an object with either"),
+        ('{"prompt": "a", "token_ids": [1]}', "an object with either"),
+        ('{"prompt": [1]}', "must be a string"),
+        ('{"token_ids": ["a"]}', "a list of integers"),
+        ('{"token_ids": []}', "no tokens"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        read_prompts(file, CharTokenizer(), chat=False)
+    assert f"{file}:2" in str(caught.value)
+
+
+def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "b"}\n')
+    with pytest.raises(DataError, match="needs a tokenizer"):
+        read_prompts(file, None, chat=False)
+    assert CharTokenizer().decode(read_prompts(file, CharTokenizer(), chat=True)[0].token_ids) == "A b B"
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl", None, chat=False)
