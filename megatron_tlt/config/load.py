@@ -24,6 +24,11 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 RENAMED_KEYS = {
     "drafter.online.feature_noise": "drafter.online.hidden_state_noise",
     "idle.take_over": "idle.work_stealing",
+    "rollout.speculation.min_survival": "rollout.speculation.min_cumulative_acceptance",
+}
+# Keys that are gone, and what holds instead.
+REMOVED_KEYS = {
+    "rollout.speculation.verify": "is gone: verification is always coupled, answers are those of plain decoding",
 }
 
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
@@ -186,6 +191,8 @@ def _unknown_key(
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
     if path in RENAMED_KEYS:
         return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")
+    if path in REMOVED_KEYS:
+        return ConfigProblem(path, value, REMOVED_KEYS[path])
     if path == "sft":
         hint = "a config of `megatron-tlt sft` (and `check --sft`)"
     return ConfigProblem(path, value, f"unknown key; {hint}")

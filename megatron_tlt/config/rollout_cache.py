@@ -12,7 +12,7 @@ class RolloutCacheSection(Section):
     are what a resumed run would generate again, so it takes them instead."""
 
     enabled: bool = True
-    """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (verify: block, backend:
+    """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
     trtllm) do not, and say so once."""
     sync_seconds: NonNegativeFloat = 1.0
     """Seconds until a finished answer survives a crash of the machine, too; one of the process it survives at once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -41,16 +40,13 @@ class BanditSection(Section):
 
 
 class SpeculationSection(Section):
-    """Speculative decoding: who drafts, how drafts are verified, and when it pays. Answers never depend on it."""
+    """Speculative decoding: which drafter, and when it pays. Answers never depend on it."""
 
     drafter: Literal["none", "suffix", "eagle", "hybrid"] = "none"
     """none: plain decoding. suffix: sibling and earlier answers, nothing to train. eagle: a trained one-layer drafter.
     hybrid: the better of the two for each request."""
     drafter_path: str | None = None
     """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
-    verify: Literal["coupled", "block"] = "coupled"
-    """coupled: drafter and policy share the sampling noise, answers are those of plain decoding token for token.
-    block: block verification with noise of its own, the same distribution but other answers."""
     selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
     """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
     request's draft length from estimated cumulative acceptance and measured step costs."""
@@ -73,11 +69,6 @@ class SpeculationSection(Section):
         return self.drafter in ("eagle", "hybrid")
 
     @property
-    def is_keyed(self) -> bool:
-        """Whether every token is drawn with the noise of its key: block verification has noise of its own."""
-        return self.drafter == "none" or self.verify != "block"
-
-    @property
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
         return self.drafter in ("suffix", "hybrid")
@@ -92,14 +83,3 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
     if section.uses_eagle and section.drafter_path is None and not has_drafter:
         allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
-    if section.verify == "block" and section.topk > 1:
-        yield ConfigProblem(
-            f"{at}.topk", section.topk, "must be 1 with verify 'block', which verifies chains"
-        )
-    if section.verify == "block" and section.drafter == "hybrid":
-        yield ConfigProblem(f"{at}.drafter", "hybrid", "must be 'suffix' or 'eagle' with verify 'block'")
-    if section.verify == "block" and section.selector == "beg_mab" and section.drafter != "none":
-        wide = [arm for arm in section.bandit.arms if not re.fullmatch(r"\d+_1_\d+", arm)]
-        if wide:
-            allowed = "only chains (LENGTH_1_TOKENS) with verify 'block'"
-            yield ConfigProblem(f"{at}.bandit.arms", wide, allowed)

@@ -189,7 +189,7 @@ class Engine:
         if draft is None:
             result = self.runner.forward(batch)
         else:
-            result, accepted = self.runner.verify(draft, speculator.verifier)
+            result, accepted = self.runner.verify(draft)
             self.scheduler.truncate(result)
         speculator.record(draft, accepted, result, time.perf_counter() - planned)
         return result

@@ -24,14 +24,9 @@ from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
-from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.verify import Accepted
+from megatron_tlt.rollout.spec.verify import Accepted, verify_coupled
 
-# Logits [T, V], how each is sampled, the draft -> what is accepted, its tokens int32 and log-probabilities float32.
-Verifier = Callable[
-    [Tensor, SamplingRows, Draft, Sampler, TensorParallel], tuple[Accepted, np.ndarray, np.ndarray]
-]
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
@@ -78,7 +73,9 @@ class ModelRunner:
         width = len(rows.token_ids)
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
-        self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, if somebody wants them
+        self.pages: PagedHiddenStates | None = (
+            None  # hidden states of all cached tokens, if somebody wants them
+        )
         self.on_chunks: Callable[[Batch], None] | None = (
             None  # told of prefill chunks, once they are computed
         )
@@ -172,15 +169,15 @@ class ModelRunner:
             self.on_copies(batch.copies)
         batch.copies = []
 
-    def verify(self, draft: Draft, verifier: Verifier) -> tuple[StepResult, Accepted]:
-        """Feeds every row's last token and its drafted nodes; keeps what `verifier` accepts.
+    def verify(self, draft: Draft) -> tuple[StepResult, Accepted]:
+        """Feeds every row's last token and its drafted nodes; keeps the nodes that are accepted (`spec.verify`).
 
         The cache ends as plain decoding would have left it (slots behind the accepted tokens hold leftovers that
         nobody reads). Mutates the cache.
         """
         started = time.perf_counter()
         native = self.native_step
-        if native is not None and verifier is coupled and not self.rows.num_masked:
+        if native is not None and not self.rows.num_masked:
             (tokens, logprobs), verdict = native.verify(draft.counts, draft.tokens, draft.parents)
             self._count_native(native, started)
             return StepResult(tokens, logprobs, verdict[0]), Accepted(*verdict)
@@ -189,7 +186,7 @@ class ModelRunner:
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         rows = self._node_sampling(draft, starts)
-        accepted, tokens, logprobs = verifier(output.logits, rows, draft, self.sampler, self.tp)
+        accepted, tokens, logprobs = verify_coupled(output.logits, rows, draft, self.sampler, self.tp)
         if draft.parents is not None:
             self._compact(draft, accepted)
         self.sample_seconds += time.perf_counter() - ran
@@ -366,7 +363,7 @@ def _native_step(
 ) -> NativeStep | None:
     """Decoding steps as one C call, where one rank has the whole model and nothing needs to see the logits.
 
-    Steps with masked rows or another verifier than `coupled` still take the long way.
+    Steps with masked rows still take the long way.
     """
     if not isinstance(decoder, NativeDecoder) or tp.size > 1 or not sampler.is_native:
         return None

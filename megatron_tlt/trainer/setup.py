@@ -328,15 +328,12 @@ def _bank(
     config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
 ) -> RolloutCache | NoRolloutCache:
     """Where finished answers are kept; nowhere without keyed sampling, which is said once."""
-    rollout, speculation = config.rollout, config.rollout.speculation
+    rollout = config.rollout
     plan = Rollout(params, rollout.samples_per_prompt)
     if not config.bank.enabled:
         return NoRolloutCache(backend, plan)
     if not isinstance(backend, EmbeddedBackend):
         why = f"rollout.backend = {rollout.backend} has no keyed sampling"
-        return NoRolloutCache(backend, plan, why if world.is_main else None)
-    if not speculation.is_keyed:
-        why = "rollout.speculation.verify = block draws without keys"
         return NoRolloutCache(backend, plan, why if world.is_main else None)
     identity = {
         **asdict(params),

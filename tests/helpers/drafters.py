@@ -11,7 +11,6 @@ import numpy as np
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.build import coupled
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -151,7 +150,7 @@ def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
     """Makes a plain engine speculate with these parts."""
     drafter.rows = engine.scheduler.rows
     speculator = Speculator(
-        drafter, selector, coupled, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
+        drafter, selector, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
     )
     engine.scheduler.on_start, engine.scheduler.on_stop = speculator.start, speculator.stop
     engine.speculator = speculator

@@ -55,12 +55,10 @@ class Pool:
 class Table:
     """A drafter with its rows, fed by hand; `naive` follows along."""
 
-    def __init__(
-        self, depth: int = 4, history: AnswerHistory | None = None, mib: int = 64, coupled: bool = True
-    ):
+    def __init__(self, depth: int = 4, history: AnswerHistory | None = None, mib: int = 64):
         self.rows = RunningRows(8, 64, 4, V)
         section = SuffixSection(depth=depth, history_mib=mib)
-        self.drafter = SuffixDrafter(section, self.rows, history, coupled)
+        self.drafter = SuffixDrafter(section, self.rows, history)
         self.naive: dict[str, NaiveCounts] = {}
         self.common = NaiveCounts(depth)
         self.depth = depth

@@ -89,12 +89,11 @@ class TableRun:
         self, context: np.ndarray, g: np.ndarray, keys: np.ndarray, begin: np.ndarray, topk: int
     ) -> tuple[Draft, np.ndarray]:
         """Chains of `g` int [B] tokens, the drafter's perturbed best, and the contexts [T] of what is fed."""
-        along, candidates, probs = [context], [], []
+        along, candidates = [context], []
         for d in range(max(1, int(g.max()))):
             logits = self.drafter[along[-1]] / (self.temperature or 1.0)
             noise = gumbel_noise(torch.from_numpy(row_keys(keys, begin + d).view(np.int64)), self.vocab)
             candidates.append((logits + (noise if self.temperature else 0)).topk(topk, -1).indices.numpy())
-            probs.append(logits.softmax(-1).numpy())
             ahead = child(along[-1], candidates[-1][:, 0], self.vocab)
             along.append(np.where(d + 1 < g, ahead, 0))  # 0 where nothing will be fed
 
@@ -112,6 +111,5 @@ class TableRun:
             np.ones(len(depths), np.float32),
             depths,
             None if topk == 1 else (depths - 2).astype(np.int32),  # both hang on the trunk's node above
-            probs=np.concatenate([np.stack(probs, 1)] * topk, 1)[is_node],
         )
         return draft, fed[is_fed]

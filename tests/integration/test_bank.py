@@ -1,6 +1,5 @@
 """The rollout bank: a run killed in the middle of a rollout and resumed is the uninterrupted one, bit for bit."""
 
-import json
 import shutil
 import signal
 import stat
@@ -145,14 +144,6 @@ def test_a_speculating_run_uses_the_bank_of_a_plain_one(one, dead, resumed):
     resumed(run_dir, "rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed")
     assert banked(run_dir)[2] == 9
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
-
-
-def test_block_verification_has_no_bank_and_says_so_once(resumed, tmp_path):
-    spec = ("rollout.speculation.drafter=suffix", "rollout.speculation.verify=block")
-    output = resumed(tmp_path / "run", "train.num_steps=2", *spec)
-    assert output.count("no rollout bank") == 1 and "verify = block" in output
-    assert not (tmp_path / "run/bank").exists()
-    assert json.loads((tmp_path / "run/config.json").read_text())["bank"]["enabled"] is True
 
 
 @pytest.mark.nightly

@@ -45,7 +45,7 @@ def _check_sampling(config: Config) -> Problems:
 
 
 def _check_drafting(config: Config) -> Problems:
-    """Our drafters, verifiers and selectors, and drafter training in idle time."""
+    """Our drafters and selectors, and drafter training in idle time."""
     can, section = CAPABILITIES[config.rollout.backend], config.rollout.speculation
     name = f"rollout.backend: {config.rollout.backend}"
     at = "rollout.speculation"
@@ -54,14 +54,9 @@ def _check_drafting(config: Config) -> Problems:
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
         allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
-    if section.drafter != "none" and section.verify == "coupled" and not can.keyed_sampling:
-        allowed = f"cannot be had with {name}: it shares keyed noise, which that engine has not"
-        yield ConfigProblem(f"{at}.verify", section.verify, allowed)
-    if config.idle.work_stealing and not (can.keyed_sampling and section.is_keyed):
+    if config.idle.work_stealing and not can.keyed_sampling:
         allowed = (
-            f"must be false with {name}"
-            + (" and rollout.speculation.verify: block" if can.keyed_sampling else "")
-            + ": without keyed sampling an answer depends on the engine that gives it"
+            f"must be false with {name}: without keyed sampling an answer depends on the engine that gives it"
         )
         yield ConfigProblem("idle.work_stealing", True, allowed)
     if config.idle.train_drafter and not can.hidden_states:

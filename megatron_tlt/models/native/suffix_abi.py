@@ -34,7 +34,7 @@ class Ask(Structure):
     _fields_ = [
         *_fields(c_void_p, "slots handles keys positions temperature lengths rates"),
         *_fields(c_void_p, "counts tokens depths parents feature cumulative_acceptance"),
-        *_fields(c_int32, "rows topk longest budget is_coupled"),
+        *_fields(c_int32, "rows topk longest budget"),
         ("min_cumulative_acceptance", c_float),
     ]
 

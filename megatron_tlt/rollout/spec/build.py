@@ -11,14 +11,13 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
-from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.strategy import build_selector
 
 if TYPE_CHECKING:
     from megatron_tlt.models.eagle.base import EagleDecoder
-    from megatron_tlt.rollout.model_runner import ModelRunner, Verifier
+    from megatron_tlt.rollout.model_runner import ModelRunner
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
 
@@ -42,12 +41,10 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     speculator = Speculator(
         drafter,
         build_selector(section, drafter.kind),
-        _verifier(section),
         scheduler.rows,
         scheduler.reserve,
         runner.tp,
         trained,
-        by_position=section.verify == "block",
         clock=_clock(runner),
     )
     scheduler.on_start, scheduler.on_stop = speculator.start, speculator.stop
@@ -65,7 +62,7 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
             "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
         )
     pages = runner.keep_pages()
-    return EagleDrafter(eagle, scheduler.rows, pages, section.window, want_probs=section.verify == "block")
+    return EagleDrafter(eagle, scheduler.rows, pages, section.window)
 
 
 def _clock(runner: ModelRunner) -> Callable[[], float]:
@@ -80,18 +77,9 @@ def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | N
         return trained
     from megatron_tlt.rollout.spec.suffix import SuffixDrafter  # needs the C library
 
-    coupled_drafts = section.verify == "coupled"
-    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history, coupled_drafts)
+    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
     if trained is None:
         return suffix
     from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 
     return HybridDrafter(suffix, trained, len(scheduler.rows.limit))
-
-
-def _verifier(section: SpeculationSection) -> Verifier:
-    if section.verify == "coupled":
-        return coupled
-    from megatron_tlt.rollout.spec.unkeyed import unkeyed
-
-    return unkeyed

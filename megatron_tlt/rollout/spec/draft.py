@@ -1,6 +1,6 @@
 """What a drafter hands to the engine: a small tree of tokens for each running request. Numpy only.
 
-Legend: B running rows, N drafted nodes of all rows, V vocabulary, L deepest draft.
+Legend: B running rows, N drafted nodes of all rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ class Draft:
     parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
     feature: np.ndarray | None = (
         None  # int32 [N], what the drafter's calibrator learns from (its own encoding)
-    )
-    probs: np.ndarray | None = (
-        None  # float32 [N, V], the distribution each node was drawn from (block verification)
     )
     source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (hybrid)
 
@@ -64,6 +61,5 @@ class Draft:
             self.depths[keep],
             parents,
             None if self.feature is None else self.feature[keep],
-            None if self.probs is None else self.probs[keep],
             self.source,
         )

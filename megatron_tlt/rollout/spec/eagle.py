@@ -34,7 +34,6 @@ from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.noise import draft_keys
 from megatron_tlt.rollout.spec.survival import Calibrator
 from megatron_tlt.types import DraftStrategy
 
@@ -50,18 +49,14 @@ class EagleDrafter:
         rows: RunningRows,
         pages: PagedHiddenStates,
         window: int,
-        want_probs: bool = False,
     ):
-        """`pages` are written by whoever runs the policy. `want_probs`: drafts carry the distributions they were drawn
-        from (block verification).
-        """
+        """`pages` are written by whoever runs the policy."""
         self.decoder, self._rows, self._window = decoder, rows, window
         self._pages, self._size, self._device = pages, pages.block_size, pages.data.device
         self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
         slots = len(rows.limit)
         self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
         self._first = np.ones(slots, np.int32)  # first position that the drafter sees
-        self._want_probs = want_probs
         here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
         kept = DraftingRows(*here, self._synced, self._first)
         self._native = native_pairs(decoder, self.kv, kept, pages.data, window)
@@ -152,18 +147,14 @@ class EagleDrafter:
         active = np.flatnonzero((lengths > 0) & new)
         if not len(active):
             return Draft.empty(rows.num_rows)
-        keys = rows.keys[active]
-        if self._want_probs:  # drafts that are verified without shared noise must not share it
-            keys = draft_keys(keys, rows.output_len[active])
         params = DraftParams(
-            keys=keys,
+            keys=rows.keys[active],
             output_positions=rows.output_len[active],
             temperature=rows.temperature[active],
             max_len=np.ascontiguousarray(lengths[active], np.int32),
             topk=strategy.topk,
             rates=self.calibrator.rates,
             min_cumulative_acceptance=strategy.min_cumulative_acceptance,
-            want_logits=self._want_probs,
         )
         drafted = self.decoder.draft(self._missing_pairs(rows, active), params, self.kv)
         self._synced[rows.slots[active]] = rows.positions[active]
@@ -173,17 +164,13 @@ class EagleDrafter:
         self, native: NativePairs, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy
     ) -> Draft:
         """The same in one call."""
-        rates, least, keys = self.calibrator.rates, strategy.min_cumulative_acceptance, None
-        if strategy.topk == 1 and not self._want_probs:
+        rates, least = self.calibrator.rates, strategy.min_cumulative_acceptance
+        if strategy.topk == 1:
             counts, tokens, cumulative_acceptance, depths, feature = native.chains(
                 rows.outputs, lengths, rates, least
             )
             return Draft(counts, tokens, cumulative_acceptance, depths, None, feature)
-        if self._want_probs:
-            keys = draft_keys(rows.keys[: len(lengths)], rows.output_len[: len(lengths)])
-        active, drafted = native.rows(
-            rows.outputs, lengths, strategy.topk, rates, least, keys, self._want_probs
-        )
+        active, drafted = native.rows(rows.outputs, lengths, strategy.topk, rates, least)
         if not len(active):
             return Draft.empty(len(lengths))
         return self._to_draft(drafted, active, rows, strategy.topk)
@@ -223,11 +210,6 @@ class EagleDrafter:
         bucket = np.minimum(drafted.gaps[:, :, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
         place = np.minimum(np.arange(depth), DEPTHS - 1).astype(np.int32)
         feature = place * BUCKETS + bucket
-        probs = None
-        if drafted.logits is not None:
-            probs = _probabilities(
-                drafted.logits[is_node], np.repeat(rows.temperature[active], drafted.lengths)
-            )
         at = np.broadcast_to(np.arange(1, depth + 1, dtype=np.int32), is_node.shape)
         trunk = Draft(
             lengths,
@@ -236,7 +218,6 @@ class EagleDrafter:
             at[is_node],
             None,
             feature[is_node],
-            probs,
         )
         return trunk if topk == 1 else self._with_siblings(trunk, drafted, active)
 
@@ -284,15 +265,3 @@ class EagleDrafter:
         self.calibrator.observe(place[trunk], bucket[trunk], matched[trunk])
         if not trunk.all():
             self.calibrator.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])
-
-
-def _probabilities(logits: np.ndarray, temperature: np.ndarray) -> np.ndarray:
-    """softmax(logits / T) float32 [N, V]; T = 0 is one-hot at the arg max."""
-    greedy = temperature <= 0
-    scaled = logits / np.where(greedy, 1.0, temperature)[:, None]
-    scaled -= scaled.max(-1, keepdims=True)
-    probs = np.exp(scaled)
-    if greedy.any():
-        probs[greedy] = scaled[greedy] == 0
-    probs /= probs.sum(-1, keepdims=True)
-    return probs.astype(np.float32)

@@ -161,7 +161,6 @@ def _merge(
         join(a.depths, b.depths),
         parents,
         join(a.feature, b.feature),
-        None,
         source,
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
 
 if TYPE_CHECKING:
-    from megatron_tlt.rollout.model_runner import Verifier
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
     from megatron_tlt.rollout.spec.selector import StrategySelector
     from megatron_tlt.rollout.spec.trace import DraftTrace
@@ -43,24 +41,20 @@ class Speculator:
         self,
         drafter: Drafter,
         selector: StrategySelector,
-        verifier: Verifier,
         rows: RunningRows,
         reserve: Reserve,
         tp: TensorParallel,
         eagle: EagleDrafter | None = None,
-        by_position: bool = False,
         clock: Clock = time.perf_counter,
     ):
         """`eagle` is the drafter, or the part of it, that is trained.
-        `by_position`: decisions must not know the drafted tokens (block verification), so cumulative acceptance is the
-        mean acceptance at each position. `clock`: seconds that strategies are compared by.
+        `clock`: seconds that strategies are compared by.
         """
-        self.drafter, self.verifier, self.eagle = drafter, verifier, eagle
+        self.drafter, self.eagle = drafter, eagle
         self.trace: DraftTrace | None = None  # who wants to know what was drafted for some answers
         self._counters = SpeculationCounters()
         self._rows, self._reserve, self._tp = rows, reserve, tp
         self._max_tokens = len(rows.token_ids)
-        self._by_position = PositionRates() if by_position else None
         self.selector = selector
         self._clock = clock
         self._strategy = NO_DRAFT  # of the present step
@@ -96,13 +90,7 @@ class Speculator:
 
     def _propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         running = rows.num_rows
-        if self._by_position is not None:
-            strategy = replace(
-                strategy, min_cumulative_acceptance=0.0
-            )  # it would stop drafts by what their tokens reveal
         draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy))
-        if self._by_position is not None:
-            draft.cumulative_acceptance = self._by_position.cumulative_acceptance(draft.depths)
         if draft.num_nodes:
             keep = self.selector.prune(
                 strategy, running, draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents
@@ -125,8 +113,6 @@ class Speculator:
             reached = _by_position(draft.depths[accepted.reached], strategy.draft_len)
             accepted_at = _by_position(draft.depths[accepted.accepted], strategy.draft_len)
             self.drafter.observe(draft, accepted.reached, accepted.accepted)
-            if self._by_position is not None:
-                self._by_position.observe(draft.depths, accepted.reached, accepted.accepted)
             self._counters.step(strategy, self._draft_seconds)
             self._counters.add(draft, accepted, running, len(result.tokens), seconds)
             if self.trace is not None:
@@ -225,13 +211,6 @@ class Speculator:
 
         parents = None if draft.parents is None else column(draft.parents, np.int32)
         feature = None if draft.feature is None else column(draft.feature, np.int32)
-        probs = draft.probs
-        if probs is not None:
-            probs = np.zeros((total, probs.shape[1]), np.float32)
-            if self._tp.rank == 0:
-                assert draft.probs is not None
-                probs[:] = draft.probs
-            probs = self._agree(probs)
         return Draft(
             counts,
             column(draft.tokens, np.int32),
@@ -239,34 +218,8 @@ class Speculator:
             column(draft.depths, np.int32),
             parents,
             feature,
-            probs,
             None if draft.source is None else self._agree(draft.source),
         )
-
-
-class PositionRates:
-    """Mean acceptance at each draft position, whatever the tokens: what block verification may decide by.
-
-    Pruning by anything that a drafted token reveals would bias what is emitted (facts of speculation, section 2;
-    DSpark, appendix A).
-    """
-
-    def __init__(self, depths: int = 64, prior: float = 0.6, weight: float = 20.0, memory: float = 0.999):
-        self._tried = np.full(depths, weight)
-        self._matched = np.full(depths, weight * prior)
-        self._memory = memory
-
-    def cumulative_acceptance(self, depths: np.ndarray) -> np.ndarray:
-        """Estimated probability float32 [N] that a node at these depths (from 1) is emitted."""
-        reach = np.cumprod(self._matched / self._tried).astype(np.float32)
-        chosen: np.ndarray = reach[depths - 1]
-        return chosen
-
-    def observe(self, depths: np.ndarray, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts verdicts; old ones fade."""
-        size = len(self._tried)
-        self._tried = self._tried * self._memory + np.bincount(depths[reached] - 1, minlength=size)
-        self._matched = self._matched * self._memory + np.bincount(depths[accepted] - 1, minlength=size)
 
 
 class SpeculationCounters:
@@ -307,7 +260,7 @@ class SpeculationCounters:
         batch = stats.by_batch.setdefault(running, [0, 0])
         batch[0] += running
         batch[1] += emitted
-        self._notes.append((replace(draft, probs=None), accepted))  # distributions are large
+        self._notes.append((draft, accepted))
         if len(self._notes) >= 256:
             self._count()
 

@@ -58,12 +58,10 @@ class SuffixDrafter:
         section: SuffixSection,
         rows: RunningRows,
         history: AnswerHistory | None = None,
-        coupled: bool = True,
     ):
         """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing is added any more.
 
-        Without `coupled` drafts do not use the sampling noise: block verification must not see it twice. Raises
-        ConfigError without a C compiler, BackendError if the library cannot be built.
+        Raises ConfigError without a C compiler, BackendError if the library cannot be built.
         """
         if find_compiler() is None:
             allowed = (
@@ -93,7 +91,7 @@ class SuffixDrafter:
         self._nodes = np.empty(
             (5, 0), np.int32
         )  # tokens, depths, parents, features, cumulative acceptance (float32's bits)
-        self._ask = self._make_ask(coupled)
+        self._ask = self._make_ask()
         self._ask_at = ctypes.byref(self._ask)
         self._follow, self._propose = self._lib.tlt_suffix_follow, self._lib.tlt_suffix_propose
 
@@ -236,10 +234,10 @@ class SuffixDrafter:
 
     # Memory shared with C
 
-    def _make_ask(self, coupled: bool) -> Ask:
+    def _make_ask(self) -> Ask:
         """Where C finds its input: arrays that live as long as the drafter."""
         rows = self._rows
-        ask = Ask(is_coupled=coupled)
+        ask = Ask()
         fixed: dict[str, np.ndarray] = {
             "slots": rows.slots,
             "handles": self._handles,

@@ -7,7 +7,6 @@ trace. Legend: B running rows, N drafted nodes.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -48,7 +47,6 @@ class DraftTrace:
             return
         at = [request.row for request in self._live]
         keys = [(request.prompt_id, request.sample_index) for request in self._live]
-        draft = replace(draft, probs=None)  # distributions are large
         self._notes.append((keys, at, rows.output_len[at].tolist(), draft, accepted))
         if len(self._notes) >= _KEPT:
             self._make_runs()

@@ -1,13 +1,11 @@
-"""Which drafted tokens are emitted: coupled verification, and what all verifiers share. Numpy only.
+"""Coupled verification: which drafted tokens are emitted (Daliri et al., 2408.07978, section 3).
 
-The engine feeds, row by row, the root (a request's last token) and then its drafted nodes: row r's block of fed rows
-begins at `r + sum(counts[:r])`. The logits of a fed row are those of the token that follows it.
+The policy is fed, row by row, the root (a request's last token) and then its drafted nodes. At every fed row its keyed
+token is drawn (`rollout.sampler`), and drafted tokens only decide which of these draws are real: a node is emitted if
+its parent is and the token drawn there equals the node's. What is emitted is the sequence of plain decoding whatever
+was drafted, how long the draft was and why. `models/native/csrc/fused.c` does the same inside a native step.
 
-Coupled verification (Daliri et al., 2408.07978, section 3, with the keyed noise of `rollout.sampler`): the policy's
-keyed token is drawn at every fed row, and drafted tokens only decide which of those rows are real. What is emitted is
-the sequence of plain decoding whatever was drafted, how long the draft was and why.
-
-Legend: B rows (requests), N drafted nodes, T = B + N fed rows.
+Legend: B rows (requests), N drafted nodes, T = B + N fed rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec.draft import Draft
 
 
 @dataclass(slots=True)
 class Accepted:
-    """The verdict on a draft. Every row emits its accepted tokens and one more, the bonus."""
+    """The verdict on a draft. Every row emits its accepted tokens and one more, the bonus token."""
 
     counts: np.ndarray  # int32 [B], tokens that each row emits: accepted + 1
     index: np.ndarray  # int32 [sum(counts)], fed rows whose next token is emitted, in order (a root first)
@@ -29,89 +31,42 @@ class Accepted:
     reached: np.ndarray  # bool [N], the node's parent was emitted: the node was put to the test
 
 
-@dataclass(slots=True)
-class Layout:
-    """Where a draft's nodes are among the fed rows."""
+def verify_coupled(
+    logits: Tensor, rows: SamplingRows, draft: Draft, sampler: Sampler, tp: TensorParallel
+) -> tuple[Accepted, np.ndarray, np.ndarray]:
+    """Draws the policy's keyed token at every fed row and accepts the nodes that match.
 
-    starts: np.ndarray  # int64 [B], the roots' fed rows
-    nodes: np.ndarray  # int64 [N], the nodes' fed rows
-    parents: np.ndarray  # int64 [N], the fed rows of their parents
-
-    @classmethod
-    def of(cls, draft: Draft) -> Layout:
-        """The layout of `draft`."""
-        counts = draft.counts
-        each_row = np.arange(len(counts))
-        row_of = each_row.repeat(counts)
-        starts = np.cumsum(counts, dtype=np.int64)
-        starts -= counts
-        starts += each_row
-        before = row_of + np.arange(len(row_of))  # one root for every row up to this one, itself not included
-        parents = before if draft.parents is None else starts[row_of] + draft.parents + 1
-        return cls(starts, before + 1, parents)
-
-    def accepted(self, emitted: np.ndarray) -> Accepted:
-        """The verdict from bool [T]: the root, or node, is emitted. Ancestors of an emitted node are, too."""
-        counts = np.add.reduceat(emitted, self.starts, dtype=np.int32)
-        index = emitted.nonzero()[0].astype(np.int32)  # parents precede children: this is the path's order
-        return Accepted(counts, index, emitted[self.nodes], emitted[self.parents])
-
-
-def follow(sampled: np.ndarray, draft: Draft) -> Accepted:
-    """Coupled verification: a node is emitted if its parent is and the token drawn there equals the node's.
-
-    `sampled` int32 [T] is the policy's keyed token of every fed row; `sampled[result.index]` is emitted. Siblings hold
-    distinct tokens (of equal ones, the first counts).
+    `logits` [T, V]. Returns the verdict, the emitted tokens int32 and their log-probabilities float32.
     """
-    if len(draft.counts) == 1:
-        return _follow_one(sampled, draft)
-    layout = Layout.of(draft)
-    matched = sampled[layout.parents] == draft.tokens
-    if draft.parents is None:
-        return layout.accepted(_walk_chains(layout, matched, draft.counts, len(sampled)))
-    return layout.accepted(_walk_trees(layout, matched, len(sampled)))
+    tokens, logprobs = sampler.sample(logits, rows)
+    if tp.size > 1:  # ranks may round differently: rank 0 decides
+        both = tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
+        tokens, logprobs = both[0], both[1].view(torch.float32)
+    drawn, scores = tokens.cpu().numpy(), logprobs.cpu().numpy()
+    accepted = accept_matches(drawn, draft)
+    return accepted, drawn[accepted.index], scores[accepted.index]
 
 
-def _walk_chains(layout: Layout, matched: np.ndarray, counts: np.ndarray, total: int) -> np.ndarray:
-    """Bool [T]: rows before the first mismatch of their chain, the root always."""
-    missed = np.zeros(total, np.int32)
-    missed[layout.nodes] = ~matched
-    np.cumsum(missed, out=missed)
-    # Roots miss nothing, so a root's sum is that of all chains before its own.
-    emitted: np.ndarray = missed == missed[layout.starts].repeat(counts + 1)
-    return emitted
+def accept_matches(drawn: np.ndarray, draft: Draft) -> Accepted:
+    """The verdict from `drawn` int32 [T], the policy's keyed token of every fed row.
 
-
-def _walk_trees(layout: Layout, matched: np.ndarray, total: int) -> np.ndarray:
-    """Bool [T]: rows on the path of matching children from their root; one vectorized turn a depth."""
-    follows = np.full(total, -1)  # the matching child
-    at = matched.nonzero()[0][::-1]  # the first of equal siblings is written last
-    follows[layout.parents[at]] = layout.nodes[at]
-    emitted = np.zeros(total, bool)
-    path = layout.starts
-    while len(path):
+    Siblings hold distinct tokens (of equal ones, the first counts).
+    """
+    counts = draft.counts
+    row_of = np.arange(len(counts)).repeat(counts)
+    starts = np.cumsum(counts + 1) - (counts + 1)  # fed rows of the roots
+    nodes = np.arange(len(row_of)) + row_of + 1  # fed rows of the nodes
+    parents = nodes - 1 if draft.parents is None else starts[row_of] + draft.parents + 1
+    matched = (drawn[parents] == draft.tokens).nonzero()[0][
+        ::-1
+    ]  # the first of equal siblings is written last
+    match_of = np.full(len(drawn), -1)  # the matching child of a fed row
+    match_of[parents[matched]] = nodes[matched]
+    emitted = np.zeros(len(drawn), bool)
+    path = starts
+    while len(path):  # one turn a depth, all rows at once
         emitted[path] = True
-        path = follows[path]
+        path = match_of[path]
         path = path[path >= 0]
-    return emitted
-
-
-def _follow_one(sampled: np.ndarray, draft: Draft) -> Accepted:
-    """`follow` of one row: plain Python is faster than arrays of a few elements."""
-    tokens, drawn = draft.tokens.tolist(), sampled.tolist()
-    count = len(tokens)
-    parents = range(-1, count - 1) if draft.parents is None else draft.parents.tolist()
-    emitted = [True] + [False] * count
-    index, last = [0], -1  # the emitted path and its last node
-    for node, parent in enumerate(parents):
-        if parent == last and tokens[node] == drawn[parent + 1]:
-            emitted[node + 1] = True
-            index.append(node + 1)
-            last = node
-    is_emitted = np.array(emitted)
-    return Accepted(
-        np.array([len(index)], np.int32),
-        np.array(index, np.int32),
-        is_emitted[1:],
-        is_emitted[:-1] if draft.parents is None else is_emitted[draft.parents + 1],
-    )
+    index = emitted.nonzero()[0].astype(np.int32)  # parents precede children: this is the path's order
+    return Accepted(np.add.reduceat(emitted, starts, dtype=np.int32), index, emitted[nodes], emitted[parents])

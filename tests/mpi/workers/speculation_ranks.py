@@ -24,7 +24,6 @@ CASES = {
     "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
     "eagle_tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
     "hybrid": {"drafter": "hybrid", "selector": "beg_mab"},
-    "block": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "verify": "block"},
 }
 
 

@@ -32,7 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": TREE,
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
     "hybrid": {"drafter": "hybrid", "selector": "cost_aware"},
-    "block": CHAIN | {"verify": "block"},
 }
 
 

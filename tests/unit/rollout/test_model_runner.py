@@ -16,9 +16,8 @@ from megatron_tlt.models.native.decoder import NativeDecoder, keyed_sample
 from megatron_tlt.models.native.step import NativeStep
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.kv_cache import choose_num_blocks, free_memory
-from megatron_tlt.rollout.model_runner import Verifier, _Upload
+from megatron_tlt.rollout.model_runner import _Upload
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import small_config
@@ -100,7 +99,7 @@ def native_engine(decoder: NativeDecoder, **options) -> Engine:
 
 
 def test_steps_in_one_call_are_taken_where_nothing_needs_the_logits(monkeypatch: pytest.MonkeyPatch):
-    """Masked rows, other verifiers and near-ties take the long way; the answers are the same."""
+    """Masked rows and near-ties take the long way; the answers are the same."""
     config = small_config("qwen3")
     decoder = NativeDecoder(config)
     decoder.load_weights(random_weights(config, seed=5))
@@ -111,26 +110,23 @@ def test_steps_in_one_call_are_taken_where_nothing_needs_the_logits(monkeypatch:
         inner = getattr(NativeStep, name)
         monkeypatch.setattr(NativeStep, name, lambda *a, f=inner, n=name: (calls.append(n), f(*a))[1])
 
-    def answers(params: SamplingParams, in_one: bool, verifier: Verifier | None = None) -> list[list[int]]:
+    def answers(params: SamplingParams, in_one: bool, drafts: bool = False) -> list[list[int]]:
         engine = native_engine(decoder)
         if not in_one:
             engine.runner.native_step = None
-        if verifier is not None:
-            attach(
-                engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3)
-            ).verifier = verifier
+        if drafts:
+            attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
         engine.add([1, 2, 3], params, 0, num_samples=3)
         return [r.output for r in engine.run()]
 
     open_params = SamplingParams(max_tokens=20, ignore_eos=True)
     masked = SamplingParams(max_tokens=20, ignore_eos=True, top_k=5)
-    for params, verifier, expected in (
-        (open_params, None, {"decode"}),
-        (open_params, coupled, {"decode", "verify"}),
-        (open_params, partial(coupled), {"decode"}),  # not known to be the coupled one
-        (masked, None, set()),
-        (masked, coupled, set()),
+    for params, drafts, expected in (
+        (open_params, False, {"decode"}),
+        (open_params, True, {"decode", "verify"}),
+        (masked, False, set()),
+        (masked, True, set()),
     ):
         calls.clear()
-        assert answers(params, True, verifier) == answers(params, False)
+        assert answers(params, True, drafts) == answers(params, False)
         assert set(calls) == expected

@@ -72,7 +72,6 @@ typedef struct {
     float *cumulative_acceptance;           /* [nodes] */
     int32_t rows, topk;        /* candidates at a position */
     int32_t longest, budget;   /* trunk of any row, all nodes of a row */
-    int32_t is_coupled;        /* whether the policy's noise is used */
     float min_cumulative_acceptance;
 } SuffixAsk;
 

@@ -154,7 +154,7 @@ static int prune(Draftee *node, int trunk, int count, int budget) {
 
 /* Drafts for one row; returns the number of nodes. */
 static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t row, Draftee *node) {
-    const int is_noisy = q->is_coupled && q->temperature[row] > 0;
+    const int is_noisy = q->temperature[row] > 0;
     Draftee sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
     int trunk = 0, siblings = 0;
     float cumulative_acceptance = 1;

@@ -48,11 +48,7 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["algorithm.importance_cap=2"], {"algorithm.importance_cap"}),
         (
             ["rollout.speculation.drafter=suffix"],
-            {f"rollout.speculation.{name}" for name in ("drafter", "selector", "verify")},
-        ),
-        (
-            ["rollout.speculation.drafter=suffix", "rollout.speculation.verify=block"],
-            {"rollout.speculation.drafter", "rollout.speculation.selector"},
+            {f"rollout.speculation.{name}" for name in ("drafter", "selector")},
         ),
         (["rollout.tp=2"], {"rollout.tp"}),
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),

@@ -138,11 +138,8 @@ def test_a_trained_drafter_needs_cache_too():
 
 def test_requests_change_engines_of_one_rank_with_keyed_sampling():
     over = "idle.work_stealing=true"
-    assert paths(over) == paths(over, "rollout.speculation.verify=block") == set()
+    assert paths(over) == set()
     assert paths(over, "rollout.tp=2") == {"idle.work_stealing"}
-    assert paths(over, "rollout.speculation.drafter=suffix", "rollout.speculation.verify=block") == {
-        "idle.work_stealing"
-    }
     assert "idle.work_stealing" in paths(over, "rollout.backend=trtllm")
 
 

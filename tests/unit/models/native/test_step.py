@@ -21,7 +21,6 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.model_runner import ModelRunner
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler
-from megatron_tlt.rollout.spec.coupled import coupled
 from megatron_tlt.rollout.spec.draft import Draft
 from tests.helpers.draft_trees import Tree, random_tree, slot
 from tests.helpers.tiny_models import Driver, random_weights
@@ -61,7 +60,7 @@ class Bench:
             result: StepResult = runner.forward(Batch(count))
             verdict = ()
         else:
-            result, accepted = runner.verify(draft, coupled)
+            result, accepted = runner.verify(draft)
             assert result.counts is not None
             parts = (result.counts, accepted.counts, accepted.index, accepted.accepted, accepted.reached)
             assert [p.dtype for p in parts] == [np.int32] * 3 + [bool] * 2
@@ -148,7 +147,7 @@ def test_many_steps_of_changing_size_share_the_buffers() -> None:
     for _ in range(12):
         draft = random_draft(rng, rng.randint(1, 6), tree=rng.random() < 0.5)
         made.kv.data.copy_(made.before)
-        result, accepted = runner.verify(draft, coupled)
+        result, accepted = runner.verify(draft)
         kept.append((draft, result, accepted))
     for draft, result, accepted in kept:
         tokens, logprobs, verdict, _ = made.step(draft, 0, False)
@@ -170,7 +169,7 @@ def test_the_rotary_table_grows() -> None:
     assert got[:-1] == want[:-1] and all(map(torch.equal, got[-1], want[-1]))
     rows.positions[0] = 4999
     with pytest.raises(BackendError, match="position outside"):
-        made.runner().verify(chain, coupled)
+        made.runner().verify(chain)
 
 
 def break_token(rows: RunningRows, draft: Draft) -> None:
@@ -236,11 +235,11 @@ def test_what_c_could_not_read_safely_is_refused(breaks, error: str) -> None:
     tokens, depths, parents = np.tile(nodes, (6, 1)).T.copy()
     draft = Draft(np.full(6, len(nodes), np.int32), tokens, tokens.astype(np.float32), depths, parents)
     runner = made.runner()
-    runner.verify(draft, coupled)
+    runner.verify(draft)
     made.kv.data.copy_(made.before)
     breaks(made.rows, draft)
     with pytest.raises(BackendError, match=f"native step refused: .*{error}"):
-        runner.verify(draft, coupled)
+        runner.verify(draft)
     assert torch.equal(made.kv.data, made.before)
 
 

@@ -56,14 +56,13 @@ class Twins:
         self,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
-        want_probs: bool = False,
         blocks: int = BLOCKS,
     ):
         self.random, self.dtype, self.blocks = np.random.default_rng(seed), dtype, blocks
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size)
         self.decoder = make_decoder(dtype)
         self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size, dtype)
-        make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW, want_probs=want_probs)
+        make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
         self.native, self.arrays = make(self.decoder), make(ByArrays(self.decoder))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
@@ -106,7 +105,7 @@ class Twins:
         a, b = (d.propose(self.rows, wanted, strategy) for d in (self.native, self.arrays))
         np.testing.assert_array_equal(a.counts, b.counts)
         assert a.num_nodes == b.num_nodes
-        optional = ("parents", "feature", "probs") if a.num_nodes else ()
+        optional = ("parents", "feature") if a.num_nodes else ()
         for name in ("counts", "tokens", "cumulative_acceptance", "depths", *optional):
             one, two = getattr(a, name), getattr(b, name)
             assert (one is None) == (two is None)
@@ -126,14 +125,11 @@ class Twins:
         self.rows.advance_many(tokens, np.zeros(total, np.float32), counts, SIZE)
 
 
-@pytest.mark.parametrize("want_probs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=["chain", "tree"])
-def test_drafts_are_the_same(strategy: DraftStrategy, dtype: torch.dtype, want_probs: bool) -> None:
+def test_drafts_are_the_same(strategy: DraftStrategy, dtype: torch.dtype) -> None:
     """Requests come, go, draft or not, fall behind by more than the window, and outgrow the output buffer."""
-    if want_probs and strategy.topk > 1:
-        strategy = CHAIN  # block verification takes chains
-    twins = Twins(int(want_probs), dtype, want_probs)
+    twins = Twins(dtype=dtype)
     running: list[Request] = []
     drafted = late = 0
     for step in range(60):
