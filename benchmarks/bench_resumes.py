@@ -2,7 +2,7 @@
 
 One process imports everything once and forks every attempt, so that an attempt spends its time in loading, steps and
 saves and not in imports. An attempt is one rank with the whole program: lock, checkpoints in the background every two
-steps, rollout bank, evaluation, metrics. A quarter of the kills come at any moment of the start, the others at any
+steps, rollout cache, evaluation, metrics. A quarter of the kills come at any moment of the start, the others at any
 moment of the steps after it; where it was is read from a page that it shares with its parent. The last attempt is not
 killed: it goes on for a few steps. Then another run makes as many steps in one go.
 
@@ -165,8 +165,8 @@ def compare(left: Path, right: Path, num_steps: int) -> dict[str, Any]:
         "tensors": len(a),
         "different": different,
         "same_metrics": metrics[0] == metrics[1] and len(metrics[0]) == num_steps,
-        "banked": sum(row["rollout/banked"] for row in rows(right)),
-        "left_in_bank": (right / "bank").exists(),
+        "reused": sum(row["rollout_cache/reused"] for row in rows(right)),
+        "left_in_cache": (right / "rollout_cache").exists(),
     }
 
 
@@ -193,7 +193,7 @@ def main() -> None:
         num_steps = row["num_steps"]
         checked(attempt(config, [f"train.num_steps={num_steps}"], None, log)[0], log, wanted=0)
         row |= compare(folder / "left_alone", folder / "killed", num_steps)
-    identical = int(not row["different"] and row["same_metrics"] and not row["left_in_bank"])
+    identical = int(not row["different"] and row["same_metrics"] and not row["left_in_cache"])
     print(json.dumps(row, indent=1))
     write_record(args.out, [row], {"identical": identical, "resumes": row["resumes"]})
     sys.exit(not identical)

@@ -180,6 +180,25 @@ class RolloutBackend(Protocol):
         """Frees memory, processes and sockets. The backend cannot be used afterwards."""
 
 
+class KeyedEngine(Protocol):
+    """The part of a backend with keyed sampling that can leave answers out which are there already."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: ProgressCallback | None = None,
+        have: Iterable[tuple[int, int]] = (),
+        on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
+    ) -> list[Sample]:
+        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have`.
+
+        `on_answer` gets each finished answer; `goes_on`: this call continues the `generate` before it.
+        """
+
+
 class RewardFn(Protocol):
     """A verifier of answers."""
 

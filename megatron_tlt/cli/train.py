@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.exit_codes import OK, SAVED
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
-from megatron_tlt.distributed.signals import StopSignals
+from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
     import argparse

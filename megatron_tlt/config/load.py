@@ -23,6 +23,7 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 # Keys of earlier versions. Each is refused with its present name; a section stands for every key below it.
 RENAMED_KEYS = {
     "drafter.online.feature_noise": "drafter.online.hidden_state_noise",
+    "bank": "rollout_cache",
     "idle.take_over": "idle.work_stealing",
     "rollout.speculation.min_survival": "rollout.speculation.min_cumulative_acceptance",
 }

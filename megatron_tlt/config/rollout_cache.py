@@ -8,13 +8,13 @@ from megatron_tlt.config.base import Section
 
 
 class RolloutCacheSection(Section):
-    """The rollout bank, run_dir/bank: finished answers, until a checkpoint covers their step. With keyed sampling they
-    are what a resumed run would generate again, so it takes them instead."""
+    """Finished answers in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
+    run would generate the same answers again, so it reads them instead."""
 
     enabled: bool = True
     """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
     trtllm) do not, and say so once."""
     sync_seconds: NonNegativeFloat = 1.0
-    """Seconds until a finished answer survives a crash of the machine, too; one of the process it survives at once."""
+    """Seconds between syncs to disk. A finished answer survives the process at once, the machine once it is synced."""
     max_mib: PositiveInt = 4096
     """Disk space of one rollout replica; answers beyond it are not kept."""

@@ -54,7 +54,7 @@ class Config(Section):
     """Evaluation."""
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints."""
-    bank: RolloutCacheSection = RolloutCacheSection()
+    rollout_cache: RolloutCacheSection = RolloutCacheSection()
     """Finished answers of steps that no checkpoint covers yet."""
     stop: ShutdownSection = ShutdownSection()
     """Signals."""

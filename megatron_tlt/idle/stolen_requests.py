@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_tlt.distributed.exchange import redistribute
 from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.work_stealing import pieces_of
-from megatron_tlt.resilience.rollout_cache import KeyedEngine, Rollout
+from megatron_tlt.interfaces import KeyedEngine
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import ProgressCallback
-    from megatron_tlt.types import Prompt, Sample
+    from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 
 class LendingEngine(KeyedEngine, Protocol):
@@ -43,8 +43,8 @@ class LendingEngine(KeyedEngine, Protocol):
 class RequestStealing:
     """One replica's part, of one rank: as the one that gives, and as the one that takes."""
 
-    def __init__(self, engine: LendingEngine, plan: Rollout, world: World):
-        self._engine, self._plan, self._world = engine, plan, world
+    def __init__(self, engine: LendingEngine, params: SamplingParams, num_samples: int, world: World):
+        self._engine, self._params, self._num_samples, self._world = engine, params, num_samples, world
         self._moved = 0
 
     def holding(self) -> AbstractContextManager[None]:
@@ -77,11 +77,11 @@ class RequestStealing:
         wanted: dict[int, set[int]] = defaultdict(set)
         for piece in pieces:
             wanted[piece.prompt_id].update(range(piece.first, piece.first + piece.count))
-        num_samples = self._plan.num_samples
+        num_samples = self._num_samples
         have = [(at, i) for at, samples in wanted.items() for i in range(num_samples) if i not in samples]
         theirs = [prompts[prompt_id] for prompt_id in wanted]
         return self._engine.generate(
-            theirs, self._plan.params, num_samples, on_progress, have, on_answer, goes_on=True
+            theirs, self._params, num_samples, on_progress, have, on_answer, goes_on=True
         )
 
     def bring_home(self, samples: Sequence[Sample], home: Mapping[int, int]) -> list[Sample]:

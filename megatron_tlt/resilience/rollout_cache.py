@@ -1,117 +1,227 @@
-"""The rollout bank: finished answers of the steps since the last checkpoint, kept in run_dir/bank and reused.
+"""Finished answers of the steps since the last checkpoint, kept on disk and reused after a restart.
 
     rank 0   rollout =====x=====x==x====X  killed            rollout (only what is missing) ==== | score ...
-    bank               add   add add      --- restart --->   read
-A banked answer is what the engine would generate again: tokens and log-probs are a function of seed, prompt and weights
-(docs/numerics.md), and the bank's key names all three. Its hidden states are not kept, so a drafter in training sees
-fewer answers of a resumed step; the policy does not notice.
+    cache              add   add add      --- restart --->   read
 
-    run_dir/bank/step-000013/replica-00001-5f0c2a.bank      answers of step 13 by replica 1 of one attempt
+A cached answer is what the engine would generate again: tokens and log-probs are a function of seed, prompt and weights
+(docs/numerics.md), and the key in each file names all three. Hidden states are not kept, so the drafter trains on fewer
+answers of a resumed step; the policy is not affected.
 
-Every replica writes what it answers and reads what anybody wrote, so the number of ranks may change. Rank 0 removes a
-step's directory when a checkpoint covers it.
+    run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    answers of step 13 by replica 1 of one start
+
+Every replica writes its own answers and reads those of all, so the number of ranks may change. Rank 0 removes a step's
+directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the key, then
+one answer a line. A crash tears at most the last line; reading stops at the first line whose checksum is wrong.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from megatron_tlt.resilience.rollout_cache_file import prompt_sum, read_file
-from megatron_tlt.resilience.rollout_cache_writer import RolloutCacheWriter
-from megatron_tlt.sync.fingerprint import WeightFingerprint
+import numpy as np
+
+from megatron_tlt.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.rollout_cache import RolloutCacheSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.interfaces import ProgressCallback, RolloutBackend
-    from megatron_tlt.types import Prompt, Sample, SamplingParams
+    from megatron_tlt.interfaces import KeyedEngine, ProgressCallback, RolloutBackend
+    from megatron_tlt.types import SamplingParams
 
 _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-\d{6,}")
 _MIB = 1 << 20
-Answers = dict[tuple[int, int], "Sample"]  # by (prompt id, sample index)
+Weights = Iterable[tuple[str, "Tensor"]]
+Answers = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """What is asked of the engine in every step."""
-
-    params: SamplingParams
-    num_samples: int
+def encode_line(value: Mapping[str, Any]) -> bytes:
+    """One line of a cache file: CRC-32 of the JSON, the JSON."""
+    body = json.dumps(value, sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-class KeyedEngine(Protocol):
-    """The part of a backend with keyed sampling that the bank needs."""
+def encode_answer(sample: Sample, prompt_crc: int) -> bytes:
+    """A finished answer as a line."""
+    return encode_line({"prompt_crc": prompt_crc, "sample": asdict(sample)})
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_answer: Callable[[Sample], None] | None = None,
-        goes_on: bool = False,
-    ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have`.
 
-        `on_answer` gets each answer; `goes_on`: it belongs to the `generate` before.
-        """
+def read_answers(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Answers | None:
+    """Answers to the prompts in `prompt_crcs` (by id); None for a file of another key. Raises OSError."""
+    with path.open("rb") as file:
+        lines = _whole_lines(file)
+        if next(lines, None) != json.loads(json.dumps(key)):
+            return None
+        samples = [(Sample(**line["sample"]), line["prompt_crc"]) for line in lines]
+    return {(s.prompt_id, s.sample_index): s for s, crc in samples if prompt_crcs.get(s.prompt_id) == crc}
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    for line in file:
+        body = line[9:-1]
+        if line != b"%08x %s\n" % (zlib.crc32(body), body):
+            return
+        yield json.loads(body)
+
+
+def prompt_crc(prompt: Prompt) -> int:
+    """CRC-32 of a prompt's tokens: the same id may be another question in other data."""
+    return zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
+
+
+class AnswerWriter:
+    """Appends answers to one file a step from a thread; its methods return at once: the engine never waits for a disk.
+
+    A written line survives the process, a synced one the machine. A disk error ends the writing, not the run.
+    """
+
+    def __init__(self, sync_seconds: float, max_bytes: int, fsync: Callable[[int], None] = os.fsync):
+        """At most `max_bytes` are written into steps that were not removed; answers beyond are not kept."""
+        self._sync_seconds, self._max_bytes, self._fsync = sync_seconds, max_bytes, fsync
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-cache")
+        self._path: Path | None = None
+        self._key: Mapping[str, Any] = {}
+        self._file: BinaryIO | None = None
+        self._synced_at = 0.0
+        self._sizes: dict[Path, int] = {}  # bytes of this writer in each step's directory
+        self.failure: str | None = None
+
+    def begin(self, path: Path, key: Mapping[str, Any]) -> None:
+        """From now on answers go to `path`, which is created with the first of them."""
+        self._submit(self._begin, path, key)
+
+    def add(self, sample: Sample, prompt_crc: int) -> None:
+        """Appends a finished answer, which must not change any more."""
+        self._submit(self._append, sample, prompt_crc)
+
+    def remove(self, directory: Path) -> None:
+        """Deletes a directory with its files."""
+        self._submit(shutil.rmtree, directory, True)
+
+    def end(self) -> Future[None]:
+        """Syncs and closes the step's file."""
+        return self._submit(self._close_file)
+
+    def close(self) -> None:
+        """Finishes what was submitted and ends the thread."""
+        self.end().result()
+        self._executor.shutdown()
+
+    def _submit(self, task: Callable[..., object], *args: Any) -> Future[None]:
+        return self._executor.submit(self._run, task, *args)
+
+    def _run(self, task: Callable[..., object], *args: Any) -> None:
+        try:
+            task(*args)
+        except Exception as error:  # noqa: BLE001  a full disk or a mistake in here must not end the run
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.warning("the rollout cache is off, a restart generates these answers again: %s", error)
+            self._path, self._file = None, None
+
+    def _begin(self, path: Path, key: Mapping[str, Any]) -> None:
+        self._close_file()
+        self._path, self._key = path, key
+
+    def _append(self, sample: Sample, crc: int) -> None:
+        if self._path is None or self.failure is not None:
+            return
+        data = encode_answer(sample, crc)
+        if self._file is None:
+            data = encode_line(self._key) + data
+        folder = self._path.parent
+        if sum(self._sizes.values()) + len(data) > self._max_bytes:
+            # Rank 0 removes what a checkpoint covers, for all writers.
+            self._sizes = {step: size for step, size in self._sizes.items() if step.exists()}
+        if sum(self._sizes.values()) + len(data) > self._max_bytes:
+            return
+        if self._file is None:
+            self._file, self._synced_at = _create_private(self._path), time.monotonic()
+        self._sizes[folder] = self._sizes.get(folder, 0) + len(data)
+        self._file.write(data)
+        self._file.flush()
+        if time.monotonic() - self._synced_at >= self._sync_seconds:
+            self._fsync(self._file.fileno())
+            self._synced_at = time.monotonic()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._fsync(self._file.fileno())
+            self._file.close()
+        self._path, self._file = None, None
+
+
+def _create_private(path: Path) -> BinaryIO:
+    """A new file that only this user may read, in directories that only this user may enter."""
+    for directory in (path.parent.parent, path.parent):  # `parents=True` would not make them private
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+class Fingerprint(Protocol):
+    """A checksum of all weights of a push: `sync.fingerprint.WeightFingerprint`."""
+
+    def watch(self, weights: Weights) -> Weights: ...
+    def take(self) -> str: ...
 
 
 class NoRolloutCache:
-    """Rollouts that nobody keeps."""
+    """The same methods without a cache."""
 
-    def __init__(self, backend: RolloutBackend, plan: Rollout, reason: str | None = None):
-        """`reason`: why not, where a bank was asked for; given to the rank that says so."""
-        self._backend, self._plan = backend, plan
+    def __init__(
+        self, backend: RolloutBackend, params: SamplingParams, num_samples: int, reason: str | None = None
+    ):
+        """`reason`: why there is none although it is enabled; logged."""
+        self._backend, self._params, self._num_samples = backend, params, num_samples
         if reason is not None:
-            _log.info("no rollout bank, a restart answers an unfinished step again: %s", reason)
+            _log.info("no rollout cache, a restart generates an unfinished step again: %s", reason)
 
     def start(self, steps_done: int) -> None:
-        """Nothing there."""
+        """Does nothing."""
 
-    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Passes the push on."""
+    def fingerprint(self, weights: Weights) -> Weights:
+        """Returns `weights`."""
         return weights
 
     def begin_step(self, step: int, policy_version: int) -> None:
-        """Nothing to look up."""
+        """Does nothing."""
 
     def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
-        """The backend's."""
-        return self._backend.generate(prompts, self._plan.params, self._plan.num_samples, on_progress)
+        """The backend's answers."""
+        return self._backend.generate(prompts, self._params, self._num_samples, on_progress)
 
-    def keeper(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
-        """Nobody."""
+    def writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
+        """None: answers are not kept."""
         return None
 
     def end_step(self) -> dict[str, float]:
-        """No figures."""
+        """No metrics."""
         return {}
 
-    def covered_by(self, step: int | None) -> None:
-        """Nothing to remove."""
+    def remove_until(self, step: int | None) -> None:
+        """Does nothing."""
 
-    def finish(self) -> None:
-        """Nothing to remove."""
+    def clear(self) -> None:
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing open."""
+        """Does nothing."""
 
 
 class RolloutCache:
-    """One rank's part; the first rank of a replica writes, all of them read. It is a help: it never ends a run."""
+    """One rank's part; the first rank of a replica writes, all of them read. Its errors never end a run."""
 
     def __init__(
         self,
@@ -119,143 +229,138 @@ class RolloutCache:
         run_dir: Path,
         world: World,
         engine: KeyedEngine,
-        plan: Rollout,
+        params: SamplingParams,
+        num_samples: int,
+        weights: Fingerprint,
         *,
         identity: Mapping[str, Any],
         tp: int,
         fresh: bool,
     ):
-        """`identity`: what an answer depends on besides prompt and weights, JSON-able. `fresh`: the run starts anew."""
-        self._directory, self._world = run_dir / "bank", world
-        self._engine, self._plan = engine, plan
-        self._identity, self._fresh = dict(identity), fresh
-        self._replica, self._speaks = world.rank // tp, world.rank % tp == 0
-        self._fingerprint = WeightFingerprint(world)
-        self._attempt = os.urandom(4).hex()
-        self._writer: RolloutCacheWriter | None = None
-        if self._speaks:
-            self._writer = RolloutCacheWriter(section.sync_seconds, section.max_mib * _MIB)
-        self._last_old = 0  # last step that an earlier attempt left answers of, by any rank's look
-        self._has_old = False  # whether there may be some of the present step
-        self._old: list[Path] = []  # files of earlier attempts at the present step
+        """`identity`: what an answer depends on besides prompt and weights, JSON-able. `fresh`: ignore old answers."""
+        self._directory, self._world = run_dir / "rollout_cache", world
+        self._engine, self._params, self._num_samples = engine, params, num_samples
+        self._weights, self._identity, self._fresh = weights, dict(identity), fresh
+        self._replica, self._is_first = world.rank // tp, world.rank % tp == 0
+        self._start_id = os.urandom(4).hex()
+        self._writer: AnswerWriter | None = None
+        if self._is_first:
+            self._writer = AnswerWriter(section.sync_seconds, section.max_mib * _MIB)
+        self._old_steps: set[int] = set()  # steps with answers of earlier starts, seen by any rank
+        self._old_files: list[Path] | None = None  # those of the present step; None: no rank has any
         self._key: dict[str, Any] = {}
-        self._version = 0
         self._reused = 0
 
     def start(self, steps_done: int) -> None:
-        """The run begins after `steps_done` steps: what is covered, or not wanted, goes. Collective."""
+        """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
         if self._world.is_main:
-            for directory in self._steps(0 if self._fresh else steps_done, later=self._fresh):
-                shutil.rmtree(directory, ignore_errors=True)
+            for step, directory in self._steps().items():
+                if self._fresh or step <= steps_done:
+                    shutil.rmtree(directory, ignore_errors=True)
         self._world.barrier()
-        last = max((_number(path) for path in self._steps(steps_done, later=True)), default=0)
-        self._last_old = max(self._world.all_gather_object(last))
+        self._old_steps = set().union(*self._world.all_gather_object(set(self._steps())))
 
-    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes a push on; the bank's key names these weights."""
-        return self._fingerprint.watch(weights)
+    def fingerprint(self, weights: Weights) -> Weights:
+        """Yields a push's weights unchanged; their checksum becomes part of the key."""
+        return self._weights.watch(weights)
 
     def begin_step(self, step: int, policy_version: int) -> None:
-        """Rollouts of `step` (1-based) by the weights watched last begin. Collective."""
-        self._version, self._reused = policy_version, 0
+        """Begins the rollouts of `step` (1-based) with the weights of the last `fingerprint`. Collective."""
+        self._reused = 0
         self._key = {
             **self._identity,
             "policy_version": policy_version,
-            "weights": self._fingerprint.take(),
+            "weights": self._weights.take(),
         }
         directory = self._directory / f"step-{step:06d}"
-        self._has_old = step <= self._last_old
-        self._old = sorted(directory.glob("replica-*.bank")) if self._has_old else []
+        self._old_files = sorted(directory.glob("replica-*.jsonl")) if step in self._old_steps else None
         if self._writer is not None:
-            name = f"replica-{self._replica:05d}-{self._attempt}.bank"
+            name = f"replica-{self._replica:05d}-{self._start_id}.jsonl"
             self._writer.begin(directory / name, self._key)
 
     def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt id, sample index): banked ones, and the engine's for the rest.
+        """All samples of all prompts, sorted by (prompt id, sample index): cached ones, and the engine's for the rest.
 
-        Collective while answers of an earlier attempt may be there.
+        Collective while there may be answers of an earlier start.
         """
-        banked = self._agreed(self._read(_sums(prompts))) if self._has_old else {}
-        plan, keep = self._plan, self.keeper(prompts)
-        made = self._engine.generate(prompts, plan.params, plan.num_samples, on_progress, banked.keys(), keep)
-        self._reused += len(banked)
-        return sorted([*banked.values(), *made], key=lambda s: (s.prompt_id, s.sample_index))
+        cached = {} if self._old_files is None else self._same_in_replica(self._read(self._old_files, prompts))
+        made = self._engine.generate(
+            prompts, self._params, self._num_samples, on_progress, cached.keys(), self.writer_for(prompts)
+        )
+        self._reused += len(cached)
+        return sorted([*cached.values(), *made], key=lambda s: (s.prompt_id, s.sample_index))
 
-    def keeper(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
-        """Whom to give each answer to these prompts as soon as it is there; None: nobody keeps it."""
+    def writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
+        """A callback that stores each finished answer to `prompts`; None on ranks that do not write."""
         if (writer := self._writer) is None:
             return None
-        sums = _sums(prompts)
-        return lambda sample: writer.add(sample, sums[sample.prompt_id])
+        crcs = _crcs(prompts)
+        return lambda sample: writer.add(sample, crcs[sample.prompt_id])
 
     def end_step(self) -> dict[str, float]:
-        """The step's last answer is there; returns this rank's figures, to be added up over ranks."""
+        """After the step's last answer; returns metrics of this rank, to be summed over ranks."""
         if self._writer is None:
             return {}
         self._writer.end()
         return {
-            "rollout/banked": float(self._reused),
-            "rollout/bank_disabled": float(self._writer.failure is not None),
+            "rollout_cache/reused": float(self._reused),
+            "rollout_cache/disabled": float(self._writer.failure is not None),
         }
 
-    def covered_by(self, step: int | None) -> None:
-        """Removes, in the background, the steps up to `step`, that of this run's newest complete checkpoint."""
-        if not self._world.is_main or self._writer is None or step is None:
-            return
-        for directory in self._steps(step, later=False):
-            self._writer.remove(directory)
+    def remove_until(self, step: int | None) -> None:
+        """Removes the steps up to `step`, that of this run's newest complete checkpoint, in the background."""
+        if self._world.is_main and self._writer is not None and step is not None:
+            for number, directory in self._steps().items():
+                if number <= step:
+                    self._writer.remove(directory)
 
-    def finish(self) -> None:
-        """The run has done its last step: nobody will need an answer again. Collective."""
+    def clear(self) -> None:
+        """Removes everything: the run has done its last step. Collective."""
         if self._writer is not None:
-            self._writer.flush()
+            self._writer.end().result()
         self._world.barrier()  # every file is closed
         if self._world.is_main:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Writes what is under way and ends the writer. Idempotent."""
+        """Writes what was submitted and ends the writer."""
         if self._writer is not None:
             self._writer.close()
 
-    def _steps(self, step: int, later: bool) -> list[Path]:
-        """Directories of the steps up to `step`, or of all later ones."""
+    def _steps(self) -> dict[int, Path]:
         found = [path for path in self._directory.glob("step-*") if _STEP.fullmatch(path.name)]
-        return sorted(path for path in found if (_number(path) > step) == later)
+        return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
 
-    def _read(self, sums: Mapping[int, int]) -> Answers:
-        """Whatever anybody has answered of these prompts, with the present key."""
+    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Answers:
+        """Answers to these prompts in files with the present key."""
         found: Answers = {}
-        for path in self._old:
+        for path in files:
             try:
-                answers = read_file(path, self._key, sums, self._version)
+                answers = read_answers(path, self._key, _crcs(prompts))
             except OSError as error:
-                _log.warning("%s cannot be read, its answers are made again: %s", path, error)
+                _log.warning("%s cannot be read, its answers are generated again: %s", path, error)
                 continue
             if answers is None:
-                _log.info("%s is of other weights or settings: not used", path)
+                _log.info("%s has answers of other weights or settings: not used", path)
                 continue
-            found |= {at: sample for at, sample in answers.items() if at[1] < self._plan.num_samples}
+            found |= {at: sample for at, sample in answers.items() if at[1] < self._num_samples}
         return found
 
-    def _agreed(self, mine: Answers) -> Answers:
-        """`mine`, if all ranks of my replica found the same: they must ask their engine for the same. Collective."""
+    def _same_in_replica(self, mine: Answers) -> Answers:
+        """`mine` if all ranks of this replica read the same, else nothing: they must pass their engine the same.
+
+        Collective.
+        """
         digest = zlib.crc32(repr(sorted((at, s.token_ids) for at, s in mine.items())).encode())
-        everybody = self._world.all_gather_object((self._replica, digest, len(mine), self._speaks))
-        total = sum(count for _, _, count, speaks in everybody if speaks)
+        ranks = self._world.all_gather_object((self._replica, digest, len(mine) * self._is_first))
+        total = sum(count for _, _, count in ranks)
         if self._world.is_main and total:
-            _log.info("%d answers of this step were in the rollout bank", total)
-        if len({found for replica, found, _, _ in everybody if replica == self._replica}) == 1:
+            _log.info("%d answers of this step were in the rollout cache", total)
+        if len({other for replica, other, _ in ranks if replica == self._replica}) == 1:
             return mine
-        _log.warning("ranks of replica %d read different answers from the bank: none is used", self._replica)
+        _log.warning("ranks of replica %d read different cached answers: none is used", self._replica)
         return {}
 
 
-def _sums(prompts: Sequence[Prompt]) -> dict[int, int]:
-    """Checksums by prompt id."""
-    return {prompt.prompt_id: prompt_sum(prompt) for prompt in prompts}
-
-
-def _number(directory: Path) -> int:
-    """The step of a directory of the bank."""
-    return int(directory.name.removeprefix("step-"))
+def _crcs(prompts: Sequence[Prompt]) -> dict[int, int]:
+    return {prompt.prompt_id: prompt_crc(prompt) for prompt in prompts}

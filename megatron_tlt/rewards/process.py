@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megatron_tlt.config.data import RewardSection
-from megatron_tlt.distributed.signals import shielded
+from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.worker import READY
 from megatron_tlt.types import Prompt, Sample
@@ -38,7 +38,7 @@ class WorkerProcess:
     def __init__(self, section: RewardSection):
         """Starts the process; returns at once, see `wait_ready`."""
         ours, theirs = socket.socketpair()
-        with theirs, shielded():  # the rank decides when to stop
+        with theirs, signals_blocked():  # the rank decides when to stop
             path = json.dumps([p or str(Path.cwd()) for p in sys.path])
             command = [sys.executable, "-c", _BOOT, path, str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(

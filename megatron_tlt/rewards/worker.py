@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megatron_tlt.config.data import RewardSection
-from megatron_tlt.distributed.signals import unshield
+from megatron_tlt.distributed.child_signals import unblock_signals
 from megatron_tlt.errors import TltError
 from megatron_tlt.rewards.base import judge
 from megatron_tlt.rewards.build import build_scorers
@@ -33,7 +33,7 @@ def main(fd: int, parent: int) -> None:
     """Serves one connection until its other end closes. `parent` is the process id of the rank."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when to stop, by closing the connection
-    unshield()
+    unblock_signals()
     connection = Connection(fd)
     try:
         section: RewardSection = connection.recv()

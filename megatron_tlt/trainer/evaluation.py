@@ -95,8 +95,8 @@ class Evaluator:
         if stop is None:
             samples = generate(self._pulse)
         else:
-            samples, dropped = stop.guarded(generate, self._pulse)
-            stop.agree("eval", dropped)
+            samples, dropped = stop.interruptible(generate, self._pulse)
+            stop.sync("eval", dropped)
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
         share_answers(self._world, self._backend, groups)  # the same questions come again

@@ -67,13 +67,13 @@ class RLTrainer:
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager,
         observer: Observer,
-        bank: RolloutCache | NoRolloutCache,
+        rollout_cache: RolloutCache | NoRolloutCache,
         stop: GracefulShutdown | None = None,
         takeover: RequestStealing | None = None,
     ):
         """`takeover`: replicas answer each other's queued requests."""
         self.takeover = takeover
-        self.config, self.world, self.bank = config, world, bank
+        self.config, self.world, self.rollout_cache = config, world, rollout_cache
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
         self.policy, self.backend, self.upkeep = policy, backend, upkeep
         self.evaluator, self.checkpoints, self.observer = evaluator, checkpoints, observer
@@ -97,9 +97,9 @@ class RLTrainer:
             )
             return False
         try:
-            self.stop.agree_at_end()  # one may have come while everything was loaded
+            self.stop.sync_after_step()  # one may have come while everything was loaded
             with self._phase("push"):
-                self.upkeep.push(self.policy, self.bank.watch)
+                self.upkeep.push(self.policy, self.rollout_cache.fingerprint)
             self._evaluate()
             while self.progress.step < self.config.train.num_steps:
                 self._train_one()
@@ -108,7 +108,7 @@ class RLTrainer:
                 self._save_and_leave(leaving)
                 return True
         self._save_last()
-        self.bank.finish()
+        self.rollout_cache.clear()
         self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
         return False
 
@@ -116,26 +116,26 @@ class RLTrainer:
         started = time.perf_counter()
         self._before = self._state()
         groups, table = self._rollout()
-        stats, banked = self.backend.take_stats(), self.bank.end_step()
+        stats, cached = self.backend.take_stats(), self.rollout_cache.end_step()
         with self._phase("exchange"):
             parts = self.assembler.exchange(groups, table)
         with self._phase("logprobs"):
             self._score_answers(parts)
             batch = self.assembler.finish(parts, table, self._reward_kl(parts))
-        self.stop.agree("update")  # past this, the step is finished
+        self.stop.sync("update")  # past this, the step is finished
         with self._phase("update"):
             out = self._update(batch)
             skips = self.nonfinite.look(self.progress.step + 1, batch, out)
         with self._phase("merge"):
             merged = self.upkeep.merge()
         with self._phase("push"):
-            pushed = self.upkeep.push(self.policy, self.bank.watch)
+            pushed = self.upkeep.push(self.policy, self.rollout_cache.fingerprint)
         self.progress.step += 1
         self._before = None
         with self._phase("log"):
             metrics = {**batch.metrics, **out.metrics, **skips, **merged, **pushed, **table_metrics(table)}
             seconds = time.perf_counter() - started
-            figures = {**self.upkeep.take_figures(), **banked}
+            figures = {**self.upkeep.take_figures(), **cached}
             if self.takeover is not None:
                 figures["idle/stolen_requests"] = self.takeover.take_count()
             self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
@@ -145,13 +145,13 @@ class RLTrainer:
             # Weights that may be broken must not push good ones out, and those of no update cannot be loaded again.
             good = not self.nonfinite.in_a_row and self.policy.has_stepped
             self.checkpoints.maybe_save(self.progress.step, self._state, self.upkeep.drafter_state, good)
-            self.bank.covered_by(self.checkpoints.newest)
+            self.rollout_cache.remove_until(self.checkpoints.newest)
         self.nonfinite.check()
-        self.stop.agree_at_end()
+        self.stop.sync_after_step()
 
     def _save_and_leave(self, leaving: GracefulExit) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
-        step, told = self.progress.step, f"{self.stop.why()}: {leaving}; "
+        step, told = self.progress.step, f"{self.stop.reason()}: {leaving}; "
         ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             self.observer.note(f"{told}there was no update yet, the next start begins anew")
@@ -188,18 +188,19 @@ class RLTrainer:
         wanted = self.config.train.prompts_per_step
         rounds = self.config.algorithm.max_sampling_rounds if self.config.algorithm.dynamic_sampling else 1
         self.upkeep.begin_step(self.backend.policy_version)
-        self.bank.begin_step(self.progress.step + 1, self.backend.policy_version)
+        self.rollout_cache.begin_step(self.progress.step + 1, self.backend.policy_version)
         for _ in range(rounds):
             asked = self.prompts.next_batch(wanted)
             prompts = asked[self.replica :: self.num_replicas]
             with self._holding():
                 with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
-                    samples, dropped = self.stop.guarded(partial(self.bank.generate, prompts), on_progress)
+                    generate = partial(self.rollout_cache.generate, prompts)
+                    samples, dropped = self.stop.interruptible(generate, on_progress)
                 if self.takeover is not None and not dropped:
                     dropped = self._help(self.takeover, asked, samples)
             with self._phase("idle"):
                 self.upkeep.wait(samples)
-            self.stop.agree("rollout", dropped)
+            self.stop.sync("rollout", dropped)
             if self.takeover is not None:
                 home = {prompt.prompt_id: i % self.num_replicas for i, prompt in enumerate(asked)}
                 samples = self.takeover.bring_home(samples, home)
@@ -232,11 +233,11 @@ class RLTrainer:
                 pieces = self.upkeep.take_over()
             if not pieces:
                 break
-            keep = self.bank.keeper([prompts[piece.prompt_id] for piece in pieces])
+            keep = self.rollout_cache.writer_for([prompts[piece.prompt_id] for piece in pieces])
             answer = partial(takeover.answer, prompts, pieces, keep)
             rollout = self.observer.span("rollout", self.progress.step)
             with rollout, self.upkeep.helping(self.observer.on_rollout) as on_progress:
-                taken, dropped = self.stop.guarded(answer, on_progress)
+                taken, dropped = self.stop.interruptible(answer, on_progress)
             samples += taken
         return dropped
 
@@ -303,7 +304,7 @@ class RLTrainer:
 
     def _resume(self) -> None:
         state = self.checkpoints.load_latest()
-        self.bank.start(0 if state is None else state["step"])
+        self.rollout_cache.start(0 if state is None else state["step"])
         if state is None:
             self.observer.start(0)
             return
@@ -323,7 +324,7 @@ class RLTrainer:
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
         self.stop.close()
-        self.bank.close()
+        self.rollout_cache.close()
         self.upkeep.close()
         self.backend.close()
         self.rewards.close()

@@ -37,10 +37,11 @@ from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.rank_watch import start_watch
-from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout, RolloutCache
+from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.preflight import check_on, without_megatron
@@ -51,11 +52,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_tlt.distributed.signals import StopSignals
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.observer import Observer
     from megatron_tlt.trainer.sft import SftTrainer
@@ -113,7 +114,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
             config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world, lock
         ),
         observer=observer,
-        bank=_bank(config, world, tokenizer, backend, params),
+        rollout_cache=_rollout_cache(config, world, tokenizer, backend, params),
         stop=GracefulShutdown(
             world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
         ),
@@ -321,20 +322,20 @@ def _takeover(
     if not config.idle.work_stealing or world.size == 1:
         return None
     assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
-    return RequestStealing(backend, Rollout(params, config.rollout.samples_per_prompt), world)
+    return RequestStealing(backend, params, config.rollout.samples_per_prompt, world)
 
 
-def _bank(
+def _rollout_cache(
     config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
 ) -> RolloutCache | NoRolloutCache:
-    """Where finished answers are kept; nowhere without keyed sampling, which is said once."""
+    """The cache of finished answers; without keyed sampling there is none, which is logged once."""
     rollout = config.rollout
-    plan = Rollout(params, rollout.samples_per_prompt)
-    if not config.bank.enabled:
-        return NoRolloutCache(backend, plan)
+    num_samples = rollout.samples_per_prompt
+    if not config.rollout_cache.enabled:
+        return NoRolloutCache(backend, params, num_samples)
     if not isinstance(backend, EmbeddedBackend):
         why = f"rollout.backend = {rollout.backend} has no keyed sampling"
-        return NoRolloutCache(backend, plan, why if world.is_main else None)
+        return NoRolloutCache(backend, params, num_samples, why if world.is_main else None)
     identity = {
         **asdict(params),
         "eos": list(tokenizer.eos_token_ids),
@@ -342,11 +343,13 @@ def _bank(
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
     }
     return RolloutCache(
-        config.bank,
+        config.rollout_cache,
         Path(config.train.run_dir),
         world,
         backend,
-        plan,
+        params,
+        num_samples,
+        WeightFingerprint(world),
         identity=identity,
         tp=rollout.tp,
         fresh=config.checkpoint.resume == "never",

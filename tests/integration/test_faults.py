@@ -118,10 +118,10 @@ def test_a_shard_that_cannot_be_written_to_its_end(whole, forks, train, tmp_path
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 
-def test_a_full_disk_ends_the_bank_and_not_the_run(whole, train, tmp_path):
-    with small_disk(tmp_path / "run/bank", 4):
-        assert "the rollout bank is off" in train()[1]
-    assert rows(tmp_path / "run")[-1]["rollout/bank_disabled"] == 1
+def test_a_full_disk_ends_the_rollout_cache_and_not_the_run(whole, train, tmp_path):
+    with small_disk(tmp_path / "run/rollout_cache", 4):
+        assert "the rollout cache is off" in train()[1]
+    assert rows(tmp_path / "run")[-1]["rollout_cache/disabled"] == 1
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 

@@ -27,7 +27,7 @@ TORCH_FREE = [
     "megatron_tlt.observe.summary",
     "megatron_tlt.distributed.dims",
     "megatron_tlt.distributed.launch",
-    "megatron_tlt.distributed.signals",
+    "megatron_tlt.resilience.signals",
     "megatron_tlt.observe.attempt",
     "megatron_tlt.data.packing",
     "megatron_tlt.models.hf_files",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.wire import PROTOCOL, FrameReader, WireError, frame
-from megatron_tlt.distributed.signals import shielded
+from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import BackendError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class EngineProcess:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         try:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
-            with self.log.open("wb") as log, shielded():
+            with self.log.open("wb") as log, signals_blocked():
                 # Not `resolve`: an environment's python is a link, and is known by the link's place.
                 return subprocess.Popen(
                     [os.path.abspath(python), "-m", MODULE, str(self._directory / "socket")],

@@ -16,7 +16,8 @@ from megatron_tlt.actor.checkpoint_files import read_latest, step_of
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.distributed.signals import StopSignals
+from megatron_tlt.resilience.shutdown import STORE_KEY
+from megatron_tlt.resilience.signals import StopSignals
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.trainer.setup import build_trainer
 
@@ -52,15 +53,10 @@ def run_once(job, world):
     world.barrier()
     signals.restore()
     if world.is_main:
-        for key in (
-            "stop/1",
-            "stop/2",
-            "stop/term",
-        ):  # one world for all starts, where every start has its own
-            world.store.delete_key(key)
+        world.store.delete_key(STORE_KEY)  # one world for all starts, where every start has its own
     world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")
-    return ended, 0 if latest is None else step_of(latest), trainer.stop.dropped
+    return ended, 0 if latest is None else step_of(latest), trainer.stop.has_dropped_step
 
 
 def body(world):

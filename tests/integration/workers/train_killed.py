@@ -1,4 +1,4 @@
-"""Trains until one rank has banked so many answers of a step, and kills that rank with SIGKILL.
+"""Trains until one rank has cached so many answers of a step, and kills that rank with SIGKILL.
 
 argv: CONFIG RANK STEP ANSWERS [overrides]
 """
@@ -10,8 +10,7 @@ import sys
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.resilience.rollout_cache import RolloutCache
-from megatron_tlt.resilience.rollout_cache_writer import RolloutCacheWriter
+from megatron_tlt.resilience.rollout_cache import AnswerWriter, RolloutCache
 from megatron_tlt.trainer.setup import build_trainer
 
 
@@ -19,7 +18,7 @@ def main(argv):
     path, *numbers = argv[:4]
     rank, step, answers = map(int, numbers)
     config = load_config(path, argv[4:], Config)
-    add, begin_step = RolloutCacheWriter.add, RolloutCache.begin_step
+    add, begin_step = AnswerWriter.add, RolloutCache.begin_step
     seen = {"rank": -1, "step": 0, "answers": 0}
 
     def begin(self, number, version):
@@ -30,7 +29,7 @@ def main(argv):
         add(self, sample, prompt_crc)
         seen["answers"] += 1
         if seen == {"rank": rank, "step": step, "answers": answers}:
-            self.flush()
+            self._submit(int).result()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def body(world):
@@ -39,9 +38,8 @@ def main(argv):
         trainer.run()
         trainer.close()
 
-    RolloutCache.begin_step, RolloutCacheWriter.add = begin, add_and_die
+    RolloutCache.begin_step, AnswerWriter.add = begin, add_and_die
     return run_on_every_rank(config.distributed, 1, body)
-
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

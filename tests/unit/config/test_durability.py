@@ -14,7 +14,7 @@ def build(**sections):
 
 def test_defaults_protect():
     config = build()
-    assert config.bank.enabled
+    assert config.rollout_cache.enabled
     assert config.train.max_nonfinite_steps == 3
     assert config.rewards.worker_memory_mib < 10 * 1024  # a function that takes 10 GB is stopped
 
@@ -22,9 +22,9 @@ def test_defaults_protect():
 @pytest.mark.parametrize(
     ("section", "field", "value"),
     [
-        ("bank", "sync_seconds", -1.0),
-        ("bank", "max_mib", 0),
-        ("bank", "enabled", "sometimes"),
+        ("rollout_cache", "sync_seconds", -1.0),
+        ("rollout_cache", "max_mib", 0),
+        ("rollout_cache", "enabled", "sometimes"),
         ("train", "max_nonfinite_steps", -1),
         ("rewards", "worker_memory_mib", 0),
     ],
@@ -36,5 +36,5 @@ def test_values_out_of_range_are_named(section, field, value):
 
 def test_every_setting_says_what_it_is():
     found = {leaf.path: leaf.doc for leaf in leaves(Config)}
-    for path in ("bank.enabled", "bank.sync_seconds", "bank.max_mib", "train.max_nonfinite_steps"):
+    for path in ("rollout_cache.enabled", "rollout_cache.sync_seconds", "train.max_nonfinite_steps"):
         assert len(found[path]) > 40

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.idle.stolen_requests import RequestStealing
-from megatron_tlt.resilience.rollout_cache import Rollout
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import Prompt, Sample, SamplingParams
@@ -27,7 +26,7 @@ def make(max_running: int = 4, num_blocks: int = 400) -> tuple[EmbeddedBackend, 
     limits = SchedulerLimits(max_running, 64, 128, V)
     engine = Engine(FakeDecoder(V), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     backend = EmbeddedBackend(engine, {})
-    return backend, RequestStealing(backend, Rollout(PARAMS, SAMPLES), OneRank())  # type: ignore[arg-type]
+    return backend, RequestStealing(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_what_the_next_step_may_change_is_not_known_yet(monkeypatch: pytest.Monk
     limits = SchedulerLimits(8, 16, 128, V)
     engine = Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     backend = EmbeddedBackend(engine, {})
-    takeover = RequestStealing(backend, Rollout(PARAMS, 12), OneRank())  # type: ignore[arg-type]
+    takeover = RequestStealing(backend, PARAMS, 12, OneRank())  # type: ignore[arg-type]
     seen: list[tuple[int, int, int]] = []
 
     def look(running: int, waiting: int, generated: int) -> None:
@@ -109,7 +108,7 @@ def test_a_cache_that_is_given_back_stays_for_a_whole_step(monkeypatch: pytest.M
     monkeypatch.setattr(engine.runner, "release", lambda: None)  # the fake decoder's cache is an array
     monkeypatch.setattr(engine.runner, "resume", lambda: None)
     backend = EmbeddedBackend(engine, {}, release_cache=True)
-    takeover = RequestStealing(backend, Rollout(PARAMS, SAMPLES), OneRank())  # type: ignore[arg-type]
+    takeover = RequestStealing(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
     with takeover.holding():
         for _ in range(2):
             backend.generate(PROMPTS[:1], PARAMS, 1)

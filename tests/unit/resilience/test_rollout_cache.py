@@ -1,43 +1,188 @@
-"""The bank of one rank, over an engine that draws by key: reuse, staleness, agreement, removal."""
+"""The cache of one rank, over an engine that draws by key: files, the writer, reuse, staleness, removal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from megatron_tlt.config.rollout_cache import RolloutCacheSection
 from megatron_tlt.models.keys import row_key
-from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout, RolloutCache
+from megatron_tlt.resilience.rollout_cache import (
+    AnswerWriter,
+    NoRolloutCache,
+    RolloutCache,
+    encode_answer,
+    encode_line,
+    prompt_crc,
+    read_answers,
+)
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 
-PROMPTS = [Prompt(i, f"q{i}", (1, 2, i), "?") for i in range(3)]
-PLAN = Rollout(SamplingParams(seed=3), 4)
-ALL = {(p, i) for p in range(3) for i in range(4)}
+PARAMS, SAMPLES = SamplingParams(seed=3), 4
+KEY = {"weights": "abc", "stop": ["x"], "temperature": 1.0}
+PROMPTS = [Prompt(i, f"q{i}", (1, 2, i), "?") for i in range(4)]
+CRCS = {p.prompt_id: prompt_crc(p) for p in PROMPTS}
+ALL = {(p, i) for p in range(4) for i in range(SAMPLES)}
+
+
+def answer(prompt_id: int, index: int, length: int) -> Sample:
+    """Log-probs as the engine has them: float32 numbers."""
+    rng = np.random.default_rng((prompt_id, index))
+    logprobs = (-rng.random(length)).astype(np.float32).tolist()
+    tokens = rng.integers(0, 2**31 - 1, length).tolist()
+    return Sample(
+        prompt_id, index, tokens, logprobs, "ab\u00e9\U0001f600\udcff\n", ("stop", "length")[index % 2], 7
+    )
+
+
+ANSWERS = [answer(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]
+EXPECTED = {(s.prompt_id, s.sample_index): s for s in ANSWERS}
+CONTENT = encode_line(KEY) + b"".join(encode_answer(s, CRCS[s.prompt_id]) for s in ANSWERS)
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, data: bytes, crcs: dict[int, int] = CRCS) -> dict[tuple[int, int], Sample] | None:
+    path.write_bytes(data)
+    return read_answers(path, KEY, crcs)
+
+
+def test_answers_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    assert read(path, CONTENT) == EXPECTED
+    assert read(path, CONTENT, {2: CRCS[2]}) == {(2, 1): EXPECTED[2, 1]}
+    other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
+    assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
+    assert read_answers(path, {**KEY, "weights": "abd"}, CRCS) is None
+    assert read_answers(path, {**KEY, "more": 1}, CRCS) is None
+
+
+def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Path) -> None:
+    seen = set()
+    for place in range(len(CONTENT)):
+        altered = bytearray(CONTENT)
+        altered[place] ^= 1 << place % 8
+        for data in (CONTENT[:place], bytes(altered)):
+            found = read(tmp_path / "a", data) or {}
+            assert found.items() <= EXPECTED.items() and len(found) < len(EXPECTED), place
+            seen.add(len(found))
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"\n" * 9, os.urandom(4096), b"\x80\x04cos\nsystem\n"])
+def test_a_foreign_file_is_none(tmp_path: Path, data: bytes) -> None:
+    assert read(tmp_path / "a", data) is None
+
+
+# -- the writer ---------------------------------------------------------------------------------------------
+
+
+def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:
+    writer, path = AnswerWriter(1.0, 1 << 20), tmp_path / "cache/step-000001/replica.jsonl"
+    writer.begin(path, KEY)
+    for sample in ANSWERS:
+        writer.add(sample, CRCS[sample.prompt_id])
+    writer.end().result()
+    assert path.read_bytes() == CONTENT
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, path.parent.parent)}
+    assert modes == {"replica.jsonl": 0o600, "step-000001": 0o700, "cache": 0o700}
+    writer.remove(path.parent)
+    writer.begin(path, KEY)  # a step without an answer makes no file
+    writer.close()
+    assert not path.parent.exists()
+
+
+def test_adding_never_waits_for_the_disk_and_the_last_answer_is_synced(tmp_path: Path) -> None:
+    may_go_on, syncs = threading.Event(), []
+
+    def slow(fd: int) -> None:
+        assert may_go_on.wait(30)
+        syncs.append(os.fstat(fd).st_size)
+
+    writer, path = AnswerWriter(0.0, 1 << 20, slow), tmp_path / "s/replica.jsonl"
+    writer.begin(path, KEY)
+    for sample in ANSWERS:
+        writer.add(sample, CRCS[sample.prompt_id])  # returns, though the thread hangs in its first fsync
+    assert not syncs
+    may_go_on.set()
+    writer.close()
+    assert syncs[-1] == path.stat().st_size == len(CONTENT) and len(syncs) == 5
+
+
+def test_the_budget_counts_steps_that_are_there(tmp_path: Path) -> None:
+    size = len(encode_line(KEY)) + len(encode_answer(ANSWERS[0], 0))
+    writer = AnswerWriter(1.0, size + 8)
+    for step in range(3):
+        path = tmp_path / f"{step}/a"
+        writer.begin(path, KEY)
+        for sample in ANSWERS[:2]:
+            writer.add(sample, 0)
+        writer.end().result()
+        assert path.stat().st_size == size
+        writer.begin(tmp_path / "full/a", KEY)
+        writer.add(ANSWERS[0], 0)
+        writer.end().result()
+        assert not (tmp_path / "full").exists()
+        shutil.rmtree(path.parent)  # as rank 0 does for all
+    writer.close()
+    assert writer.failure is None
+
+
+@pytest.mark.parametrize("cause", ["disk", "bug"])
+def test_an_error_ends_writing_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cause: str
+) -> None:
+    if cause == "disk":
+        (tmp_path / "file").write_text("")  # in place of a directory
+    writer = AnswerWriter(1.0, 1 << 20)
+    writer.begin(tmp_path / "file/step/replica.jsonl", KEY)
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            writer.add(ANSWERS[0] if cause == "disk" else object(), 0)  # type: ignore[arg-type]
+        writer.close()
+    assert len(caplog.records) == 1 and "rollout cache is off" in caplog.text
+    assert writer.failure is not None
+
+
+# -- the cache ----------------------------------------------------------------------------------------------
 
 
 class World:
-    """Rank `rank` of `size`; the others say in a gather what this one says, or what `others` makes of it."""
+    """Rank `rank` of `size`; `others` makes what the others give in a gather of what this one gives."""
 
     def __init__(self, rank: int = 0, size: int = 1, others: Callable[[Any], Any] = lambda value: value):
         self.rank, self.size, self._others = rank, size, others
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+        self.is_main = rank == 0
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Does not wait."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value if rank == self.rank else self._others(value) for rank in range(self.size)]
 
 
+class Weights:
+    """A fingerprint that is the value of the last push."""
+
+    def watch(self, weights: Iterable[Any]) -> Iterator[Any]:
+        self._seen = list(weights)
+        return iter(self._seen)
+
+    def take(self) -> str:
+        return repr(self._seen)
+
+
 class Engine:
-    """Answers are a function of the keys; `asked` is what had to be made."""
+    """Answers are a function of the keys; `asked` is what had to be generated."""
 
     def __init__(self, dies_after: int | None = None):
         self.asked: set[tuple[int, int]] = set()
@@ -51,6 +196,7 @@ class Engine:
         on_progress: Any = None,
         have: Iterable[tuple[int, int]] = (),
         on_answer: Any = None,
+        goes_on: bool = False,
     ) -> list[Sample]:
         made = []
         for prompt, index in ((p, i) for p in prompts for i in range(num_samples)):
@@ -65,149 +211,104 @@ class Engine:
         return made
 
 
+def make(
+    run_dir: Path, engine: Engine, seed: int = 3, world: World | None = None, tp: int = 1, fresh: bool = False
+) -> RolloutCache:
+    parts: Any = (run_dir, world or World(), engine, PARAMS, SAMPLES, Weights())
+    return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=tp, fresh=fresh)
+
+
 def run_step(
     run_dir: Path,
     engine: Engine,
     *,
     weight: float = 1.0,
-    seed: int = 3,
-    world: World | None = None,
-    tp: int = 1,
     step: int = 1,
     prompts: list[Prompt] = PROMPTS,
-    fresh: bool = False,
+    **options: Any,
 ) -> tuple[list[Sample], dict[str, float]]:
     """One process: starts after step - 1 steps, pushes weights, answers, is ended."""
-    bank = RolloutCache(
-        RolloutCacheSection(),
-        run_dir,
-        world or World(),  # type: ignore[arg-type]
-        engine,
-        PLAN,
-        identity={"seed": seed},
-        tp=tp,
-        fresh=fresh,
-    )
-    bank.start(step - 1)
-    list(bank.watch([("w", torch.full((4,), weight))]))
-    bank.begin_step(step, step - 1)
+    cache = make(run_dir, engine, **options)
+    cache.start(step - 1)
+    list(cache.fingerprint([("w", weight)]))  # type: ignore[list-item]
+    cache.begin_step(step, 0)
     try:
-        samples = bank.generate(prompts, None)  # type: ignore[arg-type]
+        samples = cache.generate(prompts, None)  # type: ignore[arg-type]
     finally:
-        figures = bank.end_step()
-        bank.close()
-    return samples, figures
+        metrics = cache.end_step()
+        cache.close()
+    return samples, metrics
 
 
-def died(run_dir: Path, after: int, **options: Any) -> None:
+def killed(run_dir: Path, after: int, **options: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_step(run_dir, Engine(after), **options)
 
 
-def test_only_what_is_missing_is_made_and_all_of_it_is_returned(tmp_path: Path) -> None:
+def test_answers_of_an_interrupted_step_are_reused_and_only_the_rest_is_generated(tmp_path: Path) -> None:
     whole, _ = run_step(tmp_path / "whole", Engine())
-    died(tmp_path, 5)
+    killed(tmp_path, 5)
     engine = Engine()
-    samples, figures = run_step(tmp_path, engine)
+    samples, metrics = run_step(tmp_path, engine)
     assert samples == whole
-    assert len(engine.asked) == 7
-    assert figures == {"rollout/banked": 5.0, "rollout/bank_disabled": 0.0}
+    assert len(engine.asked) == len(ALL) - 5
+    assert metrics == {"rollout_cache/reused": 5.0, "rollout_cache/disabled": 0.0}
     again = Engine()
     assert run_step(tmp_path, again)[0] == whole
-    assert again.asked == set()  # of two attempts together
+    assert again.asked == set()  # of two starts together
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"weight": 1.5}, {"seed": 4}, {"step": 2}, {"prompts": [Prompt(i, "o", (5, i), "?") for i in range(3)]}],
+    [
+        {"weight": 1.5},
+        {"seed": 4},
+        {"step": 2},
+        {"prompts": [Prompt(i, "o", (5, i), "?") for i in range(4)]},
+        {"fresh": True},
+    ],
 )
-def test_a_stale_bank_is_not_used(tmp_path: Path, change: dict[str, Any]) -> None:
-    died(tmp_path, 5)
+def test_answers_of_anything_else_are_not_used(tmp_path: Path, change: dict[str, Any]) -> None:
+    killed(tmp_path, 5)
     engine = Engine()
-    _, figures = run_step(tmp_path, engine, **change)
+    _, metrics = run_step(tmp_path, engine, **change)
     assert engine.asked == ALL
-    assert figures["rollout/banked"] == 0.0
-
-
-def test_a_fresh_start_empties_it(tmp_path: Path) -> None:
-    died(tmp_path, 5)
-    engine = Engine()
-    run_step(tmp_path, engine, fresh=True)
-    assert engine.asked == ALL
-
-
-def reopened(run_dir: Path) -> RolloutCache:
-    """The bank of one rank's next start."""
-    return RolloutCache(
-        RolloutCacheSection(),
-        run_dir,
-        World(),  # type: ignore[arg-type]
-        Engine(),
-        PLAN,
-        identity={},
-        tp=1,
-        fresh=False,
-    )
-
-
-def test_covered_steps_go_at_the_start_and_on_the_way(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        died(tmp_path, 2, step=1)
-        (tmp_path / "bank/step-000001").rename(tmp_path / f"bank/step-00000{step}_")
-    for path in (tmp_path / "bank").iterdir():
-        path.rename(path.with_name(path.name[:-1]))
-    bank = reopened(tmp_path)
-    left = lambda: sorted(path.name for path in (tmp_path / "bank").iterdir())  # noqa: E731
-    bank.start(1)
-    assert left() == ["step-000002", "step-000003", "step-000004"]
-    bank.covered_by(None)
-    bank.covered_by(3)
-    bank.close()
-    assert left() == ["step-000004"]
-    bank = reopened(tmp_path)
-    bank.finish()
-    bank.close()
-    assert not (tmp_path / "bank").exists()
+    assert metrics["rollout_cache/reused"] == 0.0
 
 
 def test_ranks_of_one_engine_that_read_differently_use_nothing(tmp_path: Path) -> None:
-    died(tmp_path, 5)
+    killed(tmp_path, 5)
 
-    def other(value: Any) -> Any:
+    def others(value: Any) -> Any:
         """The other rank of this replica has read nothing."""
-        return (value[0], 0, 0, False) if isinstance(value, tuple) else value
+        return (value[0], 0, 0) if isinstance(value, tuple) else value
 
     engine = Engine()
-    world = World(0, 2, other)
-    list_of_two = [("w", torch.ones(4))]
-    bank = RolloutCache(
-        RolloutCacheSection(),
-        tmp_path,
-        world,
-        engine,
-        PLAN,
-        identity={"seed": 3},
-        tp=2,
-        fresh=False,  # type: ignore[arg-type]
-    )
-    bank.start(0)
-    list(bank.watch(list_of_two))
-    bank._fingerprint.take = _fingerprint_of_one  # type: ignore[method-assign]
-    bank.begin_step(1, 0)
-    bank.generate(PROMPTS, None)  # type: ignore[arg-type]
-    bank.close()
+    run_step(tmp_path, engine, world=World(0, 2, others), tp=2)
     assert engine.asked == ALL
 
 
-def _fingerprint_of_one() -> str:
-    from megatron_tlt.sync.fingerprint import WeightFingerprint
+def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        (tmp_path / f"rollout_cache/step-00000{step}").mkdir(parents=True)
 
-    print_of = WeightFingerprint(World())  # type: ignore[arg-type]
-    list(print_of.watch([("w", torch.ones(4))]))
-    return print_of.take()
+    def left() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "rollout_cache").iterdir())
+
+    cache = make(tmp_path, Engine())
+    cache.start(1)
+    assert left() == ["step-000002", "step-000003", "step-000004"]
+    cache.remove_until(None)
+    cache.remove_until(3)
+    cache.close()
+    assert left() == ["step-000004"]
+    cache = make(tmp_path, Engine())
+    cache.clear()
+    cache.close()
+    assert not (tmp_path / "rollout_cache").exists()
 
 
-def test_no_bank_hands_everything_to_the_backend(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_cache_the_backend_generates(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[Any] = []
 
     class Backend:
@@ -216,9 +317,9 @@ def test_no_bank_hands_everything_to_the_backend(caplog: pytest.LogCaptureFixtur
             return []
 
     with caplog.at_level("INFO"):
-        bank = NoRolloutCache(Backend(), PLAN, "it draws without keys")  # type: ignore[arg-type]
-        NoRolloutCache(Backend(), PLAN)  # type: ignore[arg-type]
-    assert caplog.text.count("no rollout bank") == 1 and "without keys" in caplog.text
-    assert bank.generate(PROMPTS, None) == []  # type: ignore[arg-type]
-    assert calls == [(PROMPTS, PLAN.params, 4, None)]
-    assert bank.end_step() == {}
+        cache = NoRolloutCache(Backend(), PARAMS, SAMPLES, "it draws without keys")  # type: ignore[arg-type]
+        NoRolloutCache(Backend(), PARAMS, SAMPLES)  # type: ignore[arg-type]
+    assert caplog.text.count("no rollout cache") == 1 and "without keys" in caplog.text
+    assert cache.generate(PROMPTS, None) == []  # type: ignore[arg-type]
+    assert calls == [(PROMPTS, PARAMS, SAMPLES, None)]
+    assert cache.end_step() == {}

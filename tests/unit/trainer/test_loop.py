@@ -12,7 +12,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.dims import Dims
-from megatron_tlt.resilience.rollout_cache import NoRolloutCache, Rollout
+from megatron_tlt.resilience.rollout_cache import NoRolloutCache
 from megatron_tlt.trainer.batch_assembly import make_sequence
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.types import (
@@ -98,7 +98,7 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         "backend": backend,
         "upkeep": Upkeep(),
         "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
-        "bank": NoRolloutCache(backend, Rollout(SamplingParams(), 2)),  # type: ignore[arg-type]
+        "rollout_cache": NoRolloutCache(backend, SamplingParams(), 2),  # type: ignore[arg-type]
     }
     others = dict.fromkeys(("evaluator", "checkpoints"))
     trainer = RLTrainer(config, OneRank(), **parts, **others)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_answers_of_an_engine_without_log_probs_are_scored_by_the_actor() -> Non
         group = SampleGroup(PROMPTS[1], [Sample(1, 0, [7], [], "", "stop", 0)])
         parts = [[make_sequence(group, group.samples[0])], [make_sequence(group, group.samples[0])]]
         others = dict.fromkeys(
-            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "bank")
+            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "rollout_cache")
         )
         trainer = RLTrainer(
             config,

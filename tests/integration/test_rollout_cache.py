@@ -1,4 +1,4 @@
-"""The rollout bank: a run killed in the middle of a rollout and resumed is the uninterrupted one, bit for bit."""
+"""The rollout cache: a run killed in the middle of a rollout and resumed is the uninterrupted one, bit for bit."""
 
 import shutil
 import signal
@@ -21,7 +21,7 @@ def train(config, ranks, *overrides):
 
 
 def killed(config, run_dir, rank, step, answers, *overrides):
-    """A run on two ranks, of which `rank` dies when it has banked so many answers of `step`."""
+    """A run on two ranks, of which `rank` dies when it has cached so many answers of `step`."""
     arguments = [config, rank, step, answers, f"train.run_dir={run_dir}", *overrides]
     script = f"{KILLER.replace('.', '/')}.py"
     done = run_ranks(2, script, *map(str, arguments), check=False)
@@ -29,8 +29,8 @@ def killed(config, run_dir, rank, step, answers, *overrides):
     return run_dir
 
 
-def banked(run_dir):
-    return {row["step"]: row["rollout/banked"] for row in rows(run_dir)}
+def reused(run_dir):
+    return {row["step"]: row["rollout_cache/reused"] for row in rows(run_dir)}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,11 @@ def forks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, forks):
-    """Uninterrupted runs on one rank: `run`, and `no_bank` without a bank."""
+    """Uninterrupted runs on one rank: `run`, and `no_cache` without a cache."""
     folder = tmp_path_factory.mktemp("one")
     config = write_config(folder)
     forks.run("train", config)
-    forks.run("train", config, f"train.run_dir={folder / 'no_bank'}", "bank.enabled=false")
+    forks.run("train", config, f"train.run_dir={folder / 'no_cache'}", "rollout_cache.enabled=false")
     return folder
 
 
@@ -61,7 +61,7 @@ def resumed(one, forks):
 
 @pytest.fixture
 def dead(one, forks, tmp_path):
-    """A run on one rank that died when it had banked so many answers of a step."""
+    """A run on one rank that died when it had cached so many answers of a step."""
 
     def die(step, answers, *overrides):
         run_dir = tmp_path / "run"
@@ -73,41 +73,41 @@ def dead(one, forks, tmp_path):
     return die
 
 
-def test_a_bank_changes_nothing_and_leaves_nothing(one):
-    assert_same_checkpoint(one / "run" / LAST, one / "no_bank" / LAST)
-    assert set(banked(one / "run").values()) == {0.0}
-    assert all("rollout/banked" not in row for row in rows(one / "no_bank"))
-    assert not (one / "run" / "bank").exists()
+def test_a_cache_changes_nothing_and_leaves_nothing(one):
+    assert_same_checkpoint(one / "run" / LAST, one / "no_cache" / LAST)
+    assert set(reused(one / "run").values()) == {0.0}
+    assert all("rollout_cache/reused" not in row for row in rows(one / "no_cache"))
+    assert not (one / "run" / "rollout_cache").exists()
 
 
-def test_killed_in_a_rollout_resumed_with_and_without_the_bank(one, dead, resumed, tmp_path):
+def test_killed_in_a_rollout_resumed_with_and_without_the_cache(one, dead, resumed, tmp_path):
     run_dir = dead(3, 9, NOW)
-    (file,) = (run_dir / "bank").rglob("*.bank")
+    (file,) = (run_dir / "rollout_cache").rglob("*.jsonl")
     assert file.parent.name == "step-000003"  # steps 1 and 2 have a checkpoint
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for folder in (run_dir, run_dir / "bank", file.parent):
+    for folder in (run_dir, run_dir / "rollout_cache", file.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     without = copy_run(run_dir, tmp_path / "without")
-    shutil.rmtree(without / "bank")
+    shutil.rmtree(without / "rollout_cache")
     (without / "lock").unlink()
     for folder in (run_dir, without):
         assert "resumed after step 2" in resumed(folder)
         assert_same_checkpoint(one / "run" / LAST, folder / LAST)
-        assert not (folder / "bank").exists()
+        assert not (folder / "rollout_cache").exists()
         keep = ("reward/mean", "length/mean", "policy/loss", "policy/mismatch_kl")
         values = [[{k: row.get(k) for k in keep} for row in rows(d)] for d in (folder, one / "run")]
         assert values[0] == values[1]
-    assert banked(run_dir) == {1: 0, 2: 0, 3: 9, 4: 0}
-    assert banked(without) == dict.fromkeys((1, 2, 3, 4), 0)
+    assert reused(run_dir) == {1: 0, 2: 0, 3: 9, 4: 0}
+    assert reused(without) == dict.fromkeys((1, 2, 3, 4), 0)
     tokens = [rows(folder)[2]["engine/generated_tokens"] for folder in (run_dir, without)]
     assert tokens[0] < tokens[1]
 
 
-def test_steps_since_the_last_checkpoint_come_from_the_bank(one, dead, resumed):
+def test_steps_since_the_last_checkpoint_come_from_the_cache(one, dead, resumed):
     """Checkpoints every 2 steps: step 3 was finished, but its weights are gone; step 4 was under way."""
     run_dir = dead(4, 5, NOW, "checkpoint.every=2")
     resumed(run_dir, "checkpoint.every=2")
-    assert banked(run_dir) == {1: 0, 2: 0, 3: 32, 4: 5}
+    assert reused(run_dir) == {1: 0, 2: 0, 3: 32, 4: 5}
     assert rows(run_dir)[2]["engine/generated_tokens"] == 0
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
 
@@ -116,33 +116,33 @@ def test_killed_twice_in_one_step(one, dead, resumed):
     for answers in (5, 6):
         run_dir = dead(1, answers)
     resumed(run_dir)
-    assert banked(run_dir)[1] == 11
+    assert reused(run_dir)[1] == 11
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
 
 
-def test_other_sampling_makes_the_bank_stale(dead, resumed):
+def test_other_sampling_makes_the_cache_stale(dead, resumed):
     run_dir = dead(1, 9)
     resumed(run_dir, "rollout.temperature=0.9", "train.num_steps=2")
-    assert banked(run_dir) == {1: 0, 2: 0}
+    assert reused(run_dir) == {1: 0, 2: 0}
 
 
-def test_a_torn_bank_and_a_fresh_start(one, dead, resumed, tmp_path):
+def test_a_torn_file_and_a_fresh_start(one, dead, resumed, tmp_path):
     run_dir = dead(1, 9)
     fresh = copy_run(run_dir, tmp_path / "fresh")
-    (file,) = (run_dir / "bank").rglob("*.bank")
+    (file,) = (run_dir / "rollout_cache").rglob("*.jsonl")
     file.write_bytes(file.read_bytes()[:-3])
     resumed(run_dir)
-    assert banked(run_dir)[1] == 8
+    assert reused(run_dir)[1] == 8
     resumed(fresh, "checkpoint.resume=never")
-    assert banked(fresh)[1] == 0
+    assert reused(fresh)[1] == 0
     for folder in (run_dir, fresh):
         assert_same_checkpoint(one / "run" / LAST, folder / LAST)
 
 
-def test_a_speculating_run_uses_the_bank_of_a_plain_one(one, dead, resumed):
+def test_a_speculating_run_uses_the_cache_of_a_plain_one(one, dead, resumed):
     run_dir = dead(2, 9, NOW)
     resumed(run_dir, "rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed")
-    assert banked(run_dir)[2] == 9
+    assert reused(run_dir)[2] == 9
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
 
 
@@ -153,29 +153,29 @@ def test_two_ranks_and_one_steal_from_each_other(one, dead, forks, tmp_path):
     train(config, 2, f"train.run_dir={two}")
     by_two = killed(config, tmp_path / "by_two", 1, 1, 10)
     forks.run("train", config, f"train.run_dir={by_two}")
-    assert banked(by_two)[1] >= 10
+    assert reused(by_two)[1] >= 10
     assert_same_checkpoint(one / "run" / LAST, by_two / LAST)
     by_one = dead(1, 20)
     train(config, 2, f"train.run_dir={by_one}")
-    assert banked(by_one)[1] == 20
+    assert reused(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
     moving = [
         "idle.work_stealing=true",
         "rollout.max_running_requests=4",
-    ]  # either may have answered what it banked
+    ]  # either may have answered what it cached
     again = killed(config, tmp_path / "again", 0, 3, 9, NOW, *moving)
     train(config, 2, f"train.run_dir={again}", *moving)
-    assert 9 <= banked(again)[3] < 32
+    assert 9 <= reused(again)[3] < 32
     assert_same_checkpoint(two / LAST, again / LAST)
 
 
 @pytest.mark.nightly
-def test_a_tensor_parallel_engine_reads_the_bank_as_one(tmp_path):
+def test_a_tensor_parallel_engine_reads_the_cache_as_one(tmp_path):
     steps = {"num_steps": 2, "prompts_per_step": 8, "run_dir": str(tmp_path / "run")}
     rollout = {"samples_per_prompt": 4, "max_tokens": 16, "tp": 2}
     config = write_config(tmp_path, rollout=rollout, train=steps, eval={"every": 0})
     train(config, 2)
     run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW)
     train(config, 2, f"train.run_dir={run_dir}")
-    assert banked(run_dir)[2] == 9
+    assert reused(run_dir)[2] == 9
     assert_same_checkpoint(tmp_path / "run/checkpoints/step-000002", run_dir / "checkpoints/step-000002")

@@ -1,0 +1,98 @@
+"""Noting SIGUSR1 and SIGTERM in a rank. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.shutdown import ShutdownSection
+
+WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
+ECHO_S = 5.0  # signals closer together count once: on preemption Slurm sends SIGTERM twice and SIGUSR1 (measured)
+
+
+class StopSignals:
+    """Notes SIGUSR1 and SIGTERM in a thread of its own, so also while the main thread is inside a collective.
+
+    `count` is how many came (echoes left out); `warned_at`, `term_at` are the seconds of the first of each kind.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, exit_now: Callable[[int], None] = os._exit
+    ):
+        self.count = 0
+        self.term_at: float | None = None
+        self.warned_at: float | None = None
+        self._on_signal: Callable[[], None] | None = None
+        self._clock, self._exit_now = clock, exit_now
+        self._last = 0.0
+        self._wakeup_fd = -1
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> StopSignals:
+        """Replaces the handlers; the main thread only. `restore` undoes it."""
+        read, self._wakeup_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        for number in (WARNING, TERM):
+            self._previous[number] = signal.signal(number, _noted_by_thread)
+        threading.Thread(target=self._note_all, args=(read,), name="signals", daemon=True).start()
+        return self
+
+    def restore(self) -> None:
+        """Puts back the handlers that were there before. Idempotent."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        if self._wakeup_fd >= 0:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup_fd)  # ends the thread
+            self._wakeup_fd = -1
+
+    def on_signal(self, callback: Callable[[], None] | None) -> None:
+        """From now on the thread calls `callback` after each signal; at once if there was one already."""
+        self._on_signal = callback
+        if self.count and callback is not None:
+            callback()
+
+    def note(self, number: int) -> None:
+        """Records a signal. The third one ends the process."""
+        if number not in (WARNING, TERM):
+            return  # another handler's
+        now = self._clock()
+        if number == TERM:
+            self.term_at = now if self.term_at is None else self.term_at
+        else:
+            self.warned_at = now if self.warned_at is None else self.warned_at
+        if not self.count or now - self._last >= ECHO_S:
+            self.count += 1
+        self._last = now
+        if self.count > 2:
+            self._exit_now(128 + number)
+        if self._on_signal is not None:
+            self._on_signal()
+
+    def deadline(self, section: ShutdownSection) -> float | None:
+        """When every rank must have exited, by this rank's clock; None before any signal."""
+        times = []
+        if self.warned_at is not None:
+            times.append(self.warned_at + section.warning_s)
+        if self.term_at is not None:
+            times.append(self.term_at + section.term_s)
+        return min(times, default=None)
+
+    def _note_all(self, read: int) -> None:
+        while data := os.read(read, 64):
+            for number in data:
+                self.note(number)
+        os.close(read)
+
+
+def _noted_by_thread(number: int, frame: FrameType | None) -> None:
+    """Python's own handler does nothing: it would run only when the main thread is back from C."""
