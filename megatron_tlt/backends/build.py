@@ -67,7 +67,7 @@ def build_backend(
     if load_weights:
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
-    eagle = _eagle(rollout, decoder, config, tp, drafter)
+    eagle = _eagle(rollout, decoder, config, drafter)
     num_blocks = choose_num_blocks(
         _block_bytes(rollout.block_size, decoder, eagle, keep_features),
         block_size=rollout.block_size,
@@ -132,7 +132,6 @@ def _eagle(
     rollout: RolloutSection,
     decoder: Decoder,
     config: ModelConfig,
-    tp: TensorParallel | None,
     weights: Mapping[str, Tensor] | None,
 ) -> EagleDecoder | None:
     """The trained drafter around the policy's decoder, its weights loaded."""
@@ -142,7 +141,7 @@ def _eagle(
     if weights is None:
         assert section.drafter_path is not None  # `_check`
         weights = load_drafter(section.drafter_path, config).weights
-    eagle = build_eagle(decoder, rollout.threads, tp)
+    eagle = build_eagle(decoder, rollout.threads)
     eagle.load_weights(weights.items())
     return eagle
 

@@ -71,19 +71,19 @@ def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
     return attend
 
 
-def build_eagle(policy: Decoder, threads: int = 1, tp: TensorParallel | None = None) -> EagleDecoder:
+def build_eagle(policy: Decoder, threads: int = 1) -> EagleDecoder:
     """An empty drafter of the kind, precision and device of the policy's decoder; load weights next.
 
-    `tp` is the policy's group. Raises BackendError for a decoder that no drafter goes with.
+    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder that no drafter goes with.
     """
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
-        return TorchEagle(policy, tp)
+        return TorchEagle(policy)
     from megatron_tlt.models.native.decoder import NativeDecoder
 
     if not isinstance(policy, NativeDecoder):
         raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
     from megatron_tlt.models.native.eagle import NativeEagle
 
-    return NativeEagle(policy, threads, tp)
+    return NativeEagle(policy, threads)

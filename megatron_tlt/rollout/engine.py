@@ -73,7 +73,7 @@ class Engine:
         self.speculator: Speculator | None = None
         if drafting is not None and drafting.section.drafter != "none":
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
-        self._share_graphs(limits, drafting)
+        self._share_graphs()
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._arrivals = 0
@@ -304,16 +304,13 @@ class Engine:
         pool = self.runner.decoder.pool
         return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
 
-    def _share_graphs(self, limits: SchedulerLimits, drafting: Drafting | None) -> None:
+    def _share_graphs(self) -> None:
         """Lets the trained drafter's steps run as graphs in the policy's pool."""
         decoder, speculator = self.runner.decoder, self.speculator
-        if not isinstance(decoder, PooledDecoder) or speculator is None or speculator.eagle is None:
-            return
-        assert drafting is not None
-        eagle = speculator.eagle
-        if isinstance(eagle.decoder, TorchEagle):
-            longest = limits.max_context + drafting.section.draft_len
-            eagle.decoder.use_graphs(eagle.kv, decoder.pool.run_step, limits.max_running, longest)
+        if isinstance(decoder, PooledDecoder) and speculator is not None and speculator.eagle is not None:
+            eagle = speculator.eagle.decoder
+            if isinstance(eagle, TorchEagle):
+                eagle.use_graphs(decoder.pool.run_step)
 
     def _note(self, running: int, now: float) -> None:
         """Records a change of the number of running requests: a point of the curve, not one a step."""

@@ -1,8 +1,8 @@
-"""The EAGLE drafter's pairs over shuffled blocks, and what it must compute, in a few lines of plain PyTorch."""
+"""Running rows for the EAGLE drafter, and what it must compute, in a few lines of plain PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -12,15 +12,20 @@ from torch.nn.functional import silu
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import (
+    BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
-    DraftParams,
+    Chains,
+    DraftingRows,
     EagleDecoder,
-    EagleInput,
+    Pairs,
     eagle_parameter_shapes,
 )
-from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table
+
+ONES = np.ones((DEPTHS, BUCKETS), np.float32)
 
 
 def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, Tensor]]:
@@ -37,55 +42,102 @@ def states(count: int, config: ModelConfig, seed: int, dtype: torch.dtype = torc
     return torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def draft_params(
-    count: int, lengths: int | list[int], temperature: float = 1.0, topk: int = 1, **kwargs
-) -> DraftParams:
-    """Parameters of `count` chains with keys and output positions of their own; rates 1 unless given."""
-    rates = kwargs.pop("rates", np.ones((DEPTHS, BUCKETS), np.float32))
-    keys = np.random.default_rng(3).integers(0, 1 << 63, count, dtype=np.uint64)
-    return DraftParams(
-        keys,
-        np.arange(count, dtype=np.int32) * 7,
-        np.full(count, temperature, np.float32),
-        np.broadcast_to(np.asarray(lengths, np.int32), count).copy(),
-        topk,
-        rates,
-        kwargs.pop("min_cumulative_acceptance", 0.0),
-        **kwargs,
-    )
+class Rows:
+    """Running rows over shuffled blocks: `tokens[i]` [n] and hidden states `states[i]` [n - 1 or more] of row i.
+
+    The last token is the one to draft behind; all but the first are outputs. Nothing is cached yet.
+    """
+
+    def __init__(
+        self,
+        drafter: EagleDecoder,
+        tokens: list[list[int]],
+        states: list[Tensor],
+        *,
+        temperature: float | list[float] = 1.0,
+        window: int = 700,
+        room: int = 32,
+        block_size: int = 16,
+        seed: int = 0,
+    ):
+        count, longest = len(tokens), max(map(len, tokens))
+        each, size = -(-(longest + room) // block_size), block_size
+        random = np.random.default_rng(seed)
+        self.drafter, self.tokens, self.size = drafter, tokens, size
+        self.kv: KVCache = drafter.new_kv_cache(count * each, size)
+        self.tables = random.permutation(count * each).reshape(count, each).astype(np.int32)
+        hidden = drafter.config.hidden_size
+        self.pages = torch.full((count * each * size, hidden), float("nan"), dtype=drafter.dtype)
+        for row, state in enumerate(states):
+            self.pages[self.slots(row, np.arange(len(state)))] = state.to(drafter.dtype)
+        slot = random.permutation(count).astype(np.int32)
+        self.outputs = np.zeros((count, longest), np.int32)
+        for row, ids in enumerate(tokens):
+            self.outputs[slot[row], : len(ids) - 1] = ids[1:]
+        lengths = np.array([len(ids) - 1 for ids in tokens], np.int32)
+        keys = np.random.default_rng(3).integers(0, 1 << 63, count, dtype=np.uint64)
+        heat = np.broadcast_to(np.float32(temperature), count).copy()
+        synced, first = np.zeros(count, np.int32), np.ones(count, np.int32)
+        self.rows = DraftingRows(slot, lengths, lengths.copy(), self.tables, keys, heat, synced, first)
+        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages, window)
+
+    def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
+        return self.tables[row, positions // self.size] * self.size + positions % self.size
+
+    def feed(self, row: int, start: int, end: int) -> None:
+        """Caches the pairs of positions start .. end - 1."""
+        at = np.arange(start, end)
+        columns = (np.array(self.tokens[row])[at], at, self.slots(row, at), self.slots(row, at - 1))
+        self.drafter.feed(Pairs(*(c.astype(np.int32) for c in columns)), self.pages, self.kv)
+        self.rows.synced[self.rows.slot[row]] = end - 1
+
+    def draft(
+        self, wanted: int | list[int], topk: int = 1, rates: np.ndarray = ONES, min_acceptance: float = 0.0
+    ) -> Chains:
+        most = np.broadcast_to(np.asarray(wanted, np.int32), len(self.tokens)).copy()
+        return self.drafts.draft(self.outputs, most, topk, rates, min_acceptance)
 
 
-@dataclass
-class Pairs:
-    """Feeds pairs of any sequences. Every sequence may hold `longest` positions, in shuffled blocks."""
+def of_row(chains: Chains, row: int) -> Chains:
+    """The part of one row."""
+    end = int(chains.counts[: row + 1].sum())
+    at = slice(end - int(chains.counts[row]), end)
+    names = [f.name for f in fields(Chains) if f.name != "counts"]
+    return Chains(chains.counts[row : row + 1], *(getattr(chains, name)[at] for name in names))
 
-    drafter: EagleDecoder
-    seqs: int
-    longest: int = 640
-    block_size: int = 32
-    seed: int = 0
-    kv: KVCache = field(init=False)
 
-    def __post_init__(self) -> None:
-        each = -(-self.longest // self.block_size)
-        self.kv = self.drafter.new_kv_cache(self.seqs * each, self.block_size)
-        order = torch.randperm(self.seqs * each, generator=torch.Generator().manual_seed(self.seed))
-        self.tables = order.view(self.seqs, each).to(torch.int32)
-
-    def input(self, chunks: list[tuple[int, int, list[int], Tensor]], first_visible: list[int]) -> EagleInput:
-        """chunks: (sequence, first position, tokens, states before them). Wanted: each chunk's last row."""
-        positions = [p for _, at, tokens, _ in chunks for p in range(at, at + len(tokens))]
-        seq_of = [i for i, chunk in enumerate(chunks) for _ in chunk[2]]
-        tables = self.tables[[chunk[0] for chunk in chunks]]
-        size = self.block_size
-        slots = [int(tables[s, p // size]) * size + p % size for s, p in zip(seq_of, positions, strict=True)]
-        starts = np.cumsum([0] + [len(chunk[2]) for chunk in chunks])
-        tokens = [t for chunk in chunks for t in chunk[2]]
-        contexts = [at + len(ids) for _, at, ids, _ in chunks]
-        data = (tokens, positions, slots, starts, contexts, tables, starts[1:] - 1)
-        batch = DecoderInput(*(torch.as_tensor(x).to(torch.int32) for x in data))
-        hidden = torch.cat([chunk[3] for chunk in chunks]).to(self.drafter.dtype)
-        return EagleInput(batch, hidden, torch.tensor(first_visible, dtype=torch.int32))
+def check_row(
+    chains: Chains,
+    rows: Rows,
+    row: int,
+    policy: list[tuple[str, Tensor]],
+    drafter: list[tuple[str, Tensor]],
+    rates: np.ndarray = ONES,
+    atol: float = 2e-4,
+) -> None:
+    """A row's draft is what `expected` and the sampler's noise give, token by token."""
+    own, r = of_row(chains, row), rows.rows
+    first, topk = int(r.first[r.slot[row]]), 1 + own.sibling_tokens.shape[1]
+    tokens = rows.tokens[row][first:]
+    states = rows.pages[rows.slots(row, np.arange(first - 1, len(rows.tokens[row]) - 1))].float()
+    acceptance, t = np.float32(1), float(r.temperature[row])
+    for step, token in enumerate(own.tokens.tolist()):
+        logits, hidden = expected(rows.drafter.config, policy, drafter, tokens, states, first)
+        scores = logits[-1]
+        if t > 0:
+            key = row_keys(r.keys[row : row + 1], r.output_len[row : row + 1] + step)
+            scores = scores / t + gumbel_noise(key_tensor(key), len(scores))[0]
+        best = scores.topk(max(2, topk))
+        assert [token, *own.sibling_tokens[step].tolist()] == best.indices[:topk].tolist()
+        gaps = (best.values[0] - best.values).numpy()
+        np.testing.assert_allclose(own.sibling_gaps[step], gaps[1:topk], atol=atol)
+        depth, bucket = divmod(int(own.feature[step]), BUCKETS)
+        assert depth == min(step, DEPTHS - 1) and own.depths[step] == step + 1
+        near = {min(BUCKETS - 1, int((gaps[1] + d) // BUCKET_WIDTH)) for d in (-atol, 0, atol)}
+        assert bucket in near
+        acceptance *= rates[depth, bucket]
+        np.testing.assert_allclose(own.cumulative_acceptance[step], acceptance, rtol=1e-6)
+        tokens, states = [*tokens, token], torch.cat([states, hidden[-1:]])
 
 
 def expected(

@@ -49,7 +49,7 @@ def speculating_engine(
     decoder.load_weights(weights)
     eagle = None
     if section.drafter in ("eagle", "hybrid"):
-        eagle = build_eagle(decoder, 1, tp)
+        eagle = build_eagle(decoder)
         eagle.load_weights((drafter_weights or eagle_weights(config)).items())
     return Engine(
         decoder,

@@ -11,10 +11,10 @@ rollout, offloaded optimizer state to the update. A rank needs what its fullest 
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * Activations, the LM head and what backward takes: `activations.py`.
-* Engine: the embedding whole on every rank, layers and LM head over t; a head of its own where the decoder packs it (C)
-  or shards it (t > 1), even if the model ties it.
+* Engine: the embedding whole on every rank, layers over t; in C a packed LM head, whole on every rank; in PyTorch the
+  head over t, and a head of its own where it is sharded (t > 1), even if the model ties it.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
-  adds its one layer to L, and `H*e` for the policy's hidden states, which it reads and every rank holds.
+  adds its one layer with all K heads, and `H*e` for the policy's hidden states, which it reads; every rank holds both.
 """
 
 from __future__ import annotations
@@ -124,21 +124,21 @@ def activation_bytes(
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
     heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
-    keys_values = 2 * (shape.num_layers + trained) * heads * shape.head_dim
+    keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
     return (keys_values + shape.hidden_size * trained) * element_bytes(config.rollout.dtype)
 
 
 def speculation_bytes(config: Config, shape: ModelShape) -> int:
     """What drafters hold on one rank beside their part of the KV cache.
 
-    The eagle drafter: one layer and `fc` (2H x H on every rank). The suffix drafter: its tries and as much for earlier
-    answers, once both are full.
+    The eagle drafter: one layer and `fc` (2H x H), whole on every rank. The suffix drafter: its tries and as much for
+    earlier answers, once both are full.
     """
     rollout, section = config.rollout, config.rollout.speculation
     total = 2 * section.suffix.history_mib * MIB * section.uses_suffix
     if section.uses_eagle:
         hidden = shape.hidden_size
-        weights = layer_parameters(shape) // rollout.tp + 2 * hidden * hidden
+        weights = layer_parameters(shape) + 2 * hidden * hidden
         total += weights * element_bytes(rollout.dtype)
     return total
 
@@ -172,13 +172,13 @@ def kv_cache_bytes(config: Config, shape: ModelShape, device: Device) -> int:
 
 
 def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
-    """Weights of one rank of an engine."""
+    """Weights of one rank of an engine. The native decoder (packed weights) holds the whole LM head on every rank."""
     rollout = config.rollout
     table = shape.vocab_size * shape.hidden_size
     packed = device == "cpu" and rollout.kernels != "torch"
     has_head = packed or rollout.tp > 1 or not shape.tie_word_embeddings
     count = shape.num_layers * layer_parameters(shape) // rollout.tp
-    count += table + has_head * table // rollout.tp
+    count += table + has_head * table // (1 if packed else rollout.tp)
     return count * element_bytes(rollout.dtype)
 
 

@@ -1,12 +1,14 @@
-"""What every rollout form of the EAGLE drafter offers (PyTorch in `eagle.py`, C in `native_eagle.py`).
+"""The EAGLE drafter in rollouts: what its PyTorch (`torch_drafter.py`) and C (`native/eagle.py`) forms have in common.
 
 The drafter reads pairs: at position s, the token there and the policy's final hidden state (after the final norm) of
-position s - 1. Its output hidden state at s stands for the policy's at s, so the policy's LM head gives the
-distribution of the token at s + 1, and the next pair is (that token, that hidden state). Pair s is cached in
-slot s of the same block tables as the policy's (a prompt's blocks are shared by its samples, and pair s knows nothing
-after s); slot 0 is never read.
+position s - 1. Its output hidden state at s approximates the policy's at s, so the policy's LM head gives the
+distribution of the token at s + 1, and the next pair is (that token, that hidden state). Keys and values of pair s are
+cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
+layer, so a cached pair costs the projections to its key and value and nothing else.
 
-Legend: T rows (pairs), S sequences, H hidden size, V vocabulary, L drafted tokens, K candidates.
+Under tensor parallelism every rank holds and runs the whole drafter.
+
+Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all rows, H hidden size, K candidates.
 """
 
 from __future__ import annotations
@@ -21,54 +23,66 @@ from torch import Tensor
 
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 
-DEPTHS = 8  # draft positions of the match-rate table; the last stands for all deeper ones
-BUCKETS = 32  # of the gap between best and second candidate
-BUCKET_WIDTH = 0.25  # bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
-
-
-@dataclass(slots=True)
-class EagleInput:
-    """`batch.positions` are the pairs' s; `batch.logit_rows` the last row of each sequence.
-
-    `block_tables` and `slot_mapping` are the policy's. Row s attends to cached pairs `first_visible[seq] .. s`.
-    """
-
-    batch: DecoderInput
-    hidden: Tensor  # [T, H], policy's hidden state of position s - 1, in the compute type
-    first_visible: Tensor  # [S] int32, >= 1
+DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
+BUCKETS = 32  # of the gap between the scores of the best and the second candidate
+BUCKET_WIDTH = 0.25  # score; bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
+MAX_CANDIDATES = 4  # K is at most this
 
 
 @dataclass(slots=True)
-class DraftParams:
-    """How S chains are drafted (numpy). Candidates at a position are the K largest of logits / T + noise."""
+class Pairs:
+    """T pairs to cache; int32 numpy arrays [T]."""
 
-    keys: np.ndarray  # uint64 [S], request keys (`models.keys.request_key`)
-    output_positions: np.ndarray  # int32 [S], output position t of the first drafted token
-    temperature: np.ndarray  # float32 [S], 0: greedy
-    max_len: np.ndarray  # int32 [S], most tokens to draft; blocks for them exist
-    topk: int
-    rates: (
-        np.ndarray
-    )  # float32 [DEPTHS, BUCKETS], estimated P(match) by depth and gap between best and second
-    min_cumulative_acceptance: (
-        float  # a chain ends before a token whose cumulative acceptance (product of rates) is below
-    )
-    want_logits: bool = False
+    tokens: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray  # where key and value go
+    state_slots: np.ndarray  # of the hidden state of the position before, in the paged hidden states
 
 
-@dataclass(slots=True)
-class DraftRows:
-    """Drafted chains. Entry [s, l] is valid for l < lengths[s]."""
+@dataclass(frozen=True, slots=True)
+class DraftingRows:
+    """The engine's running rows: contiguous arrays that stay where they are and are read at every draft."""
 
-    lengths: np.ndarray  # int32 [S]
-    tokens: np.ndarray  # int32 [S, L, K], best first
-    gaps: (
-        np.ndarray
-    )  # float32 [S, L, K]: [.., 0] best minus second best score; [.., k] best minus k-th, k >= 1
-    cumulative_acceptance: np.ndarray  # float32 [S, L], of the best token: product of the rates up to it
-    logits: np.ndarray | None = None  # float32 [S, L, V], if wanted
+    slot: np.ndarray  # int32 [B], of the row's request
+    positions: np.ndarray  # int32 [B], of the row's last token
+    output_len: np.ndarray  # int32 [B], tokens drawn so far
+    block_tables: np.ndarray  # int32 [S, blocks]
+    keys: np.ndarray  # uint64 [B], of the requests (`models.keys.request_key`)
+    temperature: np.ndarray  # float32 [B], 0: greedy
+    synced: np.ndarray  # int32 [S], last position whose pair is cached; written by drafts
+    first: np.ndarray  # int32 [S], first position that the drafter attends to; written by drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Drafted chains of B rows, flat in row order. Candidates are the K largest of logits / T + keyed noise."""
+
+    counts: np.ndarray  # int32 [B], tokens of each row
+    tokens: np.ndarray  # int32 [N], the best candidates
+    cumulative_acceptance: np.ndarray  # float32 [N], product of the match rates up to the token
+    depths: np.ndarray  # int32 [N], from 1
+    feature: np.ndarray  # int32 [N], min(depth - 1, DEPTHS - 1) * BUCKETS + bucket of the gap to the second
+    sibling_tokens: np.ndarray  # int32 [N, K - 1], the other candidates, best first
+    sibling_gaps: np.ndarray  # float32 [N, K - 1], best score minus theirs
+
+
+class RowDrafter(Protocol):
+    """Drafts for one set of running rows over one cache. Not thread-safe."""
+
+    def point_at(self, kv: KVCache, pages: Tensor) -> None:
+        """Uses this memory from now on (empty after a release: no draft may follow then)."""
+
+    def draft(
+        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
+    ) -> Chains:
+        """Caches the missing pairs of each row, at most the window's, and drafts up to `wanted` int [B] tokens for it.
+
+        `outputs` int32 [S, any] holds the tokens drawn so far; `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a
+        chain ends before a token whose cumulative acceptance is below `min_acceptance`. A row whose last pair is cached
+        has nothing to start from and gets no draft. Writes the cache, at drafted positions too, and `synced` and
+        `first`. Raises BackendError for arguments that do not fit and before all weights are loaded.
+        """
 
 
 class EagleDecoder(Protocol):
@@ -89,11 +103,11 @@ class EagleDecoder(Protocol):
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all tensors of `eagle_parameter_shapes`. Raises CheckpointError for wrong names or shapes."""
 
-    def forward(self, inputs: EagleInput, kv: KVCache) -> DecoderOutput:
-        """One pass over the pairs: logits and hidden states of `batch.logit_rows`; writes the cache."""
+    def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
+        """Caches `pairs`; `pages` [slots, H] are the policy's hidden states. Mutates `kv`."""
 
-    def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
-        """Feeds the pairs, then drafts a chain for each sequence; writes the cache at the drafted positions too."""
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> RowDrafter:
+        """Drafts for `rows`, which catch up with at most their last `window` pairs."""
 
 
 def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -110,52 +124,3 @@ def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if name.startswith(prefix) and "input_layernorm" not in name
     }
     return {"fc.weight": (config.hidden_size, 2 * config.hidden_size), **layer}
-
-
-class DraftRecorder:
-    """Fills a `DraftRows`, draft position by draft position."""
-
-    def __init__(self, params: DraftParams, vocab: int):
-        count, longest = len(params.keys), int(params.max_len.max(initial=0))
-        self._params, self._cumulative_acceptance = params, np.ones(count, np.float32)
-        self._out = DraftRows(
-            np.zeros(count, np.int32),
-            np.zeros((count, longest, params.topk), np.int32),
-            np.zeros((count, longest, params.topk), np.float32),
-            np.zeros((count, longest), np.float32),
-            np.zeros((count, longest, vocab), np.float32) if params.want_logits else None,
-        )
-
-    def take(
-        self, step: int, active: np.ndarray, tokens: np.ndarray, gaps: np.ndarray, logits: Tensor
-    ) -> np.ndarray:
-        """Notes what the chains `active` [A] drew at position `step`; bool [A]: which of them go on behind it.
-
-        tokens int32 [A, K or more], best first; gaps float32 as `gaps_of`; logits [A, V]. A chain that could not
-        survive its next token, however large that token's gap, ends here.
-        """
-        params, out, k = self._params, self._out, self._params.topk
-        bucket = np.minimum(gaps[:, 0] / BUCKET_WIDTH, BUCKETS - 1).astype(np.int64)
-        self._cumulative_acceptance[active] *= params.rates[min(step, DEPTHS - 1), bucket]
-        kept = self._cumulative_acceptance[active] >= params.min_cumulative_acceptance
-        rows = active[kept]
-        out.lengths[rows] = step + 1
-        out.tokens[rows, step], out.gaps[rows, step] = tokens[kept, :k], gaps[kept, :k]
-        out.cumulative_acceptance[rows, step] = self._cumulative_acceptance[rows]
-        if out.logits is not None:
-            out.logits[rows, step] = logits.float().cpu().numpy()[kept]
-        most = params.rates[min(step + 1, DEPTHS - 1)].max()
-        may_survive = self._cumulative_acceptance[active] * most >= params.min_cumulative_acceptance
-        going: np.ndarray = kept & may_survive & (params.max_len[active] > step + 1)
-        return going
-
-    def result(self) -> DraftRows:
-        """The drafts."""
-        return self._out
-
-
-def gaps_of(scores: np.ndarray) -> np.ndarray:
-    """Gaps float32 [A, C], as in `DraftRows`, of candidates' scores [A, C], best first; infinite for a single one."""
-    gaps: np.ndarray = scores[:, :1] - scores
-    gaps[:, 0] = gaps[:, 1] if scores.shape[1] > 1 else np.inf
-    return gaps

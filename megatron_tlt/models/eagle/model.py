@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.base import Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
@@ -34,51 +32,48 @@ class _Norm(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         h, d = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(h, shard.heads * d, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(h, shard.kv_heads * d, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(h, shard.kv_heads * d, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(shard.heads * d, h, bias=False)
+        self.q_proj = nn.Linear(h, config.num_heads * d, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(h, config.num_kv_heads * d, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(h, config.num_kv_heads * d, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * d, h, bias=False)
         if config.qk_norm:
             self.q_norm, self.k_norm = _Norm(d), _Norm(d)
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, shard.inter, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, shard.inter, bias=False)
-        self.down_proj = nn.Linear(shard.inter, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, shard: Shard):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.self_attn = _Attention(config, shard)
+        self.self_attn = _Attention(config)
         self.post_attention_layernorm = _Norm(config.hidden_size)
-        self.mlp = _Mlp(config, shard)
+        self.mlp = _Mlp(config)
 
 
 class EagleModel(nn.Module):
-    """The drafter's weights and arithmetic. Its state is `eagle_parameter_shapes`, this rank's shard of it under TP.
+    """The drafter's weights and arithmetic. Its state is `eagle_parameter_shapes`.
 
     Embedding and LM head are the policy's and are given at every call.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel | None = None):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self._tp = tp if tp is not None and tp.size > 1 else None
-        self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
-        self.heads, self.kv_heads = self._shard.heads, self._shard.kv_heads
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = _Layer(config, self._shard)
+        self.layer = _Layer(config)
         self._rope = rope_table(config, min(config.max_position_embeddings, _FIRST_POSITIONS))
 
     def initialise(self, seed: int) -> None:
-        """Random weights under which o_s is almost h_{s-1}, a better first guess than noise. Not for TP shards."""
+        """Random weights under which o_s is almost h_{s-1}, a better first guess than noise."""
         h = self.config.hidden_size
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -94,13 +89,12 @@ class EagleModel(nn.Module):
             self.fc.weight[:, h:] += torch.eye(h, device=self.fc.weight.device)
 
     def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes full (unsharded) tensors. Raises CheckpointError unless they are all of `eagle_parameter_shapes`."""
+        """Takes all tensors. Raises CheckpointError unless they are all of `eagle_parameter_shapes`."""
         given = dict(named)
         check_eagle_tensors(given, self.config)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                part = name.split(".")[-2]
-                parameter.copy_(self._shard.slice(part, given[name]))
+                parameter.copy_(given[name])
 
     # -- arithmetic -----------------------------------------------------------------------------------------
 
@@ -138,16 +132,10 @@ class EagleModel(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Output hidden states [T, H] from x and what attention gave, [T, query heads, D]."""
         layer = self.layer
-        x = x + self._reduce(layer.self_attn.o_proj(attended.flatten(1)))
+        x = x + layer.self_attn.o_proj(attended.flatten(1))
         h = rms_norm(x, layer.post_attention_layernorm.weight, self.config.rms_norm_eps)
-        return x + self._reduce(layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h)))
-
-    def _reduce(self, partial: Tensor) -> Tensor:
-        if self._tp is None:
-            return partial
-        wide = partial.float().contiguous()
-        self._tp.all_reduce(wide)
-        return wide.to(partial.dtype)
+        mixed: Tensor = layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+        return x + mixed
 
     # -- training -------------------------------------------------------------------------------------------
 
@@ -159,7 +147,6 @@ class EagleModel(nn.Module):
         (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
         predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
         """
-        assert self._tp is None, "sharded drafters roll out only"
         longest = layout.longest + steps
         embedded = embed[batch.tokens]
         previous = batch.hidden.roll(1, 0)  # a sequence's first token has no pair: nobody sees it

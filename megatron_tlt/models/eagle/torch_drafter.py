@@ -1,89 +1,71 @@
-"""`TorchEagle`: the drafter in rollouts of the PyTorch decoder, `EagleModel` over a paged cache of one layer.
+"""`TorchEagle`: the EAGLE drafter in rollouts of the PyTorch decoder, `EagleModel` over a paged cache of one layer.
 
-Legend: T rows (pairs), S sequences, A those that draft, A' of them still drafting, H hidden size, V vocabulary,
-K candidates, C candidates looked at.
+One drafted position of all chains is one step over fixed buffers, run as it is or by a CUDA graph (`run_step`):
+
+    host: tokens, positions, slots, noise keys --one copy--> buffers --step--> candidates --one copy--> host
+
+The host decides which chains go on; ended ones are padding until the whole draft has ended.
+
+Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
+M blocks of a padded table, H hidden size, V vocabulary, C candidates that are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.eagle.base import DraftParams, DraftRecorder, DraftRows, EagleInput, gaps_of
+from megatron_tlt.models.eagle.base import (
+    BUCKET_WIDTH,
+    BUCKETS,
+    DEPTHS,
+    MAX_CANDIDATES,
+    Chains,
+    DraftingRows,
+    Pairs,
+)
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.eagle.static_draft import CANDIDATES, RunStep, StaticDraft, StaticPairPlan
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.keyed_noise import key_tensor, perturbed
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.keyed_noise import perturbed
 from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.attention import AttentionPlan, Plan, paged_attention
+from megatron_tlt.models.torch.attention import Plan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 
-
-class PairPlan(AttentionPlan):
-    """As its base, but a row sees no pair before its sequence's first visible one."""
-
-    def __init__(self, inputs: EagleInput, block_size: int):
-        batch = inputs.batch
-        super().__init__(batch, block_size)
-        counts = (batch.query_start[1:] - batch.query_start[:-1]).long()
-        first = torch.repeat_interleave(inputs.first_visible.long(), counts)  # [T]
-        for i, (rows, sequences, slots, mask) in enumerate(self.calls):
-            at = torch.arange(slots.shape[1], device=slots.device)
-            seen = at >= first[rows].view(sequences, 1, -1, 1)
-            self.calls[i] = (rows, sequences, slots, mask & seen)
+RunStep = Callable[[Hashable, Callable[[], object]], object]
+_FIRST_BLOCKS = 8  # smallest padded table; the next ones double
 
 
 class TorchEagle:
-    """See `eagle_base.EagleDecoder`. Cache layout: [2, (num_blocks + 1) * block_size, kv heads, D].
-
-    As in the policy's, the block behind the last one is scratch. Position by position from Python: the chosen tokens
-    come to the host at each, which decides what goes on.
-    """
+    """See `EagleDecoder`. Cache layout: [2, (num_blocks + 1) * block_size, kv heads, D]; the last block is scratch."""
 
     kind = "torch"
 
-    def __init__(self, policy: TorchDecoder, tp: TensorParallel | None = None):
-        """`tp` is the policy's. Embedding and LM head are read from `policy` at every call."""
+    def __init__(self, policy: TorchDecoder):
+        """Embedding and LM head are read from `policy` at every call."""
         self.config, self.device, self.dtype = policy.config, policy.device, policy.dtype
-        self._policy = policy
-        self._tp = tp if tp is not None and tp.size > 1 else None
-        self.model = EagleModel(policy.config, tp).to(policy.device, policy.dtype).requires_grad_(False)
+        self.policy = policy
+        self.model = EagleModel(policy.config).to(policy.device, policy.dtype).requires_grad_(False)
+        self.run_step: RunStep = lambda _key, step: step()
         self._loaded = False
-        self._static: StaticDraft | None = None
 
-    def use_graphs(self, kv: KVCache, run_step: RunStep, max_batch: int, max_context: int) -> None:
-        """From now on drafts over `kv` run through `run_step(key, step)` (`GraphPool.run_step`) where they fit.
-
-        `max_batch` chains of at most `max_context` positions, drafted ones included.
-        """
-        self._static = StaticDraft(self, kv, run_step, max_batch, max_context)
-
-    @property
-    def embed(self) -> Tensor:
-        """The policy's embedding [V, H]."""
-        return self._policy._embed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The policy's LM head on hidden states [T, H]: float32 [T, V] on every tensor-parallel rank."""
-        local = linear(hidden, self._policy._head).float()
-        return self._policy._shard.gather_logits(self._tp, local, self.config.vocab_size)
+    def use_graphs(self, run_step: RunStep) -> None:
+        """From now on steps run by `run_step(key, step)` (`GraphPool.run_step`). Mutates."""
+        self.run_step = run_step
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed; its memory, one scratch block included, is taken at once."""
-        shape = (2, (num_blocks + 1) * block_size, self.model.kv_heads, self.config.head_dim)
+        shape = (2, (num_blocks + 1) * block_size, self.config.num_kv_heads, self.config.head_dim)
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block."""
-        return 2 * block_size * self.model.kv_heads * self.config.head_dim * self.dtype.itemsize
+        return 2 * block_size * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i], in order of i."""
@@ -92,116 +74,215 @@ class TorchEagle:
             blocks[:, b] = blocks[:, a]
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes full tensors. Raises CheckpointError unless they are all of `eagle_parameter_shapes`."""
+        """See `EagleDecoder.load_weights`."""
         self.model.load_full(named)
         self._loaded = True
 
     @torch.inference_mode()
-    def forward(self, inputs: EagleInput, kv: KVCache) -> DecoderOutput:
-        """See `EagleDecoder.forward`. Raises BackendError before weights were loaded."""
+    def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
+        """See `EagleDecoder.feed`. Raises BackendError before weights were loaded."""
         if not self._loaded:
-            raise BackendError("the drafter was asked before its weights were loaded")
-        batch, model = inputs.batch, self.model
-        positions, slots = batch.positions.long(), batch.slot_mapping.long()
-        rope = model.rope(positions, int(batch.context_lens.max()))
-        x = model.join(self.embed[batch.token_ids.long()], inputs.hidden)
-        kv.data[0][slots], kv.data[1][slots] = model.keys_values(x, rope)
-        plan = self._plan(inputs, kv.block_size)
-        attended = paged_attention(model.queries(x, rope), kv.data[0], kv.data[1], plan)
-        hidden = model.finish(x, attended)[batch.logit_rows.long()]
-        return DecoderOutput(self.logits(hidden), hidden)
+            raise BackendError("the drafter is used before its weights were loaded")
+        arrays = (pairs.tokens, pairs.positions, pairs.slots, pairs.state_slots)
+        tokens, positions, slots, states = torch.from_numpy(np.stack(arrays)).long().to(self.device)
+        x = self.model.join(self.policy.embed(tokens), pages[states])
+        self._cache(kv, slots, x, self.model.rope(positions, int(pairs.positions.max(initial=0)) + 1))
 
-    def _plan(self, inputs: EagleInput, block_size: int) -> Plan:
-        paged, kv_heads = self._policy.paged, self.model.kv_heads
-        if paged is None:
-            return PairPlan(inputs, block_size)
-        heads = (kv_heads, self.model.heads // kv_heads)
-        return PagedPlan(paged, inputs.batch, block_size, heads, first_visible=inputs.first_visible)
+    def _cache(self, kv: KVCache, slots: Tensor, x: Tensor, rope: Tensor) -> None:
+        kv.data[0][slots], kv.data[1][slots] = self.model.keys_values(x, rope)
 
-    def static_plan(self, batch: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
-        """How one row each of some chains attends, captured or not; nothing comes to the host."""
-        paged, kv_heads = self._policy.paged, self.model.kv_heads
-        group = self.model.heads // kv_heads
-        if paged is None:
-            return StaticPairPlan(batch, first_visible, block_size, group)
-        return PagedPlan(paged, batch, block_size, (kv_heads, group), 1, first_visible)
-
-    @torch.inference_mode()
-    def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
-        """See `EagleDecoder.draft`. `max_len` may hold zeros: those sequences are fed only."""
-        out = self.forward(inputs, kv)
-        drafts = DraftRecorder(params, self.config.vocab_size)
-        active = np.flatnonzero(params.max_len > 0)
-        if not len(active):
-            return drafts.result()
-        chosen = torch.from_numpy(active).to(self.device)
-        last, size = inputs.batch.logit_rows[chosen].long(), kv.block_size
-        position = inputs.batch.positions[last].cpu().numpy()
-        tables = inputs.batch.block_tables[chosen]
-        host_tables = tables.cpu().numpy()
-        keys, first = params.keys[active], params.output_positions[active]
-        temperature = torch.from_numpy(params.temperature[active]).to(self.device)
-        logits, at = out.logits[chosen], np.arange(len(active))
-        tokens, scores = self._best(
-            perturbed(logits, key_tensor(row_keys(keys, first), self.device), temperature)
-        )
-        longest = int((position + params.max_len[active]).max())
-        feed = self._feed(kv, len(active), longest)
-        feed.begin(tables, inputs.first_visible[chosen], temperature, out.hidden[chosen], longest)
-        for step in range(int(params.max_len.max())):
-            going = drafts.take(step, active[at], tokens, gaps_of(scores), logits)
-            at, token = at[going], tokens[going, 0]
-            if not len(at):
-                break
-            place = position[at] + step + 1
-            slots = host_tables[at, place // size] * size + place % size
-            noise = row_keys(keys[at], first[at] + step + 1)
-            tokens, scores, logits = feed.step(at, token, place, slots, noise)
-        return drafts.result()
-
-    def _feed(self, kv: KVCache, chains: int, longest: int) -> StaticDraft | _EagerDraft:
-        static = self._static
-        if static is not None and static.kv is kv and static.fits(chains, longest + 1):
-            return static
-        return _EagerDraft(self, kv)
-
-    def _best(self, scores: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int32 and scores float32 of the best candidates, [A', C] each, of [A', V]."""
-        best, token = scores.topk(min(CANDIDATES, scores.shape[1]), dim=-1)
-        return self.to_host(torch.stack([best.double(), token.double()]))
-
-    def to_host(self, found: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and scores of `found` float64 [scores; tokens]; those of rank 0, so that ranks never part."""
-        if self._tp is not None:
-            self._tp.broadcast(found)
-        scores, tokens = found.cpu().numpy()
-        return tokens.astype(np.int32), scores.astype(np.float32)
-
-
-class _EagerDraft:
-    """The steps of one draft as ordinary forwards of the chains that go on; see `StaticDraft`."""
-
-    def __init__(self, eagle: TorchEagle, kv: KVCache):
-        self._eagle, self._kv = eagle, kv
-
-    def begin(
-        self, tables: Tensor, first_visible: Tensor, temperature: Tensor, hidden: Tensor, longest: int
-    ) -> None:
-        """See `StaticDraft.begin`."""
-        self._tables, self._first, self._temperature = tables, first_visible, temperature
-        self._hidden = hidden
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> TorchRowDrafter:
+        """See `EagleDecoder.row_drafter`."""
+        return TorchRowDrafter(self, kv, rows, pages, window)
 
     def step(
-        self, at: np.ndarray, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, keys: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """See `StaticDraft.step`."""
-        device = self._eagle.device
-        index = torch.from_numpy(at).to(device)
-        starts = np.arange(len(at) + 1)
-        arrays = (tokens, positions, slots, starts, positions + 1)
-        tensors = [torch.from_numpy(a.astype(np.int32)).to(device) for a in arrays]
-        fed = DecoderInput.of([*tensors, self._tables[index], tensors[3][:-1]])
-        out = self._eagle.forward(EagleInput(fed, self._hidden[index], self._first[index]), self._kv)
-        self._hidden[index] = out.hidden
-        scores = perturbed(out.logits, key_tensor(keys, device), self._temperature[index])
-        return *self._eagle._best(scores), out.logits
+        self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """One pair of each of P chains: logits float32 [P, V] and output hidden states [P, H]. No value comes to the
+        host. Mutates the cache.
+        """
+        model, rope = self.model, self.model.rope(fed.positions)
+        x = model.join(self.policy.embed(fed.token_ids), hidden)
+        self._cache(kv, fed.slot_mapping, x, rope)
+        plan = self._plan(fed, first_visible, kv.block_size)
+        out = model.finish(x, plan.attend(model.queries(x, rope), kv.data[0], kv.data[1]))
+        return self.policy.logits(out), out
+
+    def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
+        kv_heads = self.config.num_kv_heads
+        group = self.config.num_heads // kv_heads
+        if self.policy.paged is None:
+            return StaticPlan(fed, block_size, 1, group, first_visible)
+        return PagedPlan(self.policy.paged, fed, block_size, (kv_heads, group), 1, first_visible)
+
+
+class TorchRowDrafter:
+    """See `RowDrafter`. The buffers stay where they are, so that CUDA graphs may keep their addresses."""
+
+    def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
+        self._eagle, self._rows, self._window = eagle, rows, window
+        self._kv, self._pages, self._size = kv, pages, kv.block_size
+        (most, self._max_blocks), device, hidden = (
+            rows.block_tables.shape,
+            eagle.device,
+            eagle.config.hidden_size,
+        )
+        # by chain: token, position, slot and noise key; then first visible position and blocks of the table
+        self._host = torch.zeros(
+            5 + self._max_blocks, most, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self._inputs = torch.zeros_like(self._host, device=device)
+        self._temperature = torch.zeros(most, device=device)
+        self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
+        self._next_hidden = torch.zeros_like(self._hidden)
+        self._candidates = min(MAX_CANDIDATES, eagle.config.vocab_size)
+        self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
+        eagle.model.reserve_positions(self._max_blocks * self._size, device)
+
+    def point_at(self, kv: KVCache, pages: Tensor) -> None:
+        """See `RowDrafter.point_at`. Captured graphs are dropped by their pool."""
+        self._kv, self._pages = kv, pages
+
+    @torch.inference_mode()
+    def draft(
+        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
+    ) -> Chains:
+        """See `RowDrafter.draft`."""
+        rows, count = self._rows, len(wanted)
+        fresh = rows.synced[rows.slot[:count]] < rows.positions[:count]
+        active = np.flatnonzero((wanted > 0) & fresh)
+        recorder = _Recorder(count, topk, rates, min_acceptance)
+        if len(active):
+            self._catch_up(outputs, active)
+            self._draft(outputs, active, wanted[active], recorder)
+        return recorder.result()
+
+    def _catch_up(self, outputs: np.ndarray, active: np.ndarray) -> None:
+        """Caches the missing pairs of rows `active` [A] but the last one of each."""
+        rows = self._rows
+        slots, last = rows.slot[active], rows.positions[active]
+        first = np.maximum(rows.synced[slots] + 1, last - self._window + 1)
+        late = first > rows.synced[slots] + 1
+        rows.first[slots[late]] = first[late]
+        counts = last - first
+        at = np.repeat(np.arange(len(active)), counts)
+        positions = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        tokens = outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
+        places = (self._slots_of(active[at], p) for p in (positions, positions - 1))
+        pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
+        self._eagle.feed(pairs, self._pages, self._kv)
+        rows.synced[slots] = last
+
+    def _draft(
+        self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, recorder: _Recorder
+    ) -> None:
+        rows, device = self._rows, self._eagle.device
+        count, position = len(active), rows.positions[active]
+        tokens = outputs[rows.slot[active], rows.output_len[active] - 1]
+        states = torch.from_numpy(self._slots_of(active, position - 1)).long().to(device)
+        self._next_hidden[:count] = self._pages[states]
+        self._temperature[:count] = torch.from_numpy(rows.temperature[active]).to(device)
+        shape = self._begin(active, int((position + wanted).max()))
+        at = np.arange(count)  # of the chains that go on
+        for step in range(int(wanted.max())):
+            place = position[at] + step
+            keys = row_keys(rows.keys[active[at]], rows.output_len[active[at]] + step)
+            numbers = (tokens, place, self._slots_of(active[at], place), keys.view(np.int64))
+            candidates, scores = self._step(at, numbers, shape)
+            goes_on = recorder.record(step, active[at], candidates, scores, wanted[at] > step + 1)
+            at, tokens = at[goes_on], candidates[goes_on, 0]
+            if not len(at):
+                return
+
+    def _slots_of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        block, inside = np.divmod(positions, self._size)
+        slots: np.ndarray = self._rows.block_tables[rows, block] * self._size + inside
+        return slots
+
+    def _begin(self, active: np.ndarray, longest: int) -> tuple[int, int]:
+        """Sets what stays the same over a draft of at most `longest` positions; returns the padded shape (P, M)."""
+        count, blocks = len(active), _FIRST_BLOCKS
+        while blocks * self._size < longest:
+            blocks *= 2
+        batch, blocks = min(1 << (count - 1).bit_length(), self._host.shape[1]), min(blocks, self._max_blocks)
+        host, rows = self._host.numpy(), self._rows
+        host[4:, :batch], host[4, :batch] = self._kv.num_blocks, 1
+        host[4, :count] = rows.first[rows.slot[active]]
+        host[5 : 5 + blocks, :count] = rows.block_tables[active, :blocks].T
+        self._inputs[4:].copy_(self._host[4:], non_blocking=True)
+        return batch, blocks
+
+    def _step(
+        self, at: np.ndarray, numbers: Sequence[np.ndarray], shape: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Feeds `numbers`, four of [A'], to the chains `at`: candidates int32 [A', C], best first, and their scores."""
+        batch = shape[0]
+        host = self._host.numpy()
+        host[:4, :batch] = 0
+        host[2, :batch] = self._kv.num_blocks * self._size
+        host[:4, at] = numbers
+        self._inputs[:4].copy_(self._host[:4], non_blocking=True)
+        self._hidden[:batch].copy_(self._next_hidden[:batch])
+        self._eagle.run_step(("eagle", *shape), lambda: self._compute(*shape))
+        found = self._best[:, :batch].contiguous()
+        if (tp := self._eagle.policy.tp) is not None:
+            tp.broadcast(found)  # of the logits' collectives every rank takes part in equally many
+        scores, candidates = found.cpu().numpy()[:, at]
+        return candidates.astype(np.int32), scores.astype(np.float32)
+
+    def _compute(self, batch: int, blocks: int) -> None:
+        """The step: reads and writes buffers only, and gives the same however often it runs."""
+        token, position, slot, key, first = self._inputs[:5, :batch]
+        tables = self._inputs[5 : 5 + blocks, :batch].T
+        starts = torch.arange(batch + 1, device=tables.device)
+        fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
+        logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)
+        best, chosen = perturbed(logits, key, self._temperature[:batch]).topk(self._candidates, dim=-1)
+        self._next_hidden[:batch].copy_(hidden)
+        self._best[0, :batch].copy_(best)
+        self._best[1, :batch].copy_(chosen)
+
+
+class _Recorder:
+    """Collects the drafted tokens position by position, and decides which chains go on."""
+
+    def __init__(self, rows: int, topk: int, rates: np.ndarray, min_acceptance: float):
+        if not 1 <= topk <= MAX_CANDIDATES:
+            raise BackendError(f"drafts of {topk} candidates: there may be 1 to {MAX_CANDIDATES}")
+        self._rows, self._topk, self._rates, self._least = rows, topk, rates, min_acceptance
+        self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
+        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Chains`
+
+    def record(
+        self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray
+    ) -> np.ndarray:
+        """Takes the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
+
+        Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
+        however large that token's gap, ends here.
+        """
+        gaps = scores[:, :1] - scores
+        gap = gaps[:, 1] if gaps.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
+        depth = min(step, DEPTHS - 1)
+        bucket = np.minimum(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
+        self._acceptance[rows] *= self._rates[depth, bucket]
+        acceptance = self._acceptance[rows]
+        kept = acceptance >= self._least
+        own, others = rows[kept], slice(1, self._topk)
+        columns = (candidates[kept, 0], acceptance[kept], np.full(len(own), step + 1, np.int32))
+        siblings = (candidates[kept, others], gaps[kept, others])
+        self._parts.append((own, *columns, depth * BUCKETS + bucket[kept], *siblings))
+        most = self._rates[min(step + 1, DEPTHS - 1)].max()
+        goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
+        return goes_on
+
+    def result(self) -> Chains:
+        """The drafts so far."""
+        if not self._parts:
+            none, siblings = np.empty(0, np.int32), np.empty((0, self._topk - 1), np.int32)
+            columns = (none, none.view(np.float32), none, none, siblings, siblings.view(np.float32))
+            return Chains(np.zeros(self._rows, np.int32), *columns)
+        rows, *columns = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        order = np.argsort(rows, kind="stable")
+        counts = np.bincount(rows, minlength=self._rows).astype(np.int32)
+        return Chains(counts, *(column[order] for column in columns))

@@ -1,15 +1,17 @@
-"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/tlt.h`."""
+"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/{tlt,eagle,fused,suffix}.h`."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+
+import numpy as np
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.native.build import library_path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
 
@@ -23,31 +25,31 @@ ERRORS = {
     7: "the tensor-parallel all-reduce failed",
     8: "a parent that is not an earlier row of the sequence at the position before, or a first row with a parent",
     9: "a branch of a draft tree that is more than 64 rows deeper than its root",
-    10: "a first visible position below 1 or above that of a pair",
 }
 BAD_POSITION = 2
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+def fields_of(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type, for `Structure._fields_`."""
     return [(name, kind) for name in names.split()]
 
 
 class Layer(Structure):
     """`TltLayer`."""
 
-    _fields_ = _fields(c_void_p, "qkv o gate_up down qkv_bias input_norm post_norm q_norm k_norm")
+    _fields_ = fields_of(c_void_p, "qkv o gate_up down qkv_bias input_norm post_norm q_norm k_norm")
 
 
 class Model(Structure):
     """`TltModel`."""
 
     _fields_ = [
-        *_fields(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab embed_rows"),
-        *_fields(c_int32, "max_rows rope_len tp"),
+        *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab embed_rows"),
+        *fields_of(c_int32, "max_rows rope_len tp"),
         ("eps", c_float),
-        *_fields(c_void_p, "rope embed head final_norm"),
+        *fields_of(c_void_p, "rope embed head final_norm"),
         ("layer", POINTER(Layer)),
-        *_fields(c_void_p, "resid part qkv_out x q att mid units picked"),
+        *fields_of(c_void_p, "resid part qkv_out x q att mid units picked"),
     ]
 
 
@@ -55,35 +57,73 @@ class Step(Structure):
     """`TltStep`."""
 
     _fields_ = [
-        *_fields(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
-        *_fields(c_void_p, "token_ids positions slots query_start context_lens block_tables logit_rows"),
-        *_fields(c_void_p, "parents branch kv logits hidden all_hidden"),
+        *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
+        *fields_of(c_void_p, "token_ids positions slots query_start context_lens block_tables logit_rows"),
+        *fields_of(c_void_p, "parents branch kv logits hidden all_hidden"),
         ("logits_stride", c_int64),
+    ]
+
+
+class Fused(Structure):
+    """`TltFused`."""
+
+    _fields_ = [
+        *fields_of(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted last_position"),
+        ("sample_seconds", c_double),
+        *fields_of(c_void_p, "token_ids positions output_len block_tables keys temperature"),
+        *fields_of(c_void_p, "counts tokens parents kv pages"),
+        *fields_of(c_void_p, "ints row_keys row_temperature bytes logits hidden sampling"),
+        *fields_of(c_void_p, "out_tokens out_index out_counts out_logprobs"),
+        *fields_of(c_void_p, "accepted reached drawn_logprobs"),
     ]
 
 
 class Eagle(Structure):
     """`TltEagle`."""
 
-    _fields_ = [("model", Model), *_fields(c_void_p, "fc pair")]
+    _fields_ = [("model", Model), *fields_of(c_void_p, "fc pair")]
 
 
-class EagleStep(Structure):
-    """`TltEagleStep`."""
+class EaglePairs(Structure):
+    """`TltPairs`."""
 
-    _fields_ = [("step", Step), *_fields(c_void_p, "states first_visible")]
+    _fields_ = [
+        *fields_of(c_int32, "count num_blocks block_size"),
+        *fields_of(c_void_p, "tokens positions slots state_slots pages kv"),
+    ]
 
 
-class DraftCall(Structure):
+class EagleDraft(Structure):
     """`TltDraft`."""
 
     _fields_ = [
-        *_fields(c_int32, "topk depth"),
-        ("min_cumulative_acceptance", c_float),
-        *_fields(c_void_p, "keys output_positions temperature max_len rates"),
-        *_fields(c_void_p, "lengths tokens gaps cumulative_acceptance logits"),
-        *_fields(c_void_p, "last_logits last_hidden work best"),
+        *fields_of(c_int32, "rows slots window width max_blocks num_blocks block_size topk depth"),
+        ("min_acceptance", c_float),
+        *fields_of(c_void_p, "slot positions output_len block_tables keys temperature outputs wanted"),
+        *fields_of(c_void_p, "synced first pages kv rates out"),
+        ("nodes", c_int32),
+        ("scratch", c_void_p),
     ]
+
+
+_PACK = [c_void_p, c_void_p, c_int, c_int, *[c_int64] * 6, c_int]
+_FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
+_SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "abi_version": (c_int, []),
+    "isa": (c_char_p, []),
+    "panel_width": (c_int, []),
+    "forward": (c_int, _FORWARD),
+    "pack": (None, _PACK),
+    "copy_blocks": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
+    "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
+    "keyed_sample": (None, _SAMPLE),
+    "sample_scratch_bytes": (c_int64, [c_int64, c_int64]),
+    "fused_step": (c_int, [c_void_p, c_void_p, c_int]),
+    "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
+    "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),
+    "draft_rows": (c_int, [c_void_p, c_void_p, c_int]),
+}
 
 
 @cache
@@ -94,23 +134,22 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as e:
         raise BackendError(f"cannot load the native decoder {path}: {e}") from e
+    declare(lib, "tlt", _SIGNATURES)
     if lib.tlt_abi_version() != ABI_VERSION:
         raise BackendError(f"{path} has ABI {lib.tlt_abi_version()}, this package needs {ABI_VERSION}")
-    lib.tlt_isa.restype = c_char_p
-    lib.tlt_forward.argtypes = [POINTER(Model), POINTER(Step), c_int, AllReduce]
-    lib.tlt_pack.argtypes = [c_void_p, c_void_p, c_int, c_int, *[c_int64] * 6, c_int]
-    lib.tlt_pack.restype = None
-    lib.tlt_copy_blocks.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]
-    lib.tlt_copy_blocks.restype = None
-    lib.tlt_copy_slots.argtypes = [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]
-    lib.tlt_eagle_forward.argtypes = [POINTER(Eagle), POINTER(EagleStep), c_int, AllReduce]
-    lib.tlt_eagle_draft.argtypes = [POINTER(Eagle), POINTER(EagleStep), POINTER(DraftCall), c_int]
-    lib.tlt_keyed_topk.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, c_int, *[c_void_p] * 4, c_int]
-    lib.tlt_keyed_topk.restype = None
-    lib.tlt_topk_scratch_bytes.argtypes = [c_int64, c_int64]
-    lib.tlt_topk_scratch_bytes.restype = c_int64
-    lib.tlt_keyed_sample.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
-    lib.tlt_keyed_sample.restype = None
-    lib.tlt_sample_scratch_bytes.argtypes = [c_int64, c_int64]
-    lib.tlt_sample_scratch_bytes.restype = c_int64
     return lib
+
+
+def declare(lib: ctypes.CDLL, prefix: str, signatures: dict[str, tuple[type | None, list[type]]]) -> None:
+    """Declares the functions `prefix`_name of `lib`: result and argument types by name."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, f"{prefix}_{name}")
+        function.restype, function.argtypes = result, arguments
+
+
+def array_address(name: str, array: np.ndarray, kind: type) -> int:
+    """Address of a contiguous array of `kind`. Raises BackendError for another: C could not read it."""
+    if array.dtype != kind or not array.flags.c_contiguous:
+        raise BackendError(f"rows: {name} must be contiguous {np.dtype(kind)}, not {array.dtype}")
+    address: int = array.ctypes.data
+    return address

@@ -54,12 +54,11 @@ class NativeDecoder:
         check_support(config, dtype)
         self._lib = library()
         self.config, self.dtype, self.threads = config, dtype, max(1, threads)
-        self._tp = tp
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
         h, is_bf16 = config.hidden_size, dtype == torch.bfloat16
         self._packer = Packer(is_bf16, self.threads)
-        self._layers = PackedLayers(config, self._shard, self._packer, (self._shard.vocab, h))
+        self._layers = PackedLayers(config, self._shard, self._packer, (config.vocab_size, h))
         self._embed = torch.zeros(config.vocab_size, h, dtype=dtype)
         self._final_norm = torch.zeros(pad(h))
         self._forward = Forward(config, self._shard, tp, is_bf16, self._layers)
@@ -105,7 +104,7 @@ class NativeDecoder:
         if part == "embed_tokens":
             self._embed.copy_(tensor)
         if part == "lm_head" or (part == "embed_tokens" and self.config.tie_word_embeddings):
-            self._packer.pack(self._layers.extra, self._shard.slice("lm_head", tensor))
+            self._packer.pack(self._layers.extra, tensor)
 
     # -- cache ----------------------------------------------------------------------------------------------
 
@@ -144,16 +143,15 @@ class NativeDecoder:
         step = self._step
         fill_step(step, batch, kv)
         wanted, tokens, h = step.logits_rows, step.tokens, self.config.hidden_size
-        logits = torch.empty(wanted, self._shard.vocab)
+        logits = torch.empty(wanted, self.config.vocab_size)
         hidden = torch.empty(wanted, h, dtype=self.dtype)
         every = torch.empty(tokens, h, dtype=self.dtype) if batch.all_hidden else None
         branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
         step.all_hidden = None if every is None else every.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
-        step.logits_stride = self._shard.vocab
+        step.logits_stride = self.config.vocab_size
         self._run(batch)
-        logits = self._shard.gather_logits(self._tp, logits, self.config.vocab_size)
         return DecoderOutput(logits, hidden, every)
 
     def _run(self, batch: DecoderInput) -> None:

@@ -1,78 +1,66 @@
 """`NativeEagle`: the EAGLE drafter on CPU, in C (`csrc/eagle.c`), beside the policy's `NativeDecoder`.
 
-On one rank a whole draft is one call: feeding the missing pairs, LM head, keyed draws and every further step happen in
-C. Under tensor parallelism each forward is one call, and rank 0's candidates count, so that ranks never part.
+One call makes the drafts of all running rows from the engine's own arrays: which pairs are missing, their keys and
+values, every drafted token's forward, LM head and keyed candidates. Results do not depend on batch or threads, bit for
+bit, as the policy's do not.
 
-Legend: T pairs, S sequences, A of them still drafting, H hidden size, V vocabulary, L drafted tokens, K candidates.
+Legend: T pairs, B running rows, S slots, N drafted tokens, H hidden size, D longest draft, K candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from ctypes import byref
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
-from megatron_tlt.models.eagle.base import (
-    BUCKETS,
-    DEPTHS,
-    DraftParams,
-    DraftRecorder,
-    DraftRows,
-    EagleInput,
-    gaps_of,
-)
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, MAX_CANDIDATES, Chains, DraftingRows, Pairs
 from megatron_tlt.models.eagle.model import check_eagle_tensors
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, DraftCall, Eagle, EagleStep, library
+from megatron_tlt.models.native.abi import (
+    BAD_POSITION,
+    ERRORS,
+    Eagle,
+    EagleDraft,
+    EaglePairs,
+    array_address,
+    library,
+)
 from megatron_tlt.models.native.decoder import NativeDecoder, Numbers, copy_blocks
 from megatron_tlt.models.native.parts import (
     Forward,
     PackedLayers,
     Packer,
-    address,
-    fill_step,
     kv_bytes_per_block,
     new_kv_cache,
     pad,
 )
 
-MOST_CANDIDATES = 4
-
 
 class NativeEagle:
-    """See `eagle_base.EagleDecoder`. Results ignore batch and threads, bit for bit, as the policy's do."""
+    """See `EagleDecoder`."""
 
     kind = "native"
 
-    def __init__(self, policy: NativeDecoder, threads: int = 1, tp: TensorParallel | None = None):
-        """`tp` is the policy's. The policy's embedding and LM head are read where they are, so it must stay alive."""
+    def __init__(self, policy: NativeDecoder, threads: int = 1):
+        """The policy's embedding and LM head are read where they are, so it must stay alive."""
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
-        self.config, self.dtype, self._tp = policy.config, policy.dtype, tp
+        self.config, self.dtype = policy.config, policy.dtype
         self._one = replace(policy.config, num_layers=1)
-        self._shard = Shard(self._one, tp.rank if tp else 0, tp.size if tp else 1)
+        self._whole = Shard(self._one, 0, 1)
         h, is_bf16 = self.config.hidden_size, self.dtype == torch.bfloat16
         self._packer = Packer(is_bf16, self.threads)
-        self._layers = PackedLayers(self._one, self._shard, self._packer, (h, 2 * h), input_norm=False)
-        self._forward = Forward(self._one, self._shard, tp, is_bf16, self._layers)
+        self._layers = PackedLayers(self._one, self._whole, self._packer, (h, 2 * h), input_norm=False)
+        self._forward = Forward(self._one, self._whole, None, is_bf16, self._layers)
         embed, head = policy.tables
         self._forward.model.embed, self._forward.model.head = embed.data_ptr(), head.data_ptr()
-        self._eagle = Eagle(self._forward.model, self._layers.extra.data_ptr())
-        self._eagle.pair = self._forward.buffer(pad(2 * h) + 64)
-        self._input = EagleStep()
+        self.structure = Eagle(self._forward.model, self._layers.extra.data_ptr())
+        self.structure.pair = self._forward.buffer(pad(2 * h) + 64)
         self._loaded = False
-        self._call, self._shape = DraftCall(), (0, 0, 0)
-        self._space = DraftSpace(self._call, 1, 8, self._shard.vocab, h, self.dtype)
-        self._arguments = (byref(self._eagle), byref(self._input), byref(self._call))
-
-    # -- weights and cache ----------------------------------------------------------------------------------
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """See `EagleDecoder.load_weights`; nothing changes if it raises."""
@@ -88,7 +76,7 @@ class NativeEagle:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block, heads padded to the tiles' width."""
-        return kv_bytes_per_block(self._one, self._shard, self.dtype, block_size)
+        return kv_bytes_per_block(self._one, self._whole, self.dtype, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed, one layer. Raises ConfigError unless 16 divides `block_size`."""
@@ -98,246 +86,121 @@ class NativeEagle:
         """Copies block src[i] to dst[i], in order of i. Raises BackendError on wrong numbers."""
         copy_blocks(kv, src, dst, 1, self.kv_bytes_per_block(kv.block_size))
 
-    # -- one pass -------------------------------------------------------------------------------------------
+    def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
+        """See `EagleDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
+        self.check_pages(pages, kv)
+        call = EaglePairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
+        for field in fields(Pairs):
+            array = getattr(pairs, field.name)
+            if len(array) != call.count:
+                raise BackendError(f"pairs: {len(array)} {field.name}, {call.count} tokens")
+            setattr(call, field.name, array_address(field.name, array, np.int32))
+        call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
+        longest = int(pairs.positions.max(initial=0)) + 1
+        self.run(lambda: self._lib.tlt_eagle_feed(self.structure, call, self.threads), longest)
 
-    def forward(self, inputs: EagleInput, kv: KVCache) -> DecoderOutput:
-        """See `EagleDecoder.forward`. Raises BackendError as `NativeDecoder.forward` does; `parents` are refused."""
-        self._point_at(inputs, kv)
-        step, wanted = self._input.step, inputs.batch.logit_rows.shape[0]
-        logits = torch.empty(wanted, self._shard.vocab)
-        hidden = torch.empty(wanted, self.config.hidden_size, dtype=self.dtype)
-        step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
-        step.logits_stride = self._shard.vocab
-        arguments = (*self._arguments[:2], self.threads, self._forward.all_reduce)
-        code = self._lib.tlt_eagle_forward(*arguments)
-        if code == BAD_POSITION and self._grow_rope(int(inputs.batch.positions.max()) + 1):
-            code = self._lib.tlt_eagle_forward(*arguments)
-        self._check(code)
-        return DecoderOutput(self._shard.gather_logits(self._tp, logits, self.config.vocab_size), hidden)
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> NativeRowDrafter:
+        """See `EagleDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
+        return NativeRowDrafter(self, kv, rows, pages, window)
 
-    def _check_ready(self) -> None:
+    def check_pages(self, pages: Tensor, kv: KVCache) -> None:
+        """Raises BackendError unless `pages` are hidden states of the slots of `kv`, in the drafter's type."""
+        slots = kv.num_blocks * kv.block_size
+        fits = pages.shape == (slots, self.config.hidden_size) and pages.dtype == self.dtype
+        if not (fits and pages.is_contiguous()):
+            raise BackendError(
+                f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
+            )
+
+    def run(self, call: Callable[[], int], longest: int) -> None:
+        """Makes a call into C, again with a longer rotary table if `longest` positions need one.
+
+        Raises BackendError for what C refuses and before all weights are loaded.
+        """
         if not self._loaded or not self.policy.complete:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
-
-    def _point_at(self, inputs: EagleInput, kv: KVCache) -> None:
-        self._check_ready()
-        batch, here = inputs.batch, self._input
-        fill_step(here.step, batch, kv)
-        here.states = address("hidden", inputs.hidden, batch.token_ids.shape[0], self.dtype)
-        if inputs.hidden.shape[-1] != self.config.hidden_size:
-            raise BackendError(f"hidden states of {inputs.hidden.shape[-1]}, not {self.config.hidden_size}")
-        here.first_visible = address("first_visible", inputs.first_visible, batch.context_lens.shape[0])
-
-    def _grow_rope(self, needed: int) -> bool:
-        if not self._forward.grow_rope(needed):
-            return False
-        self._eagle.model = self._forward.model
-        return True
-
-    def _check(self, code: int) -> None:
+        code = call()
+        if code == BAD_POSITION and self._forward.grow_rope(
+            min(longest, self.config.max_position_embeddings)
+        ):
+            self.structure.model = self._forward.model
+            code = call()
         if code:
-            error, self._forward.reduce_error = self._forward.reduce_error, None
-            raise BackendError(f"native drafter refused: {ERRORS.get(code, code)}") from error
-
-    # -- drafting -------------------------------------------------------------------------------------------
-
-    def draft(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
-        """See `EagleDecoder.draft`. K is at most 4; entries that are not valid are 0.
-
-        `batch.logit_rows` must be the last row of each sequence, and no sequence empty. Raises BackendError for that,
-        for positions beyond the model or the block tables, and as `forward` does.
-        """
-        if not self.is_whole:
-            self._check_topk(params.topk)
-            return self._draft_in_steps(inputs, params, kv)
-        self._point_at(inputs, kv)
-        seqs, depth = self._input.step.seqs, max(params.max_len.tolist(), default=0)
-        logits = None
-        if params.want_logits:
-            logits = np.zeros((seqs, depth, self.config.vocab_size), np.float32)
-        space = self.open_call(
-            seqs, depth, params.topk, params.min_cumulative_acceptance, params.rates, logits
-        )
-        space.copy(params, seqs)
-        code = self.run_call(self._lib.tlt_eagle_draft, self._arguments[1])
-        if code == BAD_POSITION and self.grow_rope(int(inputs.batch.positions.max()) + 1, depth):
-            code = self.run_call(self._lib.tlt_eagle_draft, self._arguments[1])
-        self._check(code)
-        return space.results(seqs, depth, params.topk, logits)
-
-    def _check_topk(self, topk: int) -> None:
-        most = min(MOST_CANDIDATES, self.config.vocab_size)
-        if not 1 <= topk <= most:
-            raise BackendError(f"drafts of {topk} candidates: there may be 1 to {most}")
-
-    # -- for those who draft in C themselves ----------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has the whole drafter, so that a draft is one call."""
-        return self._shard.size == 1
-
-    def open_call(
-        self,
-        seqs: int,
-        depth: int,
-        topk: int,
-        min_cumulative_acceptance: float,
-        rates: np.ndarray,
-        logits: np.ndarray | None = None,
-    ) -> DraftSpace:
-        """Room for `seqs` drafts of `depth` tokens, which the next `run_call` fills; keys, positions, temperatures and
-        lengths are still to come. Raises BackendError before all weights are loaded and for wrong arguments.
-        """
-        self._check_ready()
-        self._check_topk(topk)
-        call, space = self._call, self._space
-        if space.seqs < seqs or space.depth < depth:
-            seqs_now, depth_now = max(seqs, 2 * space.seqs), max(depth, space.depth)
-            space = DraftSpace(
-                call, seqs_now, depth_now, self._shard.vocab, self.config.hidden_size, self.dtype
-            )
-            self._space = space
-            self._shape = (0, 0, 0)
-        space.set_rates(rates)
-        call.min_cumulative_acceptance = min_cumulative_acceptance
-        if self._shape != (seqs, depth, topk):  # mostly it is the last draft's
-            self._shape = seqs, depth, topk
-            call.topk, call.depth = topk, depth
-            at, nodes = space.address, 4 * seqs * depth
-            call.lengths, call.cumulative_acceptance, call.tokens = at, at + 4 * seqs, at + 4 * seqs + nodes
-            call.gaps = at + 4 * seqs + nodes * (1 + topk)
-        call.logits = None if logits is None else logits.ctypes.data
-        return space
-
-    def run_call(self, function: Callable[..., int], source: Any) -> int:
-        """`function`(this drafter, `source`, the open call, threads): an error code."""
-        return function(self._arguments[0], source, self._arguments[2], self.threads)
-
-    def grow_rope(self, longest: int, depth: int) -> bool:
-        """Room for drafts of `depth` tokens behind `longest` positions; False if the table cannot grow so far."""
-        return self._grow_rope(min(longest + depth, self.config.max_position_embeddings))
-
-    # -- drafting under tensor parallelism ------------------------------------------------------------------
-
-    def _draft_in_steps(self, inputs: EagleInput, params: DraftParams, kv: KVCache) -> DraftRows:
-        """As `csrc/eagle.c` does it, one forward at a time. All ranks take the same number of steps."""
-        recorder = DraftRecorder(params, self.config.vocab_size)
-        batch = inputs.batch
-        ends, tables = batch.query_start[1:].numpy() - 1, batch.block_tables.numpy()
-        if not np.array_equal(batch.logit_rows.numpy(), ends):
-            raise BackendError("a draft's logit rows must be the last row of each sequence")
-        position = batch.positions.numpy()[ends]
-        out = self.forward(inputs, kv)
-        active = np.flatnonzero(params.max_len > 0)
-        logits, hidden = out.logits[torch.from_numpy(active)], out.hidden[torch.from_numpy(active)]
-        for step in range(int(params.max_len.max(initial=0))):
-            tokens, gaps = self._candidates(logits, params, active, step)
-            goes_on = recorder.take(step, active, tokens, gaps, logits)
-            active, best = active[goes_on], tokens[goes_on, 0]
-            if not len(active):
-                break
-            pairs = _single_rows(best, position[active] + step + 1, tables[active], kv.block_size)
-            states = hidden[torch.from_numpy(goes_on)]
-            first = inputs.first_visible[torch.from_numpy(active)]
-            out = self.forward(EagleInput(pairs, states, first), kv)
-            logits, hidden = out.logits, out.hidden
-        return recorder.result()
-
-    def _candidates(
-        self, logits: Tensor, params: DraftParams, active: np.ndarray, step: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rank 0's best tokens int32 [A, N] and gaps float32 [A, N] as in `DraftRows`; N = max(K, 2)."""
-        assert self._tp is not None
-        count, vocab = logits.shape
-        n = min(max(params.topk, 2), vocab)
-        where = np.ascontiguousarray(params.output_positions[active] + step, np.int32)
-        keys, heat = params.keys[active], np.ascontiguousarray(params.temperature[active], np.float32)
-        found = torch.empty(2, count, n, dtype=torch.int32)
-        scratch = np.empty(self._lib.tlt_topk_scratch_bytes(count, vocab), np.uint8)
-        same = np.arange(count, dtype=np.int32)
-        self._lib.tlt_keyed_topk(
-            *(logits.data_ptr(), count, vocab, logits.stride(0), heat.ctypes.data, keys.ctypes.data),
-            *(where.ctypes.data, n, same.ctypes.data, found[0].data_ptr(), found[1].data_ptr()),
-            *(scratch.ctypes.data, self.threads),
-        )
-        tokens, bits = self._tp.broadcast(found).numpy()
-        return tokens, gaps_of(bits.view(np.float32))
+            raise BackendError(f"native drafter refused: {ERRORS.get(code, code)}")
 
 
-class DraftSpace:
-    """Memory for drafts of up to `seqs` sequences and `depth` tokens, allocated once; `call` points into it."""
+class NativeRowDrafter:
+    """See `RowDrafter`. Buffers grow with the largest draft."""
 
-    def __init__(self, call: DraftCall, seqs: int, depth: int, vocab: int, hidden: int, dtype: torch.dtype):
-        self.seqs, self.depth = seqs, depth
-        # lengths [S], cumulative acceptance [S, L], tokens [S, L, K], gaps [S, L, K] of the present draft, one behind
-        # the other
-        self._out = np.zeros(seqs * (1 + depth * (1 + 2 * MOST_CANDIDATES)), np.int32)
-        self.address = self._out.ctypes.data
-        self._keys, self._positions = np.zeros(seqs, np.uint64), np.zeros(seqs, np.int32)
-        self._temperature, self._max_len = np.zeros(seqs, np.float32), np.zeros(seqs, np.int32)
-        self._rates = np.zeros((DEPTHS, BUCKETS), np.float32)
-        self._logits, self._hidden = torch.empty(seqs, vocab), torch.empty(seqs, hidden, dtype=dtype)
-        self._work = np.zeros((6, seqs), np.int32)
-        self._best = np.zeros(library().tlt_topk_scratch_bytes(seqs, vocab), np.uint8)
-        call.keys, call.output_positions = self._keys.ctypes.data, self._positions.ctypes.data
-        call.temperature, call.max_len = self._temperature.ctypes.data, self._max_len.ctypes.data
-        call.rates, call.work, call.best = (a.ctypes.data for a in (self._rates, self._work, self._best))
-        call.last_logits, call.last_hidden = self._logits.data_ptr(), self._hidden.data_ptr()
+    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
+        slots, max_blocks = rows.block_tables.shape
+        eagle.check_pages(pages, kv)
+        self._eagle, self._rows, self._lib, self._slots = eagle, rows, library(), slots
+        sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
+        self._call = EagleDraft(slots=slots, window=window, **sizes)
+        kinds = {"keys": np.uint64, "temperature": np.float32}
+        for field in fields(DraftingRows):
+            array = getattr(rows, field.name)
+            setattr(self._call, field.name, array_address(field.name, array, kinds.get(field.name, np.int32)))
+        self._wanted, self._rates = np.zeros(slots, np.int32), np.zeros((DEPTHS, BUCKETS), np.float32)
+        self._call.wanted, self._call.rates = self._wanted.ctypes.data, self._rates.ctypes.data
+        self._outputs = self._out = np.zeros(0, np.int32)
+        self._scratch = np.zeros(0, np.uint8)
+        self._shape = (0, 0, 0)
+        self._arguments = byref(eagle.structure), byref(self._call)
+        self.point_at(kv, pages)
 
-    def copy(self, params: DraftParams, seqs: int) -> None:
-        """Takes the parameters; their types may differ. Raises BackendError for wrong lengths."""
-        given = (params.keys, params.output_positions, params.temperature, params.max_len)
-        if any(len(a) != seqs for a in given):
+    def point_at(self, kv: KVCache, pages: Tensor) -> None:
+        """See `RowDrafter.point_at`."""
+        self._kv, self._pages = kv.data, pages  # kept alive
+        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
+
+    def draft(
+        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
+    ) -> Chains:
+        """See `RowDrafter.draft`."""
+        call, count, depth = self._call, len(wanted), max(wanted.tolist(), default=0)
+        most = min(MAX_CANDIDATES, self._eagle.config.vocab_size)
+        if count > self._slots or not 1 <= topk <= most or rates.shape != self._rates.shape:
             raise BackendError(
-                f"draft parameters of {[len(a) for a in given]} sequences, the input has {seqs}"
+                f"drafts for {count} rows of {topk} candidates with match rates {list(rates.shape)}: there may be "
+                f"{self._slots} rows of 1 to {most} candidates, and rates are {list(self._rates.shape)}"
             )
-        self._keys[:seqs], self._positions[:seqs] = params.keys, params.output_positions
-        self._temperature[:seqs], self._max_len[:seqs] = params.temperature, params.max_len
-
-    def set_rates(self, rates: np.ndarray) -> None:
-        """Takes the match rates [DEPTHS, BUCKETS]. Raises BackendError for another shape."""
-        if rates.shape != (DEPTHS, BUCKETS):
-            raise BackendError(f"match rates {list(rates.shape)}, not {[DEPTHS, BUCKETS]}")
-        self._rates[:] = rates
-
-    def results(
-        self, seqs: int, depth: int, k: int, logits: np.ndarray | None, count: int | None = None
-    ) -> DraftRows:
-        """Copies of what C wrote: of the first `count` drafts of a call that was opened for `seqs`."""
-        nodes = seqs * depth
-        a, b, c = seqs, seqs + nodes, seqs + nodes * (1 + k)
-        out = self._out[: c + nodes * k].copy()
-        floats, shape = out.view(np.float32), (seqs, depth, k)
-        tokens, gaps = out[b:c].reshape(shape), floats[c:].reshape(shape)
-        lengths, cumulative_acceptance = out[:a], floats[a:b].reshape(seqs, depth)
-        n = seqs if count is None else count
-        return DraftRows(
-            lengths[:n],
-            tokens[:n],
-            gaps[:n],
-            cumulative_acceptance[:n],
-            None if logits is None else logits[:n],
+        if outputs is not self._outputs:
+            self._point_at_outputs(outputs)
+        if self._shape != (count, depth, topk):
+            self._make_room(count, depth, topk)
+        self._wanted[:count], self._rates[:] = wanted, rates
+        call.min_acceptance = min_acceptance
+        longest = int(self._rows.positions[:count].max(initial=0)) + 1 + depth
+        self._eagle.run(lambda: self._lib.tlt_draft_rows(*self._arguments, self._eagle.threads), longest)
+        n = call.nodes
+        out = self._out[: count + n * (2 + 2 * topk)].copy()
+        a, b, c, d = (count + i * n for i in range(1, 5))
+        tokens, gaps = out[d:].reshape(2, n, topk - 1)
+        return Chains(
+            out[:count],
+            out[count:a],
+            out[a:b].view(np.float32),
+            out[b:c],
+            out[c:d],
+            tokens,
+            gaps.view(np.float32),
         )
 
+    def _make_room(self, count: int, depth: int, topk: int) -> None:
+        call = self._call
+        self._shape = call.rows, call.depth, call.topk = count, depth, topk
+        if len(self._out) < (needed := count * (1 + depth * (2 + 2 * topk))):
+            self._out = np.zeros(2 * needed, np.int32)
+            call.out = self._out.ctypes.data
+        if len(self._scratch) < (size := self._lib.tlt_draft_scratch_bytes(*self._arguments)):
+            self._scratch = np.empty(2 * size, np.uint8)
+            call.scratch = self._scratch.ctypes.data
 
-def _single_rows(
-    tokens: np.ndarray, position: np.ndarray, tables: np.ndarray, block_size: int
-) -> DecoderInput:
-    """One pair of each of A sequences, at `position` [A]."""
-    count = len(tokens)
-    slots = tables[np.arange(count), position // block_size] * block_size + position % block_size
-    starts = np.arange(count + 1)
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32))
-
-    return DecoderInput(
-        token_ids=tensor(tokens),
-        positions=tensor(position),
-        slot_mapping=tensor(slots),
-        query_start=tensor(starts),
-        context_lens=tensor(position + 1),
-        block_tables=tensor(tables),
-        logit_rows=tensor(starts[:-1]),
-    )
+    def _point_at_outputs(self, outputs: np.ndarray) -> None:
+        """The engine's output buffer is another array since it was widened."""
+        if len(outputs) != self._slots:
+            raise BackendError(f"outputs of {len(outputs)} slots, there are {self._slots}")
+        self._call.outputs, self._call.width = array_address("outputs", outputs, np.int32), outputs.shape[1]
+        self._outputs = outputs

@@ -172,7 +172,7 @@ class Forward:
             kv_heads=shard.kv_heads,
             head_dim=c.head_dim,
             inter=shard.inter,
-            vocab=shard.vocab,
+            vocab=c.vocab_size,
             embed_rows=c.vocab_size,
             max_rows=MAX_ROWS,
             rope_len=self._rope.shape[0],

@@ -8,10 +8,7 @@ Legend: D rows (requests), N drafted nodes, T = D + N fed rows, E emitted tokens
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_double, c_int, c_int32, c_void_p
 from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +16,10 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, library
+from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Fused, array_address, library
 from megatron_tlt.models.native.decoder import NativeDecoder
 
-_INTS = 10  # TLT_FUSED_INTS
-
-
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Fused(Structure):
-    """`TltFused`."""
-
-    _fields_ = [
-        *_fields(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted last_position"),
-        ("sample_seconds", c_double),
-        *_fields(c_void_p, "token_ids positions output_len block_tables keys temperature"),
-        *_fields(c_void_p, "counts tokens parents kv pages"),
-        *_fields(c_void_p, "ints row_keys row_temperature bytes logits hidden sampling"),
-        *_fields(c_void_p, "out_tokens out_index out_counts out_logprobs"),
-        *_fields(c_void_p, "accepted reached drawn_logprobs"),
-    ]
+_INTS = 10  # TLT_FUSED_INTS, rows of the scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +42,6 @@ Emitted = tuple[np.ndarray, np.ndarray]  # tokens int32 [E], log-probabilities f
 Verdict = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-@cache
-def _fused_step() -> Any:
-    """`tlt_fused_step`. Raises BackendError as `library`."""
-    function = library().tlt_fused_step
-    function.argtypes = [c_void_p, c_void_p, c_int]
-    return function
-
-
 class NativeStep:
     """Decoding steps over one cache and one set of rows. Buffers grow with the largest step. Not thread-safe."""
 
@@ -88,7 +59,7 @@ class NativeStep:
         self._fused = Fused(**sizes)
         self.point_at(kv)
         self._point_at_rows()
-        self._run = _fused_step()
+        self._run = library().tlt_fused_step
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
         self._is_bf16 = decoder.dtype == torch.bfloat16
         self._pages: Tensor | None = None
@@ -176,13 +147,8 @@ class NativeStep:
     def _point_at_rows(self) -> None:
         kinds = {"keys": np.uint64, "temperature": np.float32}
         for field in fields(RowArrays):
-            array = getattr(self._rows, field.name)
             kind = kinds.get(field.name, np.int32)
-            if array.dtype != kind or not array.flags.c_contiguous:
-                raise BackendError(
-                    f"rows: {field.name} must be contiguous {np.dtype(kind)}, not {array.dtype}"
-                )
-            setattr(self._fused, field.name, array.ctypes.data)
+            setattr(self._fused, field.name, array_address(field.name, getattr(self._rows, field.name), kind))
 
     def _make_room(self, needed: int) -> None:
         """Buffers for steps of `needed` fed rows and some more."""

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_
 from functools import cache
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.native.abi import library
+from megatron_tlt.models.native.abi import declare, fields_of, library
 
 MAX_DEPTH = 64
 MAX_TOPK = 8
@@ -24,48 +24,40 @@ _ERRORS = {
 }
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
 class Ask(Structure):
     """`SuffixAsk`."""
 
     _fields_ = [
-        *_fields(c_void_p, "slots handles keys positions temperature lengths rates"),
-        *_fields(c_void_p, "counts tokens depths parents feature cumulative_acceptance"),
-        *_fields(c_int32, "rows topk longest budget"),
+        *fields_of(c_void_p, "slots handles keys positions temperature lengths rates"),
+        *fields_of(c_void_p, "counts tokens depths parents feature cumulative_acceptance"),
+        *fields_of(c_int32, "rows topk longest budget"),
         ("min_cumulative_acceptance", c_float),
     ]
+
+
+_HANDLE = c_int32
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "new": (c_void_p, [c_int32, c_int32, c_int64]),
+    "free": (None, [c_void_p]),
+    "trie": (c_int32, [c_void_p]),
+    "drop": (None, [c_void_p, _HANDLE]),
+    "renew": (c_int32, [c_void_p, _HANDLE]),
+    "sequence": (c_int32, [c_void_p, _HANDLE, _HANDLE, c_int32]),
+    "append": (c_int, [c_void_p, _HANDLE, _HANDLE, c_void_p, c_int64]),
+    "follow": (c_int, [c_void_p, c_int32, *[c_void_p] * 5, c_int64]),
+    "propose": (c_int, [c_void_p, POINTER(Ask)]),
+    "length": (c_int64, [c_void_p, _HANDLE, _HANDLE]),
+    "count": (c_int64, [c_void_p, _HANDLE, c_void_p, c_int32]),
+    "nodes": (c_int64, [c_void_p, _HANDLE]),
+    "bytes": (c_int64, [c_void_p]),
+}
 
 
 @cache
 def suffix_library() -> ctypes.CDLL:
     """The compiled library with the functions of the suffix tries declared. Raises BackendError as `library`."""
-    return declare(library())
-
-
-def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the functions of the suffix tries on `lib`, and returns it."""
-    pool, handle = c_void_p, c_int32
-    signatures: dict[str, tuple[type | None, list[type]]] = {
-        "new": (c_void_p, [c_int32, c_int32, c_int64]),
-        "free": (None, [pool]),
-        "trie": (c_int32, [pool]),
-        "drop": (None, [pool, handle]),
-        "renew": (c_int32, [pool, handle]),
-        "sequence": (c_int32, [pool, handle, handle, c_int32]),
-        "append": (c_int, [pool, handle, handle, c_void_p, c_int64]),
-        "follow": (c_int, [pool, c_int32, *[c_void_p] * 5, c_int64]),
-        "propose": (c_int, [pool, POINTER(Ask)]),
-        "length": (c_int64, [pool, handle, handle]),
-        "count": (c_int64, [pool, handle, c_void_p, c_int32]),
-        "nodes": (c_int64, [pool, handle]),
-        "bytes": (c_int64, [pool]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, f"tlt_suffix_{name}")
-        function.restype, function.argtypes = result, arguments
+    lib = library()
+    declare(lib, "tlt_suffix", _SIGNATURES)
     return lib
 
 

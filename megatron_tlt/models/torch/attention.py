@@ -82,7 +82,15 @@ class StaticPlan:
     of a kv head are folded into rows: no key is copied for a head.
     """
 
-    def __init__(self, batch: DecoderInput, block_size: int, rows_each: int, group: int):
+    def __init__(
+        self,
+        batch: DecoderInput,
+        block_size: int,
+        rows_each: int,
+        group: int,
+        first_visible: Tensor | None = None,
+    ):
+        """`first_visible` [S]: no row sees a cached position before it."""
         sequences = batch.context_lens.shape[0]
         assert batch.positions.shape[0] == sequences * rows_each, "a static batch is full"
         self._shape, self._group = (sequences, rows_each), group
@@ -97,6 +105,8 @@ class StaticPlan:
         own = batch.slot_mapping.view(sequences, rows_each).long()
         self._slots = torch.cat([table_slots(batch.block_tables, length, block_size), own], 1)
         mask = tree_mask(first, local, length)
+        if first_visible is not None:
+            mask[..., :length] &= torch.arange(length, device=first.device) >= first_visible[:, None, None]
         self._mask = mask[:, None].expand(-1, group, -1, -1).reshape(sequences, 1, group * rows_each, -1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -109,11 +119,6 @@ class StaticPlan:
         attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask)
         unfolded = attended.view(sequences, kv_heads, self._group, rows, d).permute(0, 3, 1, 2, 4)
         return unfolded.reshape(q.shape)
-
-
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> Tensor:
-    """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]."""
-    return plan.attend(q, keys, values)
 
 
 def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:

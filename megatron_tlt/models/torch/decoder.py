@@ -58,7 +58,7 @@ class TorchDecoder:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged = invariant, paged
         self._checked = False  # whether this machine was seen to compute rows alike
-        self._tp = tp
+        self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
         self._rope = rope_table(config, min(config.max_position_embeddings, 4096), self.device)
@@ -166,9 +166,7 @@ class TorchDecoder:
             hidden = every[wanted]
         else:
             every, hidden = None, self._norm_final(final[wanted])
-        local = by_tiles(self._logits, hidden) if self.invariant else self._logits(hidden)
-        logits = self._shard.gather_logits(self._tp, local.float(), self.config.vocab_size)
-        return DecoderOutput(logits, hidden, every if batch.all_hidden else None)
+        return DecoderOutput(self.logits(hidden), hidden, every if batch.all_hidden else None)
 
     @torch.inference_mode()
     def forward_static(
@@ -190,16 +188,21 @@ class TorchDecoder:
             batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
         )
         hidden = self._norm_final(final)
-        local = self._logits(hidden)
-        if into is not None and self._shard.size == 1:  # the conversion to float32 happens on the way
-            into.logits.copy_(local[:, : self.config.vocab_size])
-        else:
-            logits = self._shard.gather_logits(self._tp, local.float(), self.config.vocab_size)
-            if into is None:
-                return DecoderOutput(logits, hidden, hidden if batch.all_hidden else None)
-            into.logits.copy_(logits)
+        if into is None:
+            return DecoderOutput(self.logits(hidden), hidden, hidden if batch.all_hidden else None)
+        # without shards the conversion to float32 happens on the way
+        into.logits.copy_(self._local_logits(hidden) if self.tp is None else self.logits(hidden))
         into.hidden.copy_(hidden)
         return into
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [..., H] of tokens int64 [...]."""
+        return self._embed[token_ids]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [R, V] of final hidden states [R, H], the whole vocabulary on every tensor-parallel rank."""
+        local = by_tiles(self._local_logits, hidden) if self.invariant else self._local_logits(hidden)
+        return self._shard.gather_logits(self.tp, local.float(), self.config.vocab_size)
 
     def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
         """How the batch attends; with `rows_each` it is one of `forward_static`."""
@@ -269,14 +272,14 @@ class TorchDecoder:
 
         return by_tiles(norm, x) if self.invariant else norm(x)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _local_logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._head)
 
     def _reduce(self, part: Tensor) -> Tensor:
-        if self._tp is None or self._tp.size == 1:
+        if self.tp is None:
             return part
         wide = part.float().contiguous()
-        self._tp.all_reduce(wide)
+        self.tp.all_reduce(wide)
         return wide.to(part.dtype)
 
     def _check_rows_alike(self) -> None:

@@ -11,12 +11,12 @@ import torch
 from megatron_tlt.drafter.batching import DraftSequence, windows
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftParams, DraftRows, EagleInput
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftingRows, Pairs
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keys import request_key
+from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 
@@ -56,32 +56,35 @@ def run(
 
 def draft_from(
     eagle: TorchEagle, s: DraftSequence, base: int, prompt_len: int, temperature: float
-) -> DraftRows:
-    """The decoder's draft behind place `base` of a (piece of a) sequence."""
-    kv = eagle.new_kv_cache(8, 16)
-    positions = list(range(s.offset + 1, s.offset + base + 1))
-    data = (
-        s.token_ids[1 : base + 1].tolist(),
-        positions,
-        positions,
-        [0, base],
-        [positions[-1] + 1],
-        [list(range(8))],
-        [base - 1],
+) -> list[int]:
+    """The tokens that the decoder drafts behind place `base` of (a window of) a sequence."""
+    kv, last = eagle.new_kv_cache(8, 16), s.offset + base
+    pages = torch.zeros(128, CONFIG.hidden_size)
+    pages[s.offset : last] = s.hidden[:base]
+    positions = np.arange(s.offset + 1, last, dtype=np.int32)
+    tokens = s.token_ids[1:base].numpy().astype(np.int32)
+    eagle.feed(Pairs(tokens, positions, positions, positions - np.int32(1)), pages, kv)
+
+    def one(value: int | float, dtype: type = np.int32) -> np.ndarray:
+        return np.array([value], dtype)
+
+    drawn = last + 1 - prompt_len
+    outputs = np.zeros((1, max(1, drawn)), np.int32)
+    outputs[0, -1] = s.token_ids[base]
+    rows = DraftingRows(
+        slot=one(0),
+        positions=one(last),
+        output_len=one(drawn),
+        block_tables=np.arange(8, dtype=np.int32)[None],
+        keys=one(s.key, np.uint64),
+        temperature=one(temperature, np.float32),
+        synced=one(last - 1),
+        first=one(s.offset + 1),
     )
-    batch = DecoderInput.of([torch.tensor(x, dtype=torch.int32) for x in data])
-    params = DraftParams(
-        np.array([s.key], np.uint64),
-        np.array([positions[-1] + 1 - prompt_len], np.int32),
-        np.array([temperature], np.float32),
-        np.array([STEPS], np.int32),
-        1,
-        np.ones((DEPTHS, BUCKETS), np.float32),
-        0.0,
-        want_logits=True,
-    )
-    first = torch.tensor([s.offset + 1], dtype=torch.int32)
-    return eagle.draft(EagleInput(batch, s.hidden[:base], first), params, kv)
+    rates = np.ones((DEPTHS, BUCKETS), np.float32)
+    chains = eagle.row_drafter(kv, rows, pages, 4).draft(outputs, one(STEPS), 1, rates, 0.0)
+    drafted: list[int] = chains.tokens.tolist()
+    return drafted
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -94,10 +97,10 @@ def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float,
         for s in windows(whole, window):
             for base in range(s.first_base, s.length - 1):
                 bases += 1
-                rows = draft_from(eagle, s, base, whole.prompt_len, temperature)
+                drafted = draft_from(eagle, s, base, whole.prompt_len, temperature)
                 for step in range(min(STEPS, s.length - 1 - base)):
                     reached[step] += 1
-                    if rows.tokens[0, step, 0] != s.token_ids[base + step + 1]:
+                    if drafted[step] != s.token_ids[base + step + 1]:
                         break
                     matched[step] += 1
     assert matched[1] > 0, "the test needs matches"
@@ -108,14 +111,15 @@ def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float,
     assert got.coupled == pytest.approx((matched / reached).tolist())
 
 
-def test_overlap_and_likely_tokens_by_hand(eagle: TorchEagle) -> None:
+def test_overlap_and_likely_tokens_by_hand() -> None:
     temperature = 0.8
     (s,) = answers((20, 5))
     got = run([s], temperature)
     _, head = tables()
     sums = np.zeros(4)
     for base in range(s.first_base, s.length - 1):
-        logits = torch.from_numpy(draft_from(eagle, s, base, 5, temperature).logits[0, 0])
+        pairs = s.token_ids[1 : base + 1].tolist(), s.hidden[:base]
+        logits = expected(CONFIG, random_weights(CONFIG), [*random_drafter(CONFIG).items()], *pairs, 1)[0][-1]
         q, p = (logits / temperature).softmax(0), (head @ s.hidden[base] / temperature).softmax(0)
         best = q.argsort(descending=True)
         sums += [1, 1 - 0.5 * float((p - q).abs().sum()), float(p[best[0]]), float(p[best[:4]].sum())]

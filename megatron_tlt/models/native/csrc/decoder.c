@@ -14,8 +14,6 @@
 #include <math.h>
 
 #include "attention.h"
-#include "gemm.h"
-#include "pool.h"
 
 /* out = x * rsqrt(mean(x^2) + eps) * weight, over `n` values stored with zero padding up to `padded`. */
 static void rms_norm(const float *x, const float *weight, long n, long padded, float eps, int kind, void *out,
@@ -193,18 +191,11 @@ void tlt_run_layer(Run *r, long index) {
     attend_and_mix(r);
 }
 
-/* A panel may hold the last queries and the first keys: both halves compute it, each reads its own part. */
+/* A panel may hold the last queries and the first keys; the queries are not read. */
 void tlt_run_keys(Run *r, long index) {
     r->layer = index;
     project(r, r->att_n / NR, r->qkv_stride / NR);
     tlt_parallel(r->rows, key_unit, r);
-}
-
-void tlt_run_queries(Run *r, long index) {
-    r->layer = index;
-    project(r, 0, (r->att_n + NR - 1) / NR);
-    tlt_parallel(r->rows, query_unit, r);
-    attend_and_mix(r);
 }
 
 /* Row `at` of x, as the caller wants it: [H] in the compute type. */

@@ -2,7 +2,8 @@
 #ifndef TLT_DECODER_H
 #define TLT_DECODER_H
 
-#include "act.h"
+#include "gemm.h"
+#include "pool.h"
 #include "tlt.h"
 
 typedef struct {
@@ -48,10 +49,8 @@ void tlt_norm_row(Run *r, long row, const float *weight);
 /* One layer over the chunk: from x (its input norm is done) to the residual stream and the next layer's x. */
 void tlt_run_layer(Run *r, long index);
 
-/* The same in two halves. Keys and values of the chunk go into the cache; then, for the rows that are left in the
- * chunk, what follows from their queries on, bit for bit. */
+/* Only the chunk's keys and values, from x, into the cache. */
 void tlt_run_keys(Run *r, long index);
-void tlt_run_queries(Run *r, long index);
 
 /* Last norm and LM head of the chunk's wanted rows; hidden states of all rows if wanted. */
 void tlt_run_head(Run *r);

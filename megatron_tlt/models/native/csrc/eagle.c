@@ -1,24 +1,24 @@
-/* The EAGLE drafter: one layer over pairs (token at s, hidden state of s - 1), and whole drafts in one call.
+/* The EAGLE drafter: one layer over pairs (token at s, hidden state of s - 1), and drafts from the engine's rows.
  *
  *   pair -> fc -> x (residual stream) -> layer without input norm -> rounded: hidden state -> policy's LM head
  *
- * A draft feeds the pairs that are missing, then goes on alone: the best of the keyed, perturbed scores is the drafted
- * token, and (it, the output hidden state) the next pair. All sequences that still draft take each step together; the
- * stages are the policy's (decoder.h), so a sequence's draft does not depend on the others.
+ * Of a pair that nothing is drafted from only key and value are computed. A draft caches the pairs that are missing, then
+ * steps from each row's last one: the best of the keyed, perturbed scores is the drafted token, and (it, the output hidden
+ * state) the next pair. All rows that still draft take each step together; the stages are the policy's (decoder.h), so a
+ * row's draft does not depend on the others.
  */
+#include "eagle.h"
+
 #include <math.h>
 
 #include "decoder.h"
-#include "eagle.h"
-#include "gemm.h"
-#include "pool.h"
 #include "topk.h"
 
 typedef struct {
     Run r; /* first: units get a Run and those below know that it is one of these */
     const TltEagle *e;
-    const void *states;       /* [.][H] hidden states, compute type */
-    const int32_t *state_of;  /* of each row; NULL: its own number */
+    const void *states;      /* [.][H] hidden states, compute type */
+    const int32_t *state_of; /* of each row of the step */
 } EagleRun;
 
 /* pair = [E(token) ; hidden state], as activations. Rows of `pair` have 64 elements to spare: stores may run over. */
@@ -32,237 +32,261 @@ static void pair_unit(void *arg, long row) {
     float *tmp = m->resid + row * r->hp; /* fc overwrites it; the padding stays 0 */
     load_row(m, m->embed, r->s->token_ids[from], n, tmp);
     for (long i = 0; i < n; i += VW) act_store(r->kind, g->e->pair, at + i, vload(tmp + i));
-    load_row(m, g->states, g->state_of ? g->state_of[from] : from, n, tmp);
+    load_row(m, g->states, g->state_of[from], n, tmp);
     for (long i = 0; i < n; i += VW) act_store(r->kind, g->e->pair, at + n + i, vload(tmp + i));
 }
 
 static void round_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
 
-/* The chunk's pairs through fc: the residual stream, and x. */
-static void join_pairs(EagleRun *g) {
+/* The pairs of the step's rows [first, first + rows) through fc: the residual stream, and x. */
+static void join_pairs(EagleRun *g, long first) {
     Run *r = &g->r;
     const TltModel *m = r->m;
+    r->first = first;
+    r->rows = r->s->tokens - first < m->max_rows ? r->s->tokens - first : m->max_rows;
     tlt_parallel(r->rows, pair_unit, g);
     tlt_linear(r, g->e->pair, pair_stride(m), 2L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
     tlt_parallel(r->rows, round_unit, r);
 }
 
-/* One chunk, already planned. */
-static void run_chunk(EagleRun *g) {
-    Run *r = &g->r;
-    join_pairs(g);
-    tlt_run_layer(r, 0);
-    if (!r->failed) tlt_run_head(r);
-}
-
-/* All rows of the caller's step. */
-static void feed(EagleRun *g) {
-    Run *r = &g->r;
-    for (r->first = 0; r->first < r->s->tokens && !r->failed; r->first += r->m->max_rows) {
-        const long left = r->s->tokens - r->first;
-        r->rows = left < r->m->max_rows ? left : r->m->max_rows;
-        tlt_plan_chunk(r);
-        run_chunk(g);
+static void cache_pairs(EagleRun *g) {
+    for (long first = 0; first < g->r.s->tokens; first += g->r.m->max_rows) {
+        join_pairs(g, first);
+        tlt_run_keys(&g->r, 0);
     }
 }
 
-static int check_eagle(const TltModel *m, const TltEagleStep *s) {
-    if (s->step.parents) return TLT_BAD_PARENT;
-    int bad = tlt_check_step(m, &s->step);
-    for (long q = 0; q < s->step.seqs && !bad; q++) {
-        if (s->first_visible[q] < 1) return TLT_BAD_VISIBLE;
-        for (long i = s->step.query_start[q]; i < s->step.query_start[q + 1]; i++)
-            if (s->step.positions[i] < s->first_visible[q]) return TLT_BAD_VISIBLE;
-    }
-    return bad;
-}
-
-int tlt_eagle_forward(const TltEagle *e, const TltEagleStep *s, int threads, TltAllReduce all_reduce) {
-    int bad = check_eagle(&e->model, s);
-    if (bad) return bad;
-    EagleRun g = {.e = e, .states = s->states};
-    tlt_run_setup(&g.r, &e->model, &s->step, threads, all_reduce);
-    g.r.first_visible = s->first_visible;
-    tlt_team_open(threads);
-    feed(&g);
-    tlt_team_close();
-    return g.r.failed ? TLT_REDUCE_FAILED : TLT_OK;
-}
-
-/* Position of a sequence's last pair. */
-static long last_position(const TltStep *s, long seq) { return s->positions[s->query_start[seq + 1] - 1]; }
-
-static int check_draft(const TltModel *m, const TltStep *s, const TltDraft *d) {
-    if (d->topk < 1 || d->topk > TOPK_MOST || d->topk > m->vocab || s->logits_rows != s->seqs) return TLT_BAD_SHAPE;
-    for (long q = 0; q < s->seqs; q++) {
-        if (s->query_start[q + 1] == s->query_start[q]) return TLT_BAD_SHAPE;
-        if (s->logit_rows[q] != s->query_start[q + 1] - 1) return TLT_BAD_ROW;
-        if (d->max_len[q] < 0 || d->max_len[q] > d->depth) return TLT_BAD_SHAPE;
-        const long first = last_position(s, q), last = first + d->max_len[q] - 1; /* positions that will be fed */
-        if (last >= m->rope_len) return TLT_BAD_POSITION;
-        if (last >= (long)s->max_blocks * s->block_size) return TLT_BAD_BLOCK;
-        for (long p = first + 1; p <= last; p++) {
-            int32_t id = s->block_tables[q * s->max_blocks + p / s->block_size];
-            if (id < 0 || id >= s->num_blocks) return TLT_BAD_BLOCK;
-        }
+static int check_pairs(const TltModel *m, const TltPairs *p) {
+    const long slots = (long)p->num_blocks * p->block_size;
+    if (p->block_size < TILE || p->block_size % TILE) return TLT_BAD_SHAPE;
+    for (long i = 0; i < p->count; i++) {
+        if (p->tokens[i] < 0 || p->tokens[i] >= m->embed_rows) return TLT_BAD_TOKEN;
+        if (p->positions[i] < 1 || p->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
+        if (p->slots[i] < 0 || p->slots[i] >= slots) return TLT_BAD_SLOT;
+        if (p->state_slots[i] < 0 || p->state_slots[i] >= slots) return TLT_BAD_SLOT;
     }
     return TLT_OK;
 }
 
-/* The sequences that still draft, and their next rows. Arrays of [S]; `at` is the row of logits and states. */
-typedef struct {
-    long count;
-    int32_t *seq, *at, *token, *position, *slot, *identity;
-} Active;
-
-static Active active_in(int32_t *work, long seqs) {
-    Active a = {0, work, work + seqs, work + 2 * seqs, work + 3 * seqs, work + 4 * seqs, work + 5 * seqs};
-    return a;
+int tlt_eagle_feed(const TltEagle *e, const TltPairs *p, int threads) {
+    const int bad = check_pairs(&e->model, p);
+    if (bad) return bad;
+    const TltStep s = {.tokens = p->count, .num_blocks = p->num_blocks, .block_size = p->block_size,
+                       .token_ids = p->tokens, .positions = p->positions, .slots = p->slots, .kv = p->kv};
+    EagleRun g = {.e = e, .states = p->pages, .state_of = p->state_slots};
+    tlt_run_setup(&g.r, &e->model, &s, threads, 0);
+    tlt_team_open(threads);
+    cache_pairs(&g);
+    tlt_team_close();
+    return TLT_OK;
 }
 
-/* Records token `l` of active row i, unless its cumulative_acceptance is too low; says whether the chain may go on. */
-static int record(const TltDraft *d, const TltModel *m, long seq, long l, const TopK *best, const float *logits) {
-    const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
-    const long at = seq * d->depth + l;
-    const float gap = m->vocab > 1 ? best->score[0] - best->score[1] : INFINITY, steps = gap / TLT_BUCKET_WIDTH;
-    const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
-    const float cumulative_acceptance = (l ? d->cumulative_acceptance[at - 1] : 1.0f) * rates[bucket];
-    if (cumulative_acceptance < d->min_cumulative_acceptance) return 0;
-    d->cumulative_acceptance[at] = cumulative_acceptance;
-    d->lengths[seq] = (int32_t)l + 1;
-    for (int k = 0; k < d->topk; k++) {
-        d->tokens[at * d->topk + k] = best->token[k];
-        d->gaps[at * d->topk + k] = k ? best->score[0] - best->score[k] : gap;
+/* Scratch of a draft. */
+typedef struct {
+    int32_t *token, *position, *slot, *state; /* [B * W] the missing pairs but each row's last */
+    /* [B] the rows that still draft: number, row of logits and hidden states, and their next pair */
+    int32_t *row, *at, *next_token, *next_position, *next_slot;
+    int32_t *identity, *visible; /* [B] 0, 1, ...; first visible position by row */
+    int32_t *tokens;             /* [B][D][K] */
+    float *gaps, *acceptance;      /* [B][D][K], [B][D] */
+    float *logits;               /* [B][V] */
+    void *hidden;                /* [B][H] compute type */
+    TopK *best;
+    long pairs, active;
+} Scratch;
+
+static void *take(char **at, size_t bytes) {
+    void *taken = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return taken;
+}
+
+/* Lays the scratch out from `base` on; returns its end. */
+static char *lay_out(const TltModel *m, const TltDraft *d, char *base, Scratch *c) {
+    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->window, nodes = b * (size_t)d->depth;
+    int32_t **by_pair[] = {&c->token, &c->position, &c->slot, &c->state};
+    int32_t **by_row[] = {&c->row, &c->at, &c->next_token, &c->next_position, &c->next_slot, &c->identity, &c->visible};
+    for (size_t i = 0; i < sizeof by_pair / sizeof *by_pair; i++) *by_pair[i] = take(&base, 4 * pairs);
+    for (size_t i = 0; i < sizeof by_row / sizeof *by_row; i++) *by_row[i] = take(&base, 4 * b);
+    c->tokens = take(&base, 4 * nodes * (size_t)d->topk);
+    c->gaps = take(&base, 4 * nodes * (size_t)d->topk);
+    c->acceptance = take(&base, 4 * nodes);
+    c->logits = take(&base, 4 * b * (size_t)m->vocab);
+    c->hidden = take(&base, 4 * b * (size_t)m->hidden);
+    c->best = take(&base, sizeof(TopK) * b * (size_t)topk_pieces(m->vocab));
+    return base;
+}
+
+int64_t tlt_draft_scratch_bytes(const TltEagle *e, const TltDraft *d) {
+    Scratch c;
+    static char origin[64];
+    return lay_out(&e->model, d, origin, &c) - origin + 64;
+}
+
+/* The slot that a row's block table gives a position. */
+static int32_t slot_of(const TltDraft *d, long row, long position) {
+    const int32_t block = d->block_tables[row * d->max_blocks + position / d->block_size];
+    return (int32_t)(block * (long)d->block_size + position % d->block_size);
+}
+
+/* Whether the positions up to `last`, and those that may be drafted behind it, are in the tables. */
+static int check_row(const TltModel *m, const TltDraft *d, long row, long last) {
+    const long end = last + d->wanted[row] - 1; /* of the pairs that will be fed */
+    if (last < 1 || d->wanted[row] > d->depth) return TLT_BAD_SHAPE;
+    if (end >= m->rope_len) return TLT_BAD_POSITION;
+    if (end / d->block_size >= d->max_blocks) return TLT_BAD_BLOCK;
+    for (long b = 0; b <= end / d->block_size; b++) {
+        const int32_t block = d->block_tables[row * d->max_blocks + b];
+        if (block < 0 || block >= d->num_blocks) return TLT_BAD_BLOCK;
     }
-    if (d->logits) memcpy(d->logits + at * m->vocab, logits, (size_t)m->vocab * sizeof(float));
-    if (l + 1 == d->max_len[seq]) return 0;
+    return TLT_OK;
+}
+
+/* The pairs between the last cached one and the row's last token, or the last W of them. */
+static int lay_row(const TltModel *m, TltDraft *d, Scratch *c, long row) {
+    const long slot = d->slot[row], last = d->positions[row], drawn = d->output_len[row];
+    if (slot < 0 || slot >= d->slots) return TLT_BAD_SHAPE;
+    const long next = d->synced[slot] + 1L, oldest = last - d->window + 1, begin = next > oldest ? next : oldest;
+    if (begin > last) return TLT_OK;
+    if (begin < 1 || drawn > d->width || last - begin >= drawn) return TLT_BAD_SHAPE;
+    const int bad = check_row(m, d, row, last);
+    if (bad) return bad;
+    const int32_t *tokens = d->outputs + slot * d->width + drawn - 1 - last; /* of position p at [p] */
+    for (long p = begin; p <= last; p++) {
+        if (tokens[p] < 0 || tokens[p] >= m->embed_rows) return TLT_BAD_TOKEN;
+        if (p == last) break;
+        const long i = c->pairs++;
+        c->token[i] = tokens[p];
+        c->position[i] = (int32_t)p;
+        c->slot[i] = slot_of(d, row, p);
+        c->state[i] = slot_of(d, row, p - 1);
+    }
+    if (begin > next) d->first[slot] = (int32_t)begin; /* too late for those before */
+    c->visible[row] = d->first[slot];
+    const long i = c->active++;
+    c->row[i] = (int32_t)row;
+    c->at[i] = slot_of(d, row, last - 1);
+    c->next_token[i] = tokens[last];
+    c->next_position[i] = (int32_t)last;
+    c->next_slot[i] = slot_of(d, row, last);
+    return TLT_OK;
+}
+
+/* Whether a token is kept whose best candidates are `best`, at draft position l of a row, and drafted on from. */
+static int record(const TltDraft *d, const Scratch *c, long row, long l, const TopK *best, int has_second) {
+    const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
+    const long at = row * d->depth + l;
+    const float gap = has_second ? best->score[0] - best->score[1] : INFINITY, steps = gap / TLT_BUCKET_WIDTH;
+    const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
+    const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * rates[bucket];
+    if (acceptance < d->min_acceptance) return 0;
+    c->acceptance[at] = acceptance;
+    d->out[row] = (int32_t)l + 1;
+    for (int k = 0; k < d->topk; k++) {
+        c->tokens[at * d->topk + k] = best->token[k];
+        c->gaps[at * d->topk + k] = k ? best->score[0] - best->score[k] : gap;
+    }
+    if (l + 1 == d->wanted[row]) return 0;
     /* Whatever the next gap: if even the best rate is too low, its pair need not be computed. */
     const float *next = d->rates + (l + 1 < TLT_DEPTHS ? l + 1 : TLT_DEPTHS - 1) * TLT_BUCKETS;
     float most = next[0];
     for (int i = 1; i < TLT_BUCKETS; i++) most = next[i] > most ? next[i] : most;
-    return cumulative_acceptance * most >= d->min_cumulative_acceptance;
+    return acceptance * most >= d->min_acceptance;
 }
 
-/* Draws candidates `l` of the active sequences, records them, and makes the rows of those that go on. */
-static void draw(const TltDraft *d, const TltModel *m, const TltStep *s, Active *a, long l) {
+/* The candidates at draft position l of the active rows; those that go on stay active. */
+static void draw(const TltDraft *d, const TltModel *m, Scratch *c, long l) {
     const int n = d->topk > 1 ? d->topk : (m->vocab > 1 ? 2 : 1);
-    TopKRows t = {d->last_logits, m->vocab, m->vocab, n, a->at, a->seq, d->temperature, d->keys, d->output_positions, l,
-                  d->best};
-    const int64_t pieces = topk_pieces(m->vocab);
-    long kept = 0;
-    topk_rows(&t, a->count);
-    for (long i = 0; i < a->count; i++) {
-        const TopK *best = &t.out[i * pieces];
-        const long seq = a->seq[i], row = a->at[i], position = last_position(s, seq) + 1 + l;
-        if (!record(d, m, seq, l, best, d->last_logits + row * m->vocab)) continue;
-        const int32_t block = s->block_tables[seq * s->max_blocks + position / s->block_size];
-        a->seq[kept] = (int32_t)seq;
-        a->at[kept] = (int32_t)row;
-        a->token[kept] = best->token[0];
-        a->position[kept] = (int32_t)position;
-        a->slot[kept++] = (int32_t)(block * s->block_size + position % s->block_size);
+    TopKRows t = {c->logits, m->vocab, m->vocab, n, c->identity, c->row, d->temperature, d->keys, d->output_len, l,
+                  c->best};
+    const long before = c->active;
+    topk_rows(&t, before);
+    c->active = 0;
+    for (long i = 0; i < before; i++) {
+        const TopK *best = &t.out[i * topk_pieces(m->vocab)];
+        const long row = c->row[i], position = c->next_position[i] + 1L;
+        if (!record(d, c, row, l, best, n > 1)) continue;
+        const long kept = c->active++;
+        c->row[kept] = (int32_t)row;
+        c->at[kept] = (int32_t)i;
+        c->next_token[kept] = best->token[0];
+        c->next_position[kept] = (int32_t)position;
+        c->next_slot[kept] = slot_of(d, row, position);
     }
-    a->count = kept;
 }
 
-/* One row for each active sequence. Row i's logits and state replace row i of the last ones: states are read before, a
- * chunk's rows being taken from the same or later rows. */
-static void step_rows(EagleRun *g, Active *a, const TltStep *s) {
+/* Logits and hidden states of the active rows' next pairs. Row i's replace row i of the last ones: hidden states are read
+ * before, a chunk's rows being taken from the same or later rows. */
+static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     Run *r = &g->r;
-    TltStep rows = *s;
-    rows.tokens = rows.logits_rows = (int32_t)a->count;
-    rows.token_ids = a->token;
-    rows.positions = a->position;
-    rows.slots = a->slot;
-    rows.logit_rows = a->identity;
-    r->s = &rows;
-    g->states = s->hidden;
-    g->state_of = a->at;
-    for (r->first = 0; r->first < a->count; r->first += r->m->max_rows) {
-        r->rows = a->count - r->first < r->m->max_rows ? a->count - r->first : r->m->max_rows;
+    const TltStep s = {.tokens = (int32_t)c->active, .logits_rows = (int32_t)c->active, .max_blocks = d->max_blocks,
+                       .num_blocks = d->num_blocks, .block_size = d->block_size, .token_ids = c->next_token,
+                       .positions = c->next_position, .slots = c->next_slot, .block_tables = d->block_tables,
+                       .logit_rows = c->identity, .kv = d->kv, .logits = c->logits, .hidden = c->hidden,
+                       .logits_stride = r->m->vocab};
+    r->s = &s;
+    g->state_of = c->at;
+    for (long first = 0; first < c->active; first += r->m->max_rows) {
+        join_pairs(g, first);
         r->units = r->rows;
         for (long i = 0; i < r->rows; i++) {
             int32_t *u = r->m->units + 4 * i;
-            u[0] = (int32_t)i, u[1] = 1, u[2] = a->seq[r->first + i], u[3] = 0;
+            u[0] = (int32_t)i, u[1] = 1, u[2] = c->row[first + i], u[3] = 0;
         }
-        run_chunk(g);
-    }
-    for (long i = 0; i < a->count; i++) a->at[i] = (int32_t)i;
-}
-
-/* Moves the last rows of sequences [from, to), which end in this chunk, to its front, and plans them. */
-static void keep_last_rows(Run *r, long from, long to) {
-    const TltModel *m = r->m;
-    const long width = r->hp * act_bytes(r->kind);
-    for (long q = from; q < to; q++) {
-        const long row = r->s->query_start[q + 1] - 1 - r->first, i = q - from;
-        int32_t *u = m->units + 4 * i;
-        u[0] = (int32_t)i, u[1] = 1, u[2] = (int32_t)q, u[3] = 0;
-        if (row == i) continue;
-        memcpy(m->resid + i * r->hp, m->resid + row * r->hp, (size_t)r->hp * sizeof(float));
-        memcpy((char *)m->x + i * width, (char *)m->x + row * width, (size_t)width);
-    }
-}
-
-/* The caller's pairs, `s`. One layer: of all pairs but a sequence's last one only keys and values matter. */
-static void feed_for_draft(EagleRun *g, const Active *a, const TltStep *s) {
-    Run *r = &g->r;
-    TltStep last = *s; /* one row for each sequence */
-    last.positions = a->position;
-    last.logit_rows = a->identity;
-    for (long first = 0, from = 0, to = 0; first < s->tokens; first += r->m->max_rows, from = to) {
-        r->s = s;
-        r->first = first;
-        r->rows = s->tokens - first < r->m->max_rows ? s->tokens - first : r->m->max_rows;
-        join_pairs(g);
-        tlt_run_keys(r, 0);
-        while (to < s->seqs && s->query_start[to + 1] <= first + r->rows) to++;
-        if (to == from) continue;
-        keep_last_rows(r, from, to);
-        r->s = &last;
-        r->first = from;
-        r->rows = r->units = to - from;
-        tlt_run_queries(r, 0);
+        tlt_run_layer(r, 0);
         tlt_run_head(r);
     }
+    g->states = c->hidden;
 }
 
-int tlt_eagle_draft_at(const TltEagle *e, const TltEagleStep *s, const int32_t *state_of, const TltDraft *d,
-                       int threads) {
+/* The drafts as `out` holds them, row after row. */
+static void flatten(TltDraft *d, const Scratch *c) {
+    const long others = d->topk - 1;
+    d->nodes = 0;
+    for (long row = 0; row < d->rows; row++) d->nodes += d->out[row];
+    const long n = d->nodes;
+    int32_t *token = d->out + d->rows, *depth = token + 2 * n, *feature = depth + n, *sibling = feature + n;
+    float *acceptance = (float *)(token + n), *gap = (float *)(sibling + n * others);
+    for (long row = 0, i = 0; row < d->rows; row++)
+        for (long l = 0; l < d->out[row]; l++, i++) {
+            const long at = row * d->depth + l;
+            const float *gaps = c->gaps + at * d->topk, steps = gaps[0] / TLT_BUCKET_WIDTH;
+            const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
+            token[i] = c->tokens[at * d->topk];
+            acceptance[i] = c->acceptance[at];
+            depth[i] = (int32_t)l + 1;
+            feature[i] = (int32_t)(l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS + bucket;
+            memcpy(sibling + i * others, c->tokens + at * d->topk + 1, (size_t)others * sizeof *sibling);
+            memcpy(gap + i * others, gaps + 1, (size_t)others * sizeof *gap);
+        }
+}
+
+int tlt_draft_rows(const TltEagle *e, TltDraft *d, int threads) {
     const TltModel *m = &e->model;
-    TltStep step = s->step;
-    int bad = check_eagle(m, s);
-    if (!bad) bad = check_draft(m, &step, d);
-    if (bad) return bad;
-    step.logits = d->last_logits;
-    step.logits_stride = m->vocab;
-    step.hidden = d->last_hidden;
-    EagleRun g = {.e = e, .states = s->states, .state_of = state_of};
-    tlt_run_setup(&g.r, m, &step, threads, 0);
-    g.r.first_visible = s->first_visible;
-    const size_t nodes = (size_t)step.seqs * d->depth, item = sizeof(float);
-    memset(d->cumulative_acceptance, 0, nodes * item);
-    memset(d->tokens, 0, nodes * d->topk * item);
-    memset(d->gaps, 0, nodes * d->topk * item);
-    Active a = active_in(d->work, step.seqs);
-    for (long q = 0; q < step.seqs; q++) {
-        d->lengths[q] = 0;
-        a.identity[q] = (int32_t)q;
-        a.position[q] = (int32_t)last_position(&step, q);
-        if (d->max_len[q] < 1) continue;
-        a.seq[a.count] = a.at[a.count] = (int32_t)q;
-        a.count++;
+    Scratch c = {0};
+    if (d->rows > d->slots || d->block_size < TILE || d->block_size % TILE) return TLT_BAD_SHAPE;
+    if (d->topk < 1 || d->topk > TOPK_MOST || d->topk > m->vocab) return TLT_BAD_SHAPE;
+    lay_out(m, d, (char *)(((uintptr_t)d->scratch + 63) / 64 * 64), &c);
+    int bad = TLT_OK;
+    for (long row = 0; row < d->rows && !bad; row++) {
+        d->out[row] = 0;
+        c.identity[row] = (int32_t)row;
+        if (d->wanted[row] > 0) bad = lay_row(m, d, &c, row);
     }
+    if (bad) return bad;
+    const TltStep pairs = {.tokens = (int32_t)c.pairs, .num_blocks = d->num_blocks, .block_size = d->block_size,
+                           .token_ids = c.token, .positions = c.position, .slots = c.slot, .kv = d->kv};
+    EagleRun g = {.e = e, .states = d->pages, .state_of = c.state};
+    tlt_run_setup(&g.r, m, &pairs, threads, 0);
+    g.r.first_visible = c.visible;
     tlt_team_open(threads);
-    feed_for_draft(&g, &a, &step);
-    for (long l = 0; a.count; l++) {
-        draw(d, m, &step, &a, l);
-        if (a.count) step_rows(&g, &a, &step);
+    cache_pairs(&g);
+    for (long i = 0; i < c.active; i++) d->synced[d->slot[c.row[i]]] = d->positions[c.row[i]];
+    for (long l = 0; c.active; l++) {
+        step(&g, d, &c);
+        draw(d, m, &c, l);
     }
     tlt_team_close();
+    flatten(d, &c);
     return TLT_OK;
-}
-
-int tlt_eagle_draft(const TltEagle *e, const TltEagleStep *s, const TltDraft *d, int threads) {
-    return tlt_eagle_draft_at(e, s, NULL, d, threads);
 }

@@ -1,11 +1,56 @@
-/* Whole drafts, for those who keep hidden states elsewhere than one behind the other. */
+/* The EAGLE drafter: a model of one layer with the policy's embedding and LM head. */
 #ifndef TLT_EAGLE_H
 #define TLT_EAGLE_H
 
 #include "tlt.h"
 
-/* tlt_eagle_draft with the hidden state of pair i at row state_of[i] of `states`; NULL: at row i. */
-int tlt_eagle_draft_at(const TltEagle *e, const TltEagleStep *s, const int32_t *state_of, const TltDraft *d,
-                       int threads);
+#define TLT_DEPTHS 8
+#define TLT_BUCKETS 32
+#define TLT_BUCKET_WIDTH 0.25f
+
+typedef struct {
+    TltModel model; /* input_norm and final_norm are NULL */
+    const void *fc; /* packed panels [H][2H] */
+    void *pair;     /* [max_rows][2H up to a multiple of 64, + 64] activations */
+} TltEagle;
+
+/* T pairs: at position p the token there and the hidden state of p - 1, which lies at `state_slots` of the pages. */
+typedef struct {
+    int32_t count, num_blocks, block_size;
+    const int32_t *tokens, *positions, *slots, *state_slots; /* [T]; slots: where key and value go */
+    const void *pages;                                       /* [num_blocks * block_size][H], compute type */
+    void *kv;
+} TltPairs;
+
+/* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = depth is the longest draft,
+ * K = topk the candidates at each position, W = window. The field order is repeated in abi.py. */
+typedef struct {
+    int32_t rows, slots, window, width, max_blocks, num_blocks, block_size, topk, depth;
+    float min_acceptance; /* a chain ends before a token whose cumulative acceptance (product of rates) is below */
+    /* The rows, as the engine keeps them. */
+    const int32_t *slot, *positions, *output_len, *block_tables; /* [B], [B] of the last token, [B], [B][max_blocks] */
+    const uint64_t *keys;                                        /* [B] request keys */
+    const float *temperature;                                    /* [B] */
+    const int32_t *outputs;                                      /* [S][width], output_len of them */
+    const int32_t *wanted;                                       /* [B] most tokens to draft, at most D */
+    int32_t *synced, *first; /* [S] last position whose pair is cached; first one that the drafter attends to */
+    const void *pages;       /* hidden states */
+    void *kv;
+    const float *rates; /* [TLT_DEPTHS][TLT_BUCKETS] */
+    /* Out: counts [B]; then, of all N drafted tokens, tokens, cumulative acceptance (float), depths and features [N]; then the siblings'
+     * tokens and gaps (float) [N][K - 1]. */
+    int32_t *out;
+    int32_t nodes; /* out: N */
+    void *scratch; /* tlt_draft_scratch_bytes */
+} TltDraft;
+
+/* Caches keys and values of pairs. */
+int tlt_eagle_feed(const TltEagle *eagle, const TltPairs *pairs, int threads);
+
+int64_t tlt_draft_scratch_bytes(const TltEagle *eagle, const TltDraft *draft);
+
+/* Caches the pairs that are missing, at most the last W, of every row that wants tokens, and drafts. A row whose last pair
+ * is cached has nothing to start from and gets no draft. */
+int tlt_draft_rows(const TltEagle *eagle, TltDraft *draft, int threads);
 
 #endif

@@ -1,16 +1,17 @@
 /* What Python and C share: the model, one step, and the functions called through ctypes.
  *
  * Legend: T rows (tokens) of a step, S sequences, R rows whose logits are wanted, H hidden size,
- * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary (this rank's part), L layers.
+ * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers.
+ * Under tensor parallelism heads and the intermediate size are this rank's part; embedding and LM head are whole.
  * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
- * The field order is repeated in native_abi.py; tlt_abi_version guards against a mismatch.
+ * The field order is repeated in abi.py; tlt_abi_version guards against a mismatch.
  */
 #ifndef TLT_H
 #define TLT_H
 
 #include <stdint.h>
 
-#define TLT_ABI 2
+#define TLT_ABI 3
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
 #define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
@@ -50,42 +51,6 @@ typedef struct {
     int64_t logits_stride;
 } TltStep;
 
-/* The EAGLE drafter (eagle.c): a model of one layer with the policy's embedding and LM head. */
-typedef struct {
-    TltModel model; /* input_norm and final_norm are NULL */
-    const void *fc; /* packed panels [H][2H] */
-    void *pair;     /* [max_rows][2H up to a multiple of 64, + 64] activations */
-} TltEagle;
-
-typedef struct {
-    TltStep step;                 /* positions are the pairs'; no parents */
-    const void *states;           /* [T][H] hidden state of the position before, fp32 or bf16 */
-    const int32_t *first_visible; /* [S] lowest position that a sequence's pairs attend to, >= 1 */
-} TltEagleStep;
-
-#define TLT_DEPTHS 8
-#define TLT_BUCKETS 32
-#define TLT_BUCKET_WIDTH 0.25f
-
-/* How S chains are drafted. N = depth: entries of a sequence in the outputs; K = topk candidates. */
-typedef struct {
-    int32_t topk, depth;
-    float min_cumulative_acceptance;
-    const uint64_t *keys;            /* [S] request keys */
-    const int32_t *output_positions; /* [S] of the first drafted token */
-    const float *temperature;        /* [S] */
-    const int32_t *max_len;          /* [S], at most N */
-    const float *rates;              /* [TLT_DEPTHS][TLT_BUCKETS] */
-    int32_t *lengths, *tokens;       /* [S], [S][N][K] */
-    float *gaps, *cumulative_acceptance;          /* [S][N][K], [S][N] */
-    float *logits;                   /* [S][N][V] or NULL */
-    /* Scratch: [S][V], [S][H] in the compute type, [S][6], tlt_topk_scratch_bytes(S, V) */
-    float *last_logits;
-    void *last_hidden;
-    int32_t *work;
-    void *best;
-} TltDraft;
-
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
 typedef int (*TltAllReduce)(float *buf, int64_t count);
 
@@ -99,8 +64,7 @@ enum {
     TLT_BAD_SHAPE = 6,
     TLT_REDUCE_FAILED = 7,
     TLT_BAD_PARENT = 8,
-    TLT_BAD_BRANCH = 9,
-    TLT_BAD_VISIBLE = 10
+    TLT_BAD_BRANCH = 9
 };
 
 int tlt_abi_version(void);
@@ -113,12 +77,6 @@ void tlt_copy_blocks(void *kv, int64_t planes, int64_t num_blocks, int64_t block
                      const int32_t *dst, int64_t count);
 int tlt_copy_slots(void *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
                    const int32_t *dst, int64_t count);
-int tlt_eagle_forward(const TltEagle *eagle, const TltEagleStep *step, int threads, TltAllReduce all_reduce);
-int tlt_eagle_draft(const TltEagle *eagle, const TltEagleStep *step, const TltDraft *draft, int threads);
-void tlt_keyed_topk(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
-                    const uint64_t *request_keys, const int32_t *positions, int n, const int32_t *identity,
-                    int32_t *tokens, float *scores, void *scratch, int threads);
-int64_t tlt_topk_scratch_bytes(int64_t rows, int64_t vocab);
 void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                       const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads);
 int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab);

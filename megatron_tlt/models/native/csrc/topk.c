@@ -78,24 +78,3 @@ void topk_rows(TopKRows *t, int64_t rows) {
             for (int i = 0; i < t->n; i++) offer(all, t->n, all[p].score[i], all[p].token[i]);
     }
 }
-
-int64_t tlt_topk_scratch_bytes(int64_t rows, int64_t vocab) {
-    return rows * topk_pieces(vocab) * (int64_t)sizeof(TopK);
-}
-
-/* The `n` best tokens [rows][n] of logits [rows][vocab] and their scores, best first, at output positions [rows];
- * `identity` holds 0, 1, ..., rows - 1. */
-void tlt_keyed_topk(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
-                    const uint64_t *request_keys, const int32_t *positions, int n, const int32_t *identity,
-                    int32_t *tokens, float *scores, void *scratch, int threads) {
-    TopKRows t = {logits, vocab, stride, n, identity, identity, temperature, request_keys, positions, 0, scratch};
-    if (rows < 1) return;
-    tlt_team_open(threads);
-    topk_rows(&t, rows);
-    tlt_team_close();
-    for (int64_t r = 0; r < rows; r++) {
-        const TopK *best = &t.out[r * topk_pieces(vocab)];
-        memcpy(tokens + r * n, best->token, (size_t)n * sizeof(int32_t));
-        memcpy(scores + r * n, best->score, (size_t)n * sizeof(float));
-    }
-}

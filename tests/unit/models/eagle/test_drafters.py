@@ -1,228 +1,152 @@
-"""Both rollout forms of the drafter: the paged forward is the training forward, drafts are what a plain loop drafts."""
+"""Both forms of the drafter in rollouts draft what a few lines of plain PyTorch draft."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import collate
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftParams, EagleDecoder, EagleInput
-from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.eagle.pairs import PairLayout
+from megatron_tlt.models.eagle.base import BUCKET_WIDTH, BUCKETS, DEPTHS, Chains, EagleDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
-from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keys import request_key, row_keys
-from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
-from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
+from megatron_tlt.models.native.decoder import NativeDecoder
+from tests.helpers.pairs import Rows, check_row, eagle_weights, of_row, states
 from tests.helpers.tiny_models import random_weights
 from tests.unit.models.test_decoders import LocalGroup
 
-SIZE = 16
 both = pytest.mark.parametrize("kernels", ["native", "torch"])
+DTYPES = (torch.float32, torch.bfloat16)
+CONFIGS = {
+    "qwen2": ModelConfig("qwen2", 131, 96, 2, 6, 2, 32, 200, qkv_bias=True, tie_word_embeddings=True),
+    "qwen3": ModelConfig("qwen3", 77, 68, 2, 4, 4, 24, 90, qk_norm=True, tie_word_embeddings=True),
+    # 72 columns of queries: keys begin in the middle of a panel of weights
+    "odd": ModelConfig("qwen2", 73, 72, 1, 3, 3, 24, 90, qkv_bias=True, tie_word_embeddings=True),
+    "llama": ModelConfig("llama", 4200, 64, 1, 8, 1, 64, 96, max_position_embeddings=700),
+}
 
 
-def loaded(config: ModelConfig, kernels: str = "torch", tp=None) -> EagleDecoder:
-    policy = build_decoder(config, kernels=kernels, tp=tp)
-    policy.load_weights(random_weights(config))
-    eagle = build_eagle(policy, 1, tp)
+def loaded(
+    name: str, kernels: str = "native", dtype: torch.dtype = torch.float32, threads: int = 1, tp=None
+) -> EagleDecoder:
+    policy = build_decoder(CONFIGS[name], dtype=dtype, kernels=kernels, tp=tp)
+    policy.load_weights(random_weights(CONFIGS[name]))
+    eagle = build_eagle(policy, threads)
     assert eagle.kind == kernels
-    eagle.load_weights(random_drafter(config).items())
+    eagle.load_weights(eagle_weights(CONFIGS[name]))
     return eagle
 
 
-def tables_of(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = dict(random_weights(config))
-    return weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+def rows_of(eagle: EagleDecoder, lengths: list[int], **more) -> Rows:
+    """Row i has the same content whatever the other rows are."""
+    generators = [torch.Generator().manual_seed(n) for n in lengths]
+    tokens = [
+        torch.randint(0, 70, (n,), generator=g).tolist() for n, g in zip(lengths, generators, strict=True)
+    ]
+    return Rows(eagle, tokens, [states(n - 1, eagle.config, n) for n in lengths], **more)
 
 
-@dataclass
-class Feeder:
-    """Feeds pairs of sequences (tokens, hidden states) over shuffled blocks."""
-
-    eagle: EagleDecoder
-    sequences: list
-    blocks: int = 24
-    tables: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.kv = self.eagle.new_kv_cache(self.blocks, SIZE)
-        order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(1)).tolist()
-        for s in self.sequences:
-            self.tables.append([order.pop() for _ in range(-(-(s.length + 10) // SIZE))])
-
-    def pairs(self, spans: list[tuple[int, int, int]], visible: int = 1) -> EagleInput:
-        """spans: (sequence, first position, end position)."""
-        tokens, positions, slots, starts, hidden = [], [], [], [0], []
-        for i, a, b in spans:
-            s, table = self.sequences[i], self.tables[i]
-            tokens += s.token_ids[a:b].tolist()
-            positions += range(a, b)
-            slots += [table[p // SIZE] * SIZE + p % SIZE for p in range(a, b)]
-            hidden.append(s.hidden[a - 1 : b - 1])
-            starts.append(starts[-1] + b - a)
-        chosen = [self.tables[i] for i, _, _ in spans]
-        width = max(map(len, chosen))
-        padded = [t + [0] * (width - len(t)) for t in chosen]
-        ends = [b for _, _, b in spans]
-        data = (tokens, positions, slots, starts, ends, padded, [e - 1 for e in starts[1:]])
-        batch = DecoderInput(*(torch.tensor(x, dtype=torch.int32) for x in data))
-        first = torch.full((len(spans),), visible, dtype=torch.int32)
-        return EagleInput(batch, torch.cat(hidden), first)
+def check(chains: Chains, rows: Rows, name: str, **more) -> None:
+    for row in range(len(rows.tokens)):
+        check_row(chains, rows, row, random_weights(CONFIGS[name]), eagle_weights(CONFIGS[name]), **more)
 
 
-def params(count: int, longest: list[int], topk: int = 1, **more) -> DraftParams:
-    # flat in the gap: a chain's cumulative acceptance depends on nothing but its length
-    rates = np.linspace(0.95, 0.6, DEPTHS, dtype=np.float32)[:, None].repeat(BUCKETS, 1)
-    fields = {
-        "keys": np.array([request_key(3, 11 + i, i) for i in range(count)], np.uint64),
-        "output_positions": np.arange(count, dtype=np.int32) * 5,
-        "temperature": np.array([1.0, 0.0, 0.7, 1.0][:count], np.float32),
-        "max_len": np.array(longest, np.int32),
-        "topk": topk,
-        "rates": rates,
-        "min_cumulative_acceptance": 0.0,
-    }
-    return DraftParams(**(fields | more))
+def assert_same(a: Chains, b: Chains) -> None:
+    for name in Chains.__slots__:
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
 @both
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_paged_forward_is_the_training_forward(kernels: str, family: str) -> None:
-    """In chunks of any size, last rows compared with step 0 of `EagleModel.unroll`."""
-    config = FAMILIES[family]
-    sequences = [random_sequence(config, n, 2, seed=n) for n in (40, 22)]
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, sequences)
-    model = EagleModel(config)
-    model.load_full(random_drafter(config).items())
-    embed, head = tables_of(config)
-    for chunks in ([(0, 1, 18)], [(0, 18, 19), (1, 1, 2)], [(1, 2, 21), (0, 19, 39)]):
-        out = eagle.forward(feeder.pairs(chunks), feeder.kv)
-        for row, (i, _, end) in enumerate(chunks):
-            batch = collate([sequences[i]])
-            layout = PairLayout(batch)
-            with torch.no_grad():
-                want = model.unroll(embed, batch, layout, 1)[0]
-            at = layout.bases.tolist().index(end - 1)
-            torch.testing.assert_close(out.hidden[row], want[at], atol=1e-5, rtol=1e-4)
-            torch.testing.assert_close(out.logits[row], want[at] @ head.T, atol=1e-4, rtol=1e-4)
-
-
-@both
-def test_pairs_before_the_first_visible_one_are_not_read(kernels: str) -> None:
-    config = FAMILIES["qwen3"]
-    s = random_sequence(config, 40, 2)
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, [s])
-    eagle.forward(feeder.pairs([(0, 1, 25)]), feeder.kv)
-    late = eagle.forward(feeder.pairs([(0, 25, 30)], visible=25), feeder.kv).logits
-    fresh = Feeder(eagle, [s])
-    assert torch.equal(late, eagle.forward(fresh.pairs([(0, 25, 30)], visible=25), fresh.kv).logits)
-    full = eagle.forward(feeder.pairs([(0, 25, 30)]), feeder.kv).logits
-    assert not torch.allclose(late, full, atol=1e-3)
-
-
-@both
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("topk", [1, 3])
-def test_drafts_are_what_a_plain_loop_drafts(kernels: str, family: str, topk: int) -> None:
-    config = FAMILIES[family]
-    sequences = [random_sequence(config, n, 2, seed=n) for n in (21, 33, 16, 18)]
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, sequences)
-    eagle.forward(feeder.pairs([(i, 1, s.length - 3) for i, s in enumerate(sequences)]), feeder.kv)
-    last = feeder.pairs([(i, s.length - 3, s.length) for i, s in enumerate(sequences)])
-    lengths = [4, 6, 0, 2]
-    wanted = params(4, lengths, topk, want_logits=True)
-    rows = eagle.draft(last, wanted, feeder.kv)
-    assert rows.lengths.tolist() == lengths
-    assert rows.tokens.shape == rows.gaps.shape == (4, 6, topk)
-    for i in range(4):
-        check_chain(eagle, sequences[i], rows, wanted, i)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_equal_plain_pytorch(kernels: str, name: str, topk: int) -> None:
+    """Prompts fed before, in pieces or not at all; rows that want nothing; drafts across blocks; greedy rows."""
+    rows = rows_of(loaded(name, kernels), [40, 515, 3, 2, 18], temperature=[1.0, 0.7, 0.0, 1.0, 0.0])
+    rows.feed(0, 1, 20)
+    rows.feed(1, 1, 500)
+    rows.feed(1, 500, 510)
+    rates = np.linspace(0.95, 0.6, DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS)
+    chains = rows.draft([9, 5, 3, 0, 4], topk, rates)
+    assert chains.counts.tolist() == [9, 5, 3, 0, 4]
+    check(chains, rows, name, rates=rates)
+    assert rows.draft(3).counts.tolist() == [0, 0, 0, 3, 0]  # the others have no new pair
 
 
-def check_chain(eagle: EagleDecoder, s, rows, wanted: DraftParams, i: int) -> None:
-    """Feeds the drafted tokens one by one to a fresh cache and compares with the keyed sampler's choice."""
-    drafted = rows.tokens[i, : rows.lengths[i], 0].tolist()
-    feeder = Feeder(eagle, [s])
-    out = eagle.forward(feeder.pairs([(0, 1, s.length)]), feeder.kv)
-    cumulative_acceptance = 1.0
-    for step, token in enumerate(drafted):
-        torch.testing.assert_close(
-            torch.from_numpy(rows.logits[i, step]), out.logits[0], atol=1e-4, rtol=1e-4
-        )
-        assert token == sampled(out.logits, wanted, i, step)
-        best = perturbed(out.logits[0], wanted, i, step).topk(max(2, wanted.topk))
-        assert rows.tokens[i, step].tolist() == best.indices[: wanted.topk].tolist()
-        expected = (best.values[0] - best.values[1:]).tolist()
-        expected = [expected[0], *expected[: wanted.topk - 1]]
-        np.testing.assert_allclose(rows.gaps[i, step], expected, atol=2e-4)
-        cumulative_acceptance *= float(wanted.rates[min(step, DEPTHS - 1), 0])
-        assert rows.cumulative_acceptance[i, step] == pytest.approx(cumulative_acceptance, rel=1e-5)
-        s.token_ids = torch.cat([s.token_ids, torch.tensor([token])])
-        s.hidden = torch.cat([s.hidden, out.hidden])
-        out = eagle.forward(feeder.pairs([(0, s.length - 1, s.length)]), feeder.kv)
-
-
-def sampled(logits: torch.Tensor, wanted: DraftParams, i: int, step: int) -> int:
-    """The token that the rollout's sampler would draw from the drafter's logits."""
-    at = slice(i, i + 1)
-    key = row_keys(wanted.keys[at], wanted.output_positions[at] + step)
-    none = np.zeros(1, np.int32)
-    rows = SamplingRows(key, wanted.temperature[at], none, np.ones(1), np.zeros(1, np.float32), False)
-    return int(Sampler(torch.device("cpu")).sample(logits, rows)[0])
-
-
-def perturbed(logits: torch.Tensor, wanted: DraftParams, i: int, step: int) -> torch.Tensor:
-    t = float(wanted.temperature[i])
-    if t == 0:
-        return logits
-    key = row_keys(wanted.keys[i : i + 1], wanted.output_positions[i : i + 1] + step)
-    return logits / t + gumbel_noise(torch.from_numpy(key.view(np.int64)), len(logits))[0]
+@both
+def test_only_the_window_is_caught_up_with(kernels: str) -> None:
+    """Hidden states before it are not read, be they NaN, and what was fed before is not attended to."""
+    rows = rows_of(loaded("qwen3", kernels), [40, 600, 9], window=8)
+    rows.feed(1, 1, 560)
+    rows.pages[rows.slots(0, np.arange(30))] = float("nan")
+    check(rows.draft([4, 3, 2]), rows, "qwen3")
+    assert rows.rows.first[rows.rows.slot].tolist() == [32, 592, 1]
 
 
 @both
 def test_chains_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> None:
-    config = FAMILIES["qwen3"]
-    s = random_sequence(config, 20, 2)
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, [s, s])
-    inputs = feeder.pairs([(0, 1, 20), (1, 1, 20)])
-    free = eagle.draft(inputs, params(2, [8, 8]), feeder.kv)
-    cut = float(free.cumulative_acceptance[0, 3])
-    rows = eagle.draft(inputs, params(2, [8, 8], min_cumulative_acceptance=cut), feeder.kv)
-    assert rows.lengths.tolist() == [4, 4]
-    assert np.array_equal(rows.tokens[:, :4], free.tokens[:, :4])
-    assert eagle.draft(
-        inputs, params(2, [8, 8], min_cumulative_acceptance=0.99), feeder.kv
-    ).lengths.tolist() == [0, 0]
+    eagle = loaded("qwen2", kernels)
+    rates = np.sort(np.random.default_rng(0).uniform(0.3, 1.0, (DEPTHS, BUCKETS)).astype(np.float32), axis=1)
+    lengths, totals = list(range(5, 17)), []
+    free = rows_of(eagle, lengths).draft(12, 2, rates)
+    for limit in (0.05, 0.3, 0.6, 0.95):
+        cut = rows_of(eagle, lengths).draft(12, 2, rates, limit)
+        for row in range(12):
+            a, b = of_row(free, row), of_row(cut, row)
+            n = int((a.cumulative_acceptance >= limit).sum())
+            assert b.counts[0] == n
+            np.testing.assert_array_equal(a.tokens[:n], b.tokens)
+            np.testing.assert_allclose(a.cumulative_acceptance[:n], b.cumulative_acceptance, rtol=1e-5)
+        totals.append(int(cut.counts.sum()))
+    assert totals == sorted(totals, reverse=True) and totals[0] > totals[1] > totals[2]
 
 
-@both
-def test_rates_are_looked_up_by_depth_and_gap(kernels: str) -> None:
-    config = FAMILIES["qwen3"]
-    s = random_sequence(config, 20, 2)
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, [s])
-    rates = np.arange(DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS) / (DEPTHS * BUCKETS)
-    rows = eagle.draft(feeder.pairs([(0, 1, 20)]), params(1, [10], rates=rates), feeder.kv)
-    cumulative_acceptance = 1.0
-    for step in range(10):
-        bucket = min(BUCKETS - 1, int(rows.gaps[0, step, 0] // 0.25))
-        cumulative_acceptance *= rates[min(step, DEPTHS - 1), bucket]
-        assert rows.cumulative_acceptance[0, step] == pytest.approx(cumulative_acceptance, rel=1e-5)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_bf16_is_close(kernels: str) -> None:
+    eagle = loaded("qwen2", kernels, torch.bfloat16)
+    rows = rows_of(eagle, [50], temperature=0.0)
+    weights = (
+        [(n, w.bfloat16().float()) for n, w in f(CONFIGS["qwen2"])] for f in (random_weights, eagle_weights)
+    )
+    check_row(rows.draft(1, 2), rows, 0, *weights, atol=6e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str, dtype: torch.dtype) -> None:
+    """300 rows are more than are computed together; some end early, and some catch up over a border of 256 pairs."""
+    lengths = [2 + (i * 7) % 40 for i in range(300)] if name == "qwen3" else [3, 270, 17, 256, 388, 2]
+    one, two = loaded(name, "native", dtype), loaded(name, "native", dtype, threads=2)
+    wanted = [1 + i % 5 for i in range(len(lengths))]
+    together = [rows_of(eagle, lengths, seed=i).draft(wanted, 2) for i, eagle in enumerate((one, two))]
+    assert_same(*together)
+    for row in range(0, len(lengths), 1 + len(lengths) // 20):
+        alone = rows_of(one, lengths[row : row + 1], seed=5)
+        alone.rows.keys[:] = rows_of(one, lengths).rows.keys[row]
+        for start in range(1, lengths[row] - 1, 7):  # fed in other pieces
+            alone.feed(0, start, min(start + 7, lengths[row] - 1))
+        assert_same(of_row(together[0], row), alone.draft(wanted[row], 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40])
+def test_native_drafts_read_nothing_that_was_not_cached(window: int, dtype: torch.dtype) -> None:
+    results = []
+    for fill in (0.0, float("nan")):
+        rows = rows_of(loaded("qwen2", "native", dtype), [522], window=window)
+        rows.kv.data.view(dtype).fill_(fill)
+        results.append(rows.draft(5, 2))
+    assert_same(*results)
+    assert np.isfinite(results[0].sibling_gaps).all()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
-    """4 ranks on 2 kv heads: heads are replicated."""
-    config = FAMILIES["qwen2"]
+    """The drafter is whole on every rank; in PyTorch the policy's LM head is sharded, in C it is whole, too."""
+    config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=2, head_dim=16)
+    weights = random_weights(config), eagle_weights(config)
 
     class Group(LocalGroup):
         def member(self, rank: int):
@@ -230,86 +154,131 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
             member.broadcast = lambda tensor: tensor.copy_(member.all_gather(tensor.clone())[0])
             return member
 
-    def run(tp):
-        eagle = loaded(config, tp=tp)
-        sequences = [random_sequence(config, n, 2, seed=n) for n in (21, 33)]
-        feeder = Feeder(eagle, sequences)
-        return eagle.draft(feeder.pairs([(0, 1, 21), (1, 1, 33)]), params(2, [5, 3], 2), feeder.kv)
+    def run(kernels: str, tp) -> Chains:
+        policy = build_decoder(config, kernels=kernels, tp=tp)
+        policy.load_weights(weights[0])
+        eagle = build_eagle(policy)
+        eagle.load_weights(weights[1])
+        return rows_of(eagle, [21, 33]).draft([5, 3], 2)
 
     group, got = Group(size), [None] * size
     ranks = [
-        threading.Thread(target=lambda r: got.__setitem__(r, run(group.member(r))), args=(r,))
+        threading.Thread(target=lambda r: got.__setitem__(r, run("torch", group.member(r))), args=(r,))
         for r in range(size)
     ]
     [t.start() for t in ranks]
     [t.join() for t in ranks]
-    want = run(None)
-    for rows in got:
-        assert np.array_equal(rows.tokens, want.tokens)
-        np.testing.assert_allclose(rows.gaps, want.gaps, atol=1e-3)
+    want, native = run("torch", None), run("native", None)
+    for chains in got:
+        np.testing.assert_array_equal(chains.tokens, want.tokens)
+        np.testing.assert_allclose(chains.sibling_gaps, want.sibling_gaps, atol=1e-3)
+    for rank in range(size):  # no collective: no rank waits for another
+        assert_same(run("native", group.member(rank)), native)
 
 
-@both
-def test_copied_blocks_serve_another_sequence(kernels: str) -> None:
-    config = FAMILIES["qwen3"]
-    s = random_sequence(config, 40, 2)
-    eagle = loaded(config, kernels)
-    feeder = Feeder(eagle, [s, s])
-    eagle.forward(feeder.pairs([(0, 1, 30)]), feeder.kv)
-    eagle.copy_blocks(feeder.kv, feeder.tables[0], feeder.tables[1])
-    out = eagle.forward(feeder.pairs([(0, 30, 33), (1, 30, 33)]), feeder.kv)
-    assert torch.equal(out.logits[0], out.logits[1])
-
-
-@both
-def test_what_a_drafter_refuses(kernels: str) -> None:
-    config = FAMILIES["qwen3"]
-    eagle = build_eagle(build_decoder(config, kernels=kernels))
-    s = random_sequence(config, 10, 2)
-    feeder = Feeder(eagle, [s])
-    with pytest.raises(BackendError, match="before its weights"):
-        eagle.forward(feeder.pairs([(0, 1, 5)]), feeder.kv)
-    weights = random_drafter(config)
-    weights.pop("fc.weight")
-    with pytest.raises(CheckpointError, match=r"fc\.weight is missing"):
-        eagle.load_weights(weights.items())
-    scratch = 1 if kernels == "torch" else 0
-    assert feeder.kv.nbytes == (feeder.blocks + scratch) * eagle.kv_bytes_per_block(SIZE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_batch", [3, 8])
-def test_static_steps_draft_the_same(family: str, max_batch: int) -> None:
-    """In fixed buffers with padding, steps run twice; a draft that does not fit runs as before."""
-    config = FAMILIES[family]
-    sequences = [random_sequence(config, n, 2, seed=n) for n in (21, 40, 16)]
-    lengths, ran = [3, 7, 0], []
+@pytest.mark.parametrize("name", CONFIGS)
+def test_captured_steps_draft_the_same(name: str) -> None:
+    """A graph runs a step again over the same buffers, which must not change it."""
+    ran: list = []
 
     def run_step(key, step) -> None:
         ran.append(key)
         step()
         step()
 
-    def run(static: bool):
-        eagle = loaded(config)
-        feeder = Feeder(eagle, sequences)
-        if static:
-            eagle.use_graphs(feeder.kv, run_step, max_batch, 64)
-        eagle.forward(feeder.pairs([(i, 1, s.length - 2) for i, s in enumerate(sequences)]), feeder.kv)
-        last = feeder.pairs([(i, s.length - 2, s.length) for i, s in enumerate(sequences)], visible=4)
-        rows = eagle.draft(last, params(3, lengths, 2, want_logits=True), feeder.kv)
-        twice = eagle.draft(feeder.pairs([(1, 38, 40)]), params(1, [6], 2), feeder.kv)
-        far = eagle.draft(feeder.pairs([(1, 38, 40)] * 4), params(4, [2] * 4, 2), feeder.kv)
-        return [rows, twice, far]
+    results = []
+    for captured in (False, True):
+        eagle = loaded(name, "torch")
+        if captured:
+            eagle.use_graphs(run_step)
+        results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0], 2))
+    assert_same(*results)
+    assert ran == [("eagle", 2, 5)] * 7
 
-    for got, want in zip(run(True), run(False), strict=True):
-        assert got.lengths.tolist() == want.lengths.tolist()
-        assert np.array_equal(got.tokens, want.tokens)
-        np.testing.assert_allclose(got.gaps, want.gaps, atol=1e-3)
-        np.testing.assert_allclose(got.cumulative_acceptance, want.cumulative_acceptance, rtol=1e-5)
-        if want.logits is not None:
-            np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
-    batches = [key[1] for key in ran]
-    assert batches[:6] == [2] * 6 and batches[6:11] == [1] * 5
-    assert len(batches) == 11 + (max_batch >= 4)
-    assert {key[2] for key in ran} == {4}
+
+@both
+def test_copied_blocks_serve_another_row(kernels: str) -> None:
+    rows = rows_of(loaded("qwen3", kernels), [70, 70])
+    rows.rows.keys[1] = rows.rows.keys[0]
+    rows.feed(0, 1, 69)
+    rows.rows.synced[rows.rows.slot[1]] = 68
+    rows.drafter.copy_blocks(rows.kv, rows.tables[0].tolist(), rows.tables[1].tolist())
+    chains = rows.draft(4, 2)
+    assert_same(of_row(chains, 0), of_row(chains, 1))
+    scratch = 1 if kernels == "torch" else 0
+    assert rows.kv.nbytes == (rows.kv.num_blocks + scratch) * rows.drafter.kv_bytes_per_block(16)
+    if kernels == "native":
+        with pytest.raises(BackendError, match="copy_blocks"):
+            rows.drafter.copy_blocks(rows.kv, [0], [rows.kv.num_blocks])
+
+
+@both
+def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once(kernels: str) -> None:
+    config = CONFIGS["llama"]
+    policy = build_decoder(config, kernels=kernels)
+    eagle, weights = build_eagle(policy), eagle_weights(config, seed=4)
+    rows = rows_of(eagle, [20])
+    for wrong in (
+        weights[1:],
+        [*weights, ("lm_head.weight", torch.zeros(1))],
+        [("fc.weight", torch.zeros(1))],
+    ):
+        with pytest.raises(CheckpointError):
+            eagle.load_weights(wrong)
+    with pytest.raises(BackendError, match="before its weights"):
+        rows.draft(2)
+    for seed in (4, 9):
+        pushed, drafter = random_weights(config, seed=seed), eagle_weights(config, seed=seed)
+        policy.load_weights(pushed)
+        eagle.load_weights(drafter)
+        rows = rows_of(eagle, [20])
+        check_row(rows.draft(3, 2), rows, 0, pushed, drafter)
+
+
+@both
+def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
+    config = replace(CONFIGS["qwen3"], max_position_embeddings=9000)
+    policy = build_decoder(config, kernels=kernels)
+    policy.load_weights(random_weights(config))
+    eagle = build_eagle(policy)
+    eagle.load_weights(eagle_weights(config))
+    for length in (4094, 4200):
+        rows = rows_of(eagle, [length], window=12)
+        rows.feed(0, 4000, 4080)
+        check_row(rows.draft(4, 2), rows, 0, random_weights(config), eagle_weights(config), atol=2e-3)
+
+
+def test_native_refuses_what_it_cannot_read() -> None:
+    eagle = loaded("llama")
+    for wanted, error in ((2, None), (3, "position")):  # 700 positions: pairs up to 699
+        rows = rows_of(eagle, [699])
+        if error is None:
+            assert rows.draft(wanted).counts[0] == 2
+        else:
+            with pytest.raises(BackendError, match=error):
+                rows.draft(wanted)
+    rows = rows_of(eagle, [9])
+    for arguments, error in (
+        ({"topk": 0}, "1 to 4"),
+        ({"topk": 5}, "1 to 4"),
+        ({"rates": np.ones((DEPTHS, BUCKETS - 1), np.float32)}, "match rates"),
+    ):
+        with pytest.raises(BackendError, match=error):
+            rows.draft(2, **arguments)
+    with pytest.raises(BackendError, match="block table"):
+        rows.draft(50)
+    rows.tables[0, 0] = rows.kv.num_blocks
+    with pytest.raises(BackendError, match="block table"):
+        rows.draft(2)
+    with pytest.raises(BackendError, match="slot outside"):
+        rows.feed(0, 1, 3)
+    with pytest.raises(BackendError, match="hidden states"):
+        eagle.check_pages(rows.pages.bfloat16(), rows.kv)
+
+
+def test_buckets_of_gaps_have_the_width_that_c_uses() -> None:
+    rows = rows_of(loaded("qwen3"), [9])
+    chains = rows.draft(DEPTHS + 3, 2)
+    bucket = np.minimum(chains.sibling_gaps[:, 0] / np.float32(BUCKET_WIDTH), BUCKETS - 1).astype(int)
+    assert (chains.feature % BUCKETS).tolist() == bucket.tolist()
+    assert isinstance(rows.drafter.policy, NativeDecoder)

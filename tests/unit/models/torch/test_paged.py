@@ -12,9 +12,6 @@ import pytest
 import torch
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import EagleInput
-from megatron_tlt.models.eagle.static_draft import StaticPairPlan
-from megatron_tlt.models.eagle.torch_drafter import PairPlan
 from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
@@ -135,16 +132,11 @@ def test_static_batches_equal_gathered_attention(run, tree):
 @runs()
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows_see_nothing_before_the_first_visible_position(run, splits):
-    """As the drafter's window wants it; a single row always sees itself."""
-    batch, visible = ragged([(150, 1), (63, 5), (40, 1), (9, 30)], 16), torch.tensor([71, 30, 40, 9])
-    q, keys, values = cache_and_queries(37, 4, 2, 16, 64 * 16)
-    want = PairPlan(EagleInput(batch, q, visible.to(DEVICE)), 16).attend(q, keys, values)
-    plan = PagedPlan(run_of(run), batch, 16, (2, 2), first_visible=visible.to(DEVICE), splits=splits)
-    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
-    single, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
-    q = q[:3]
-    want = StaticPairPlan(single, visible, 16, 2).attend(q, keys, values)
-    plan = PagedPlan(run_of(run), single, 16, (2, 2), 1, visible, splits)
+    """As the drafter's window needs it; a row always sees itself."""
+    batch, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
+    q, keys, values = cache_and_queries(3, 4, 2, 16, 64 * 16)
+    want = StaticPlan(batch, 16, 1, 2, visible).attend(q, keys, values)
+    plan = PagedPlan(run_of(run), batch, 16, (2, 2), 1, visible, splits)
     torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
 
@@ -185,7 +177,7 @@ def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
         driver.step([(0, list(range(40))), (1, [3])])
         outputs.append(driver.step([(0, [7]), (1, list(range(50))), (2, [9, 8])]))
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-5, rtol=1e-5)
-    assert build_eagle(decoder)._policy.paged is decoder.paged
+    assert build_eagle(decoder).policy.paged is decoder.paged
 
 
 def test_splits_fill_the_device_and_stay_long_enough():

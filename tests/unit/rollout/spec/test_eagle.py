@@ -1,10 +1,9 @@
-"""Drafts in one call from the rows are those of the array path, bit for bit, whatever befalls the rows."""
+"""The C and the PyTorch drafter draft the same, whatever happens to the rows, and read their pages and tables only."""
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ import torch
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.native.decoder import NativeDecoder
-from megatron_tlt.models.native.eagle import NativeEagle
-from megatron_tlt.models.native.pairs import native_pairs
+from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.rollout.batch import Batch, Chunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
@@ -31,39 +29,23 @@ CHAIN = DraftStrategy("eagle", 5)
 TREE = DraftStrategy("eagle", 4, 3)
 
 
-class ByArrays:
-    """A decoder that is not seen to be native."""
-
-    def __init__(self, decoder: NativeEagle):
-        self._decoder = decoder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
-
-
-def make_decoder(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> NativeEagle:
-    policy = NativeDecoder(config, dtype)
-    policy.load_weights(random_weights(config))
-    decoder = NativeEagle(policy)
-    decoder.load_weights(eagle_weights(config))
+def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> EagleDecoder:
+    policy = build_decoder(CONFIG, dtype=dtype, kernels=kernels)
+    policy.load_weights(random_weights(CONFIG))
+    decoder = build_eagle(policy)
+    decoder.load_weights(eagle_weights(CONFIG))
     return decoder
 
 
 class Twins:
-    """One set of rows, followed by both kinds of drafter; every draft is compared."""
+    """One set of rows with both kinds of drafter; every draft is compared."""
 
-    def __init__(
-        self,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        blocks: int = BLOCKS,
-    ):
-        self.random, self.dtype, self.blocks = np.random.default_rng(seed), dtype, blocks
+    def __init__(self, seed: int = 0, blocks: int = BLOCKS):
+        self.random = np.random.default_rng(seed)
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size)
-        self.decoder = make_decoder(dtype)
-        self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size, dtype)
+        self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size)
         make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
-        self.native, self.arrays = make(self.decoder), make(ByArrays(self.decoder))
+        self.native, self.torch = (make(make_decoder(kernels)) for kernels in ("native", "torch"))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
             self.random.shuffle(own)
@@ -72,7 +54,7 @@ class Twins:
         """The policy computed these positions."""
         numbers = self.random.standard_normal((end - start, CONFIG.hidden_size)).astype(np.float32)
         slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(start, end)])
-        self.pages.write(slots, torch.from_numpy(numbers).to(self.dtype))
+        self.pages.write(slots, torch.from_numpy(numbers))
 
     def request(self, order: int, prompt: int, max_tokens: int = 60, temperature: float = 0.8) -> Request:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=4)
@@ -89,10 +71,10 @@ class Twins:
         bounds = [0, *chunks, cached]
         for start, end in pairwise(bounds):
             self.feed(blocks, start, end)
-            for drafter in (self.native, self.arrays):
+            for drafter in (self.native, self.torch):
                 drafter.feed_chunks(Batch(0, [Chunk(prefill, start, end)]))
         self.rows.start(request, blocks, cached, blocks[cached // SIZE] * SIZE + cached % SIZE)
-        for drafter in (self.native, self.arrays):
+        for drafter in (self.native, self.torch):
             drafter.start(request)
 
     def stop(self, request: Request) -> None:
@@ -102,17 +84,15 @@ class Twins:
 
     def propose(self, lengths: list[int] | np.ndarray, strategy: DraftStrategy = CHAIN) -> Draft:
         wanted = np.asarray(lengths, np.int32)
-        a, b = (d.propose(self.rows, wanted, strategy) for d in (self.native, self.arrays))
+        a, b = (d.propose(self.rows, wanted, strategy) for d in (self.native, self.torch))
         np.testing.assert_array_equal(a.counts, b.counts)
-        assert a.num_nodes == b.num_nodes
-        optional = ("parents", "feature") if a.num_nodes else ()
-        for name in ("counts", "tokens", "cumulative_acceptance", "depths", *optional):
+        for name in ("tokens", "depths", "parents") if a.num_nodes else ():
             one, two = getattr(a, name), getattr(b, name)
             assert (one is None) == (two is None)
             if one is not None:
                 assert one.dtype == two.dtype, name
                 np.testing.assert_array_equal(one, two, err_msg=name)
-        assert torch.equal(self.native.kv.data, self.arrays.kv.data)
+        np.testing.assert_allclose(a.cumulative_acceptance, b.cumulative_acceptance, atol=0.05)
         return a
 
     def advance(self, counts: list[int] | np.ndarray) -> None:
@@ -125,11 +105,10 @@ class Twins:
         self.rows.advance_many(tokens, np.zeros(total, np.float32), counts, SIZE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=["chain", "tree"])
-def test_drafts_are_the_same(strategy: DraftStrategy, dtype: torch.dtype) -> None:
+def test_drafts_are_the_same(strategy: DraftStrategy) -> None:
     """Requests come, go, draft or not, fall behind by more than the window, and outgrow the output buffer."""
-    twins = Twins(dtype=dtype)
+    twins = Twins()
     running: list[Request] = []
     drafted = late = 0
     for step in range(60):
@@ -174,11 +153,9 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
         twins = Twins(seed=3)
         request = twins.request(0, 40)
         twins.start(request, chunks)
-        for drafter in (twins.native, twins.arrays):
-            table = twins.rows.block_tables[0].tolist()
-            slots = [table[p // SIZE] * SIZE + p % SIZE for p in range(40)]
-            states = twins.pages.data[slots]
-            drafts.append((states, drafter.kv.data.clone()))
+        table = twins.rows.block_tables[0].tolist()
+        slots = [table[p // SIZE] * SIZE + p % SIZE for p in range(40)]
+        drafts.append((twins.pages.data[slots], twins.native.kv.data.clone()))
         assert twins.propose([5]).num_nodes > 0
     for states, cache in drafts[1:]:
         assert torch.equal(states, drafts[0][0]) and torch.equal(cache, drafts[0][1])
@@ -214,15 +191,6 @@ def test_at_most_the_window_is_caught_up_with() -> None:
     assert twins.native._first[twins.rows.slots[0]] == last - WINDOW + 1
 
 
-def test_positions_beyond_the_first_rotary_table() -> None:
-    twins = Twins(blocks=270)
-    assert CONFIG.max_position_embeddings > 4200
-    twins.start(twins.request(0, 4090))
-    for _ in range(6):
-        assert twins.propose([4]).counts.tolist() == [4]
-        twins.advance([2])
-
-
 def test_wrong_input_is_refused() -> None:
     twins = Twins()
     twins.start(twins.request(0, 5))
@@ -232,7 +200,7 @@ def test_wrong_input_is_refused() -> None:
     with pytest.raises(BackendError, match="1 to 4"):
         native.propose(rows, ones, DraftStrategy("eagle", 2, 5))
     rows.block_tables[0, 0] = MOST * BLOCKS
-    with pytest.raises(BackendError, match="slot outside"):
+    with pytest.raises(BackendError, match="block table"):
         native.propose(rows, ones, CHAIN)
     rows.block_tables[0, 0] = 0
     rows.outputs[int(rows.slots[0]), 0] = CONFIG.vocab_size
@@ -253,7 +221,3 @@ def test_arrays_that_c_cannot_read_are_refused() -> None:
     for wrong in (pages(CONFIG.hidden_size + 1), pages(CONFIG.hidden_size, torch.bfloat16)):
         with pytest.raises(BackendError, match="hidden states"):
             EagleDrafter(decoder, rows, wrong, WINDOW)
-
-
-def test_other_decoders_take_the_long_way() -> None:
-    assert native_pairs(ByArrays(make_decoder()), *[None] * 4) is None
