@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.checkpoint.convert import to_megatron
-from megatron_tlt.checkpoint.convert.output import check_room, gib
-from megatron_tlt.checkpoint.convert.ranks import Ranks, together
-from megatron_tlt.checkpoint.convert.report import megatron_report
+from megatron_tlt.checkpoint.convert.ranks import Ranks, check_room, gib, together
 from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import OK
 
@@ -42,14 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             todo = to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
         if args.dry_run:
             if ranks.is_main:
-                print(megatron_report(todo, args.out))
+                print(command.megatron_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
         to_megatron.write(todo, args.out, ranks)
         if ranks.is_main:
-            print(
-                f"wrote {args.out}: {len(todo.chunks)} chunks, {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}"
-            )
+            print(f"wrote {args.out}: {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}")
         return OK
 
     return command.run(parser.prog, body)

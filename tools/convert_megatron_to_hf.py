@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.checkpoint.convert import to_hf
-from megatron_tlt.checkpoint.convert.output import check_room, gib
-from megatron_tlt.checkpoint.convert.ranks import Ranks, together
-from megatron_tlt.checkpoint.convert.report import hf_report
+from megatron_tlt.checkpoint.convert.ranks import Ranks, check_room, gib, together
 from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import OK
 
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
         if args.dry_run:
             if ranks.is_main:
-                print(hf_report(todo, args.out))
+                print(command.hf_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
         to_hf.write(todo, args.out, ranks)

@@ -15,10 +15,8 @@ from megatron_tlt.checkpoint.convert.inspection import (
     check_same_model,
     checksums,
     compare,
-    comparison_report,
-    describe,
+    is_saved_again,
     open_checkpoint,
-    saved_again,
 )
 from megatron_tlt.checkpoint.convert.ranks import Ranks
 from megatron_tlt.cli import convert as command
@@ -52,18 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         opened, status = open_checkpoint(args.directory, args.config), OK
         other = None if args.compare is None else open_checkpoint(args.compare, args.config)
         if other is not None:  # before all of the first is read
-            check_same_model(opened.weights, other.weights)
-        print(describe(opened))
+            check_same_model(opened, other)
+        print(command.description(opened))
         if not args.quick:
             sums = checksums(opened)
-            print(sums.report())
+            print(command.checksum_report(sums))
             if sums.damage:
                 print(f"DAMAGED: {'; '.join(sums.damage)}", file=sys.stderr)
                 status = FAILED
         if other is not None:
-            difference = compare(opened.weights, other.weights)
-            print(comparison_report(opened, other, difference))
-            if saved_again(opened, other, difference):
+            difference = compare(opened, other)
+            print(command.comparison_report(opened, other, difference))
+            if is_saved_again(opened, other, difference):
                 status = FAILED
         return status
 

@@ -24,9 +24,9 @@ from megatron_tlt.actor import distributed_optimizer
 from megatron_tlt.actor.checkpoint_files import Manifest, model_record
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
-from megatron_tlt.actor.megatron_dir import MegatronDir
 from megatron_tlt.actor.safe_load import no_pickles
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
@@ -180,7 +180,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     mine = None
     directory = Path(path)
     try:
-        source = MegatronDir(path)
+        source = TorchDistReader(path)
         directory = source.directory
         source.check(config)
         if (directory / files.MANIFEST).is_file():

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,15 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
     names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     everything = asdict(config)
     return {name: everything[name] for name in (*names, "intermediate_size", "tie_word_embeddings")}
+
+
+def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What differs between two records (`model_record`), for messages."""
+    return [
+        f"{name} is {found.get(name)!r}, not {value!r}"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -197,23 +205,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def scratch_beside(out: Path) -> Path:
-    """A new directory beside `out`, `.NAME.unfinished-*`, for `reveal`. Its mode is that of any other."""
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.parent))
-    umask = os.umask(0)
-    os.umask(umask)
-    scratch.chmod(0o777 & ~umask)  # mkdtemp makes it private
-    return scratch
-
-
-def reveal(scratch: Path, out: Path) -> None:
-    """Gives `scratch` its name once it is on the disk. Raises CheckpointError if `out` is there by now."""
-    for path in scratch.rglob("*"):
-        sync(path)
-    sync(scratch)
-    if out.exists():
-        raise CheckpointError(f"{out} has appeared in the meantime: it is left as it is")
-    os.rename(scratch, out)
-    sync(out.parent)

@@ -30,15 +30,24 @@ Kind = Literal["replicated", "vocab", "columns", "qkv", "gate_up"]
 class Slot:
     """One megatron parameter of one pipeline stage.
 
-    `paths` are its possible names inside the stage's model (local spec, Transformer Engine spec);
-    `exported` is False for a second copy of a tensor that another stage owns (tied embeddings).
+    `paths` are its possible names inside the stage's model (local spec, Transformer Engine spec), `layer` its layer's
+    number in the whole model. `exported` is False for a second copy of a tensor that another stage owns (tied
+    embeddings).
     """
 
     hf_names: tuple[str, ...]
     paths: tuple[str, ...]
     stage: int
     kind: Kind
+    layer: int | None = None
     exported: bool = True
+
+    @property
+    def stacked_keys(self) -> tuple[str, ...]:
+        """`paths` without the layer's number: keys of tensors that hold a parameter of all layers."""
+        if self.layer is None:
+            return self.paths
+        return tuple(f"decoder.layers.{path.split('.', 3)[3]}" for path in self.paths)
 
 
 def slots(config: ModelConfig, pp: int) -> list[Slot]:
@@ -63,7 +72,7 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
     hf, mg = f"model.layers.{layer}.", f"decoder.layers.{local}."
 
     def slot(names: tuple[str, ...], paths: tuple[str, ...], kind: Kind) -> Slot:
-        return Slot(tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind)
+        return Slot(tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind, layer)
 
     def qkv(what: str) -> Slot:
         names = tuple(f"self_attn.{x}_proj.{what}" for x in "qkv")

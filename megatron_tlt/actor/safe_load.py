@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_tlt.actor.megatron_dir import METADATA, read_metadata
+from megatron_tlt.actor.torch_dist_reader import METADATA, read_metadata
 from megatron_tlt.errors import CheckpointError
 
 # Without torch's own text, which recommends to try again without the protection.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.actor.checkpoint_files import reveal, scratch_beside
+from megatron_tlt.checkpoint.atomic import reveal, scratch_beside
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES

@@ -1,34 +1,47 @@
-"""What the scripts in tools/ share: one process or many ranks, errors as exit codes."""
+"""What the conversion scripts in tools/ share: start of ranks, exit codes, and the texts that they print."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from math import prod
+from pathlib import Path
 from types import FrameType
 
-from megatron_tlt.checkpoint.convert.ranks import Alone, Ranks
+import torch
+
+from megatron_tlt.actor.hf_names import slots
+from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
+from megatron_tlt.checkpoint.convert.inspection import Checksums, Difference, Opened, is_saved_again
+from megatron_tlt.checkpoint.convert.ranks import Ranks, SingleProcess, gib
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, TltError, shortened
+from megatron_tlt.models.config import ModelConfig
+
+_LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def run(name: str, body: Callable[[Ranks], int]) -> int:
     """Runs `body` on this rank; exit status 0, 1 (failed) or 2 (arguments or model cannot be converted).
 
-    MPI is started only where a launcher started several ranks. SIGTERM ends like Ctrl-C: what is half written goes.
+    MPI is started only where a launcher started several ranks. SIGTERM ends like Ctrl-C: unfinished output is removed.
     """
     signal.signal(signal.SIGTERM, _leave)
     if detect_launch().size in (1, None):
-        return _guarded(name, body, Alone())
+        return _guarded(name, body, SingleProcess())
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.distributed.world import World
 
     world = World.start(DistributedSection(device="cpu"))
     try:
         status = _guarded(name, body, world)
-    except BaseException:  # the other ranks would wait for ever for one that died
+    except BaseException:  # the other ranks would wait forever for one that died
         traceback.print_exc()
         world.abort(FAILED)
         raise
@@ -40,10 +53,113 @@ def _guarded(name: str, body: Callable[[Ranks], int], ranks: Ranks) -> int:
     try:
         return body(ranks)
     except TltError as error:
-        if ranks.is_main:  # every rank has the same error, or knows whose it is
+        if ranks.is_main:  # every rank has the same error, or one that names the failed rank
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def megatron_report(todo: to_megatron.Plan, out: Path) -> str:
+    """The mapping from Hugging Face names to Megatron tensors, and what each rank's file will hold."""
+    config, itemsize = todo.source.config, todo.dtype.itemsize
+    rows, padded = config.vocab_size, -(-config.vocab_size // todo.tp) * todo.tp
+    padding = f", vocabulary {rows} padded to {padded}" if padded != rows else ""
+    lines = [
+        f"{_title(todo.source.directory, out, config, todo.dtype)}, tp {todo.tp} x pp {todo.pp}{padding}"
+    ]
+    files = [list(todo.chunks(number)) for number in range(todo.num_files)]
+    tensors: dict[str, str] = {}
+    for slot, chunk in (pair for held in files for pair in held):
+        names, size = ", ".join(_any_layer(name) for name in slot.hf_names), prod(chunk.size) * itemsize
+        tensors[chunk.key] = f"{names}\n    -> {chunk.key} {list(chunk.size)}, {gib(size)}"
+    lines += ["", *tensors.values()]
+    if todo.source.ignored:
+        lines.append(f"not converted, they carry nothing: {', '.join(todo.source.ignored)}")
+    lines.append("")
+    for number, held in enumerate(files):
+        size = sum(chunk.block.numel() for _, chunk in held) * itemsize
+        stage, rank = divmod(number, todo.tp)
+        where = f"release/{to_megatron.file_name(number)}  stage {stage}, tensor rank {rank}"
+        lines.append(f"{where}: {len(held)} chunks, {gib(size)}")
+    return "\n".join([*lines, _total(todo.num_bytes, out)])
+
+
+def hf_report(todo: to_hf.Plan, out: Path) -> str:
+    """The mapping from Megatron tensors to Hugging Face names, and what each file will hold."""
+    source, shapes = todo.source, todo.config.parameter_shapes()
+    counts: dict[tuple[str, ...], int] = {}
+    for slot in slots(todo.config, 1):
+        stored = [f"{_any_layer(s.key)} {list(source.tensors[s.key].size)}" for s in source.find(slot)]
+        names = [f"    -> {_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names]
+        mapping = (", ".join(stored), *names)
+        counts[mapping] = counts.get(mapping, 0) + 1
+    lines = [_title(source.directory, out, todo.config, todo.dtype), ""]
+    for (stored_as, *names), count in counts.items():
+        lines += [stored_as, *(f"{name} x {count}" for name in names)]
+    lines.append("")
+    for number, some in enumerate(todo.files):
+        names = [name for slot in some for name in slot.hf_names]
+        size = sum(prod(shapes[name]) for name in names) * todo.dtype.itemsize
+        lines.append(f"{todo.name(number)}  {len(names)} tensors, {gib(size)}")
+    return "\n".join([*lines, _total(todo.num_bytes, out)])
+
+
+def _any_layer(name: str) -> str:
+    return _LAYER.sub(".layers.*.", name)
+
+
+def _title(source: Path, out: Path, config: ModelConfig, dtype: torch.dtype) -> str:
+    tied = ", tied embeddings" if config.tie_word_embeddings else ""
+    model = f"{config.family}, {config.num_layers} layers, {config.num_parameters:,} parameters{tied}"
+    return f"{source} -> {out}: {model}, {dtype_name(dtype)}"
+
+
+def _total(num_bytes: int, out: Path) -> str:
+    parent = out.parent
+    free = f", {gib(shutil.disk_usage(parent).free)} free in {parent.resolve()}" if parent.is_dir() else ""
+    return f"total {gib(num_bytes)}{free}"
+
+
+def description(opened: Opened) -> str:
+    """Kind, model, type, layout, versions and sizes of a checkpoint. Reads no tensor."""
+    config = opened.config
+    sizes = [path.stat().st_size for path in opened.directory.iterdir() if path.is_file()]
+    lines = [
+        ("model", f"{config.family}, {config.num_layers} layers, hidden {config.hidden_size}"),
+        ("", f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.head_dim}"),
+        ("", f"vocabulary {config.vocab_size}{', tied embeddings' if config.tie_word_embeddings else ''}"),
+        ("parameters", f"{config.num_parameters:,} in {len(config.parameter_shapes())} tensors"),
+        ("type", ", ".join(opened.dtypes)),
+        *opened.facts.items(),
+        ("on disk", f"{gib(sum(sizes))} in {len(sizes)} files"),
+    ]
+    return "\n".join([f"{opened.kind}: {opened.directory}", *(f"{name:<20}{text}" for name, text in lines)])
+
+
+def checksum_report(sums: Checksums) -> str:
+    """The digest of the weights, and size and checksum of every file."""
+    lines = [f"{'weights':<20}sha256 {sums.weights}"]
+    for name, record in sums.files.items():
+        lines.append(f"{'file':<20}{name}  {gib(record.size)}  sha256 {record.sha256[:16]}")
+    return "\n".join(lines)
+
+
+def comparison_report(a: Opened, b: Opened, difference: Difference) -> str:
+    """How two checkpoints differ, the largest difference first."""
+    retyped = f"{difference.retyped} the same numbers in another type"
+    largest = sorted(difference.differing, key=lambda pair: -pair[1])
+    lines = [
+        f"compared with {b.directory} ({b.kind}): {difference.total} tensors",
+        f"    {difference.identical} identical bit for bit, {retyped}, {len(largest)} different",
+    ]
+    if largest:
+        texts = [f"{name}: largest difference {value:.3g}" for name, value in largest]
+        lines.append("    " + shortened(texts, 10, separator="\n    "))
+    if is_saved_again(a, b, difference):
+        lines.append(
+            f"WARNING: steps {a.step} and {b.step} hold the same weights: the same weights were saved again"
+        )
+    return "\n".join(lines)

@@ -115,9 +115,9 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
             shards(model.path)
         elif Path(model.megatron_path).exists():
             # Here, for it needs torch.
-            from megatron_tlt.actor.megatron_dir import MegatronDir
+            from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 
-            MegatronDir(model.megatron_path).check(shape)
+            TorchDistReader(model.megatron_path).check(shape)
     except (CheckpointError, OSError) as error:
         if model.megatron_path is None:
             return [ConfigProblem("model.path", model.path, str(error))]

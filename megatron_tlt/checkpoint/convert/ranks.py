@@ -1,67 +1,98 @@
-"""The ranks of a conversion: one process without MPI, or the world."""
+"""Converting with one process or with many ranks: errors on every rank, an output that appears whole or not at all."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from megatron_tlt.checkpoint.atomic import reveal, scratch_beside
 from megatron_tlt.errors import CheckpointError, TltError
 
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
 
-class Ranks(Protocol):
-    """What a conversion needs of `distributed.world.World`."""
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-
-    @property
-    def size(self) -> int:
-        """All processes."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value. Collective."""
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The value of `source`. Collective."""
+_SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and what torch.save adds to every tensor
 
 
-class Alone:
-    """One process: no MPI is touched."""
+class SingleProcess:
+    """Stands in for `World` in one process, without MPI."""
 
     rank, size, is_main = 0, 1, True
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Its own."""
+        """[value]."""
         return [value]
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Its own."""
+    def broadcast_object(self, value: Any) -> Any:
+        """`value`."""
         return value
+
+
+Ranks: TypeAlias = "World | SingleProcess"
 
 
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """Ends the block on every rank with an error if it failed on one. Collective.
+    """Raises on every rank if the block raised a TltError or an OSError on one. Collective.
 
-    A rank's own error is raised as it is there, and as a CheckpointError that names the rank elsewhere.
+    A rank raises its own error, or a CheckpointError that names the ranks that failed.
     """
-    mine: Exception | None = None
+    own: Exception | None = None
     try:
         yield
     except (TltError, OSError) as error:
-        mine = error
-    failed = [
-        f"rank {rank}: {text}"
-        for rank, text in enumerate(ranks.all_gather_object(None if mine is None else str(mine)))
-        if text
-    ]
-    if mine is not None:
-        raise mine if isinstance(mine, TltError) else CheckpointError(str(mine)) from mine
-    if failed:
+        own = error
+    texts = ranks.all_gather_object(None if own is None else str(own))
+    if own is not None:
+        raise own if isinstance(own, TltError) else CheckpointError(str(own)) from own
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
         raise CheckpointError("; ".join(failed))
+
+
+@contextmanager
+def new_directory(out: Path, num_bytes: int, ranks: Ranks) -> Iterator[Path]:
+    """A scratch directory beside `out`, renamed to it when the block has ended well on every rank. Collective.
+
+    On an error it is removed; a killed process leaves `.NAME.unfinished-*` behind. Raises CheckpointError if `out`
+    exists or `num_bytes` do not fit on its disk.
+    """
+    scratch = out
+    with together(ranks):
+        if ranks.is_main:
+            check_room(out, num_bytes)
+            scratch = scratch_beside(out)
+    scratch = Path(ranks.broadcast_object(str(scratch)))
+    try:
+        with together(ranks):
+            yield scratch
+        with together(ranks):
+            if ranks.is_main:
+                reveal(scratch, out)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def check_room(out: Path, num_bytes: int) -> None:
+    """Raises CheckpointError if `out` exists, has no parent directory, or would not fit on its disk."""
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(f"{out} exists: name a new directory, or remove it first")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent} does not exist: make it first")
+    free, needed = shutil.disk_usage(out.parent).free, num_bytes + _SPARE
+    if free < needed:
+        raise CheckpointError(
+            f"{out} needs {gib(needed)}, but only {gib(free)} are free in {out.parent.resolve()}"
+        )
+
+
+def gib(num_bytes: float) -> str:
+    """A number of bytes for people: `1.50 GiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"

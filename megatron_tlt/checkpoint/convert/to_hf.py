@@ -1,30 +1,26 @@
-"""A Megatron distributed checkpoint as a Hugging Face directory: sharded safetensors, written tensor by tensor.
+"""A Megatron distributed checkpoint as a Hugging Face directory, one parameter in memory at a time, without megatron.
 
-The source may be ours or another's, of any layout; its config.json lies beside it or is given. Which tensor goes into
-which file is planned from the shapes alone, so every rank writes its files alone and every header is right at once.
+The source is a run's or another program's, of any layout. What each safetensors file holds follows from the shapes
+alone, so every rank writes its files without the others, and every header is final when it is written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_tlt.actor.checkpoint_files import MANIFEST, find_damage, read_manifest
+from megatron_tlt.actor.checkpoint_files import find_damage, sync
 from megatron_tlt.actor.hf_names import Slot, slots
-from megatron_tlt.actor.megatron_dir import MegatronDir
-from megatron_tlt.checkpoint.convert.hf_dir import read_hf_config
-from megatron_tlt.checkpoint.convert.output import appearing, check_room
-from megatron_tlt.checkpoint.convert.ranks import Ranks, together
-from megatron_tlt.checkpoint.convert.to_megatron import choose_dtype, with_dtype
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
+from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX, SINGLE
 
@@ -33,12 +29,11 @@ _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that can be done: source, configuration, type, and which slots go into which file."""
+    """A conversion that was checked: source, the model's config.json, type, and the parameters of each file."""
 
-    source: MegatronDir
+    source: TorchDistReader
+    config_file: Path
     config: ModelConfig
-    hf_config: dict[str, Any]
-    companions: Path
     dtype: torch.dtype
     files: list[list[Slot]]
 
@@ -65,39 +60,33 @@ def plan(
     `config` is a Hugging Face directory (or its config.json) for a checkpoint that has none beside it. `dtype` is fp32
     or bf16; None keeps what is stored. `verify` False leaves the files' checksums out.
     """
-    source = MegatronDir(megatron)
-    found = _find_config(Path(megatron), source.directory, config)
-    hf_config = read_hf_config(found)
-    model = ModelConfig.from_hf(hf_config)
+    source = TorchDistReader(megatron)
+    file = config_beside(Path(megatron), source) if config is None else Path(config)
+    file = file if file.suffix == ".json" else file / "config.json"
+    model = ModelConfig.from_hf(file)
     source.check(model)
-    if verify and (source.directory / MANIFEST).is_file():
-        _check_undamaged(source.directory)
+    if verify and (manifest := source.manifest()) and (damage := find_damage(source.directory, manifest)):
+        raise CheckpointError(
+            f"checkpoint {source.directory} is damaged: {shortened(damage, separator='; ')}"
+        )
     chosen = choose_dtype(source.dtypes(), dtype)
-    files = _pack(model, chosen.itemsize, max_file_bytes)
-    return Plan(source, model, hf_config, found.parent, chosen, files)
+    return Plan(source, file, model, chosen, _pack(model, chosen.itemsize, max_file_bytes))
 
 
-def _find_config(outer: Path, inner: Path, asked: str | Path | None) -> Path:
-    if asked is not None:
-        given = Path(asked)
-        return given if given.suffix == ".json" else given / "config.json"
-    for directory in (outer, inner, inner.parent):
-        # A run's own config.json, which is no model's, lies two directories above its checkpoints.
+def config_beside(given: Path, source: TorchDistReader) -> Path:
+    """The config.json in the directory of a checkpoint or of its shards. Raises CheckpointError if there is none."""
+    # Not further up: a run's own config.json, two directories above its checkpoints, describes no model.
+    for directory in (given, source.directory, source.directory.parent):
         if (directory / "config.json").is_file():
             return directory / "config.json"
     raise CheckpointError(
-        f"no config.json beside {inner}: name the model's Hugging Face directory with --config "
-        "(for a run of ours, its model.path)"
+        f"no config.json beside {source.directory}: name the model's Hugging Face directory with --config "
+        "(for a run of Megatron-TLT, its model.path)"
     )
 
 
-def _check_undamaged(directory: Path) -> None:
-    if damage := find_damage(directory, read_manifest(directory)):
-        raise CheckpointError(f"checkpoint {directory} is damaged: {'; '.join(damage)}")
-
-
 def _pack(config: ModelConfig, itemsize: int, limit: int) -> list[list[Slot]]:
-    """Whole slots, in the model's order, into files of up to `limit` bytes (a larger slot has a file of its own)."""
+    """Whole parameters, in the model's order, into files of at most `limit` bytes; a larger one has its own file."""
     shapes = config.parameter_shapes()
     files: list[list[Slot]] = [[]]
     held = 0
@@ -112,20 +101,13 @@ def _pack(config: ModelConfig, itemsize: int, limit: int) -> list[list[Slot]]:
 
 
 def write(todo: Plan, out: Path, ranks: Ranks) -> None:
-    """Writes `out`, which must not exist yet. Collective over `ranks`; each writes some of the files."""
-    with together(ranks):
-        if ranks.is_main:
-            check_room(out, todo.num_bytes)
-    with appearing(out, ranks) as scratch:
+    """Writes `out`, which must not exist yet. Collective: files are shared out over `ranks`."""
+    with new_directory(out, todo.num_bytes, ranks) as scratch:
         with together(ranks):
             for number in range(ranks.rank, len(todo.files), ranks.size):
                 _write_file(todo, scratch / todo.name(number), todo.files[number])
         if ranks.is_main:
-            if len(todo.files) > 1:
-                _write_index(todo, scratch)
-            copy_companions(todo.companions, scratch)
-            text = json.dumps(with_dtype(todo.hf_config, todo.dtype), indent=2) + "\n"
-            (scratch / "config.json").write_text(text, encoding="utf-8")
+            _write_small_files(todo, scratch)
 
 
 def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
@@ -145,27 +127,17 @@ def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for slot in held:
-            for name, tensor in zip(slot.hf_names, todo.source.read(todo.config, slot), strict=True):
-                _write_tensor(stream, name, tensor, shapes[name], todo.dtype)
-        written = stream.tell()
-        stream.flush()
-        os.fsync(stream.fileno())
-    if written != 8 + len(text) + end:
-        raise CheckpointError(f"{file}: {written} bytes written, {8 + len(text) + end} planned")
+            for tensor in todo.source.read(todo.config, slot):
+                stream.write(tensor.to(todo.dtype).contiguous().view(torch.uint8).numpy().data)
+    sync(file)
 
 
-def _write_tensor(stream: Any, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"{name} came out as {tuple(tensor.shape)}, the configuration says {shape}")
-    stream.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)
-
-
-def _write_index(todo: Plan, scratch: Path) -> None:
-    weight_map = {
-        name: todo.name(number)
-        for number, held in enumerate(todo.files)
-        for slot in held
-        for name in slot.hf_names
-    }
-    index = {"metadata": {"total_size": todo.num_bytes}, "weight_map": weight_map}
-    (scratch / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _write_small_files(todo: Plan, scratch: Path) -> None:
+    if len(todo.files) > 1:
+        numbered = enumerate(todo.files)
+        weight_map = {name: todo.name(n) for n, held in numbered for slot in held for name in slot.hf_names}
+        index = {"metadata": {"total_size": todo.num_bytes}, "weight_map": weight_map}
+        (scratch / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    copy_companions(todo.config_file.parent, scratch)
+    hf_config = json.loads(todo.config_file.read_text(encoding="utf-8"))
+    (scratch / "config.json").write_text(config_with_dtype(hf_config, todo.dtype), encoding="utf-8")

@@ -1,65 +1,118 @@
-"""A Hugging Face directory as a Megatron distributed checkpoint, chunk by chunk, without megatron.
+"""A Hugging Face directory as a Megatron distributed checkpoint, one parameter in memory at a time, without megatron.
 
-    OUT/config.json, tokenizer files        as they were: `model.path` of a run, and the way back
+    OUT/config.json, tokenizer files        of the source: `model.path` of a run, and the way back
         latest_checkpointed_iteration.txt   "release": Megatron-LM's word for weights without a training state
-        release/__N_0.distcp                what rank N of a TP x PP world of Megatron would write: stage * tp + tp rank
+        release/__N_0.distcp                the shards of TP rank N % tp of pipeline stage N // tp
                 .metadata, metadata.json    torch's index of all chunks; the format's name
                 common.pt                   Megatron-LM's arguments that describe the model, checkpoint version 3
-                manifest.json               our record: layout, model, type, checksums
+                manifest.json               Megatron-TLT's record: layout, model, type, checksums
 
-Everything is checked before anything is written; a chunk at a time is in memory.
+Parameters are named and cut by the actor's own mapping (`actor.hf_names`). All layers share one tensor [layers, ...].
+Everything is checked before anything is written.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of
-from megatron_tlt.actor.megatron_dir import BACKEND, TRACKER
-from megatron_tlt.checkpoint.convert.chunks import EXTRA_STATES, Chunk, Piece, build, check_layout, chunks
-from megatron_tlt.checkpoint.convert.hf_dir import HfDir
-from megatron_tlt.checkpoint.convert.output import appearing, check_room
-from megatron_tlt.checkpoint.convert.ranks import Ranks, together
+from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of, sync
+from megatron_tlt.actor.hf_names import Slot, shard, slots
+from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
+from megatron_tlt.checkpoint.convert.hf_dir import HfDir, choose_dtype, config_with_dtype, dtype_name
+from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
+from megatron_tlt.config.checks.cluster import pp_problems, tp_problems
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 
 RELEASE = "release"
-_CHUNK_OVERHEAD = 2048  # bytes of torch.save around each tensor, at most
+
+# Layers of megatron save an (empty) extra state, which Transformer Engine fills with FP8 scales; a reader expects it.
+_EXTRA_STATES = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a stored tensor `key` of shape `size`, and where in it the block begins."""
+
+    key: str
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    block: Tensor
+
+
+def chunks_of(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: int) -> list[Chunk]:
+    """What TP rank `rank` stores of a parameter, from its full Hugging Face tensors, as megatron-core cuts it.
+
+    One chunk, but two of gate_up: the rank's gate rows, and its up rows after all gate rows. A replicated parameter is
+    stored by rank 0 only.
+    """
+    if slot.kind == "replicated" and rank > 0:
+        return []
+    part = shard(config, slot, full, rank, tp)
+    blocks = part.chunk(2) if slot.kind == "gate_up" else (part,)
+    dim = 1 if slot.kind == "columns" else 0
+    parts = 1 if slot.kind == "replicated" else tp * len(blocks)
+    found = []
+    for i, block in enumerate(blocks):
+        size, offsets = list(block.shape), [0] * block.ndim
+        offsets[dim] = (i * tp + rank) * size[dim]
+        size[dim] *= parts
+        if slot.layer is not None:
+            size, offsets, block = [config.num_layers, *size], [slot.layer, *offsets], block[None]  # noqa: PLW2901
+        found.append(Chunk(slot.stacked_keys[-1], tuple(size), tuple(offsets), block))
+    return found
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that can be done: source, layout, type, and every chunk that will be written."""
+    """A conversion that was checked: source, layout, type."""
 
     source: HfDir
     tp: int
     pp: int
     dtype: torch.dtype
-    chunks: list[Chunk]
+
+    @property
+    def num_files(self) -> int:
+        """One a rank of the layout."""
+        return self.tp * self.pp
+
+    def stored_slots(self, stage: int) -> list[Slot]:
+        """The parameters that a stage's files hold."""
+        return [s for s in slots(self.source.config, self.pp) if s.exported and s.stage == stage]
+
+    def chunks(self, number: int) -> Iterator[tuple[Slot, Chunk]]:
+        """What file `number` will hold, without data."""
+        config, (stage, rank) = self.source.config, divmod(number, self.tp)
+        shapes = config.parameter_shapes()
+        for slot in self.stored_slots(stage):
+            full = [torch.empty(shapes[name], device="meta") for name in slot.hf_names]
+            for chunk in chunks_of(config, slot, full, rank, self.tp):
+                yield slot, chunk
 
     @property
     def num_bytes(self) -> int:
-        """Disk that the output needs."""
-        return sum(c.numel * self.dtype.itemsize + _CHUNK_OVERHEAD for c in self.chunks)
+        """Bytes of all tensors."""
+        return self.source.config.num_parameters * self.dtype.itemsize
 
 
 def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
@@ -67,159 +120,128 @@ def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
 
     `dtype` is fp32 or bf16; None keeps what is stored, which must then be one of these, and one only.
     """
-    problems = [(name, n) for name, n in (("--tp", tp), ("--pp", pp)) if n < 1]
-    if problems:
-        raise ConfigError.of(*problems[0], "must be 1 or more")
+    for option, value in (("--tp", tp), ("--pp", pp)):
+        if value < 1:
+            raise ConfigError.of(option, value, "must be 1 or more")
     source = HfDir(hf)
-    check_layout(source.config, tp, pp)
-    chosen = choose_dtype(set(source.dtypes.values()), dtype)
-    return Plan(source, tp, pp, chosen, list(chunks(source.config, tp, pp)))
-
-
-def choose_dtype(stored: set[torch.dtype], asked: str | None) -> torch.dtype:
-    """The type of the output. Raises ConfigError if the stored types leave a choice and none is made."""
-    if asked is not None:
-        return DTYPES[asked]
-    if len(stored) == 1 and stored <= set(DTYPES.values()):
-        return next(iter(stored))
-    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
-    raise ConfigError.of("--dtype", None, f"must be given, fp32 or bf16: the weights are stored as {found}")
+    if problems := [*tp_problems(source.config, "--tp", tp), *pp_problems(source.config, "--pp", pp)]:
+        raise ConfigError(problems)
+    return Plan(source, tp, pp, choose_dtype(source.dtypes.values(), dtype))
 
 
 def write(todo: Plan, out: Path, ranks: Ranks) -> None:
-    """Writes `out`, which must not exist yet. Collective over `ranks`; each writes the files of some TP x PP ranks."""
-    with together(ranks):
-        if ranks.is_main:
-            check_room(out, todo.num_bytes)
-    with appearing(out, ranks) as scratch:
+    """Writes `out`, which must not exist yet. Collective: files are shared out over `ranks`."""
+    with new_directory(out, todo.num_bytes, ranks) as scratch:
         inner = scratch / RELEASE
-        with together(ranks):
-            if ranks.is_main:
-                inner.mkdir()
-        local = [_save_plan(todo, number) for number in range(todo.tp * todo.pp)]
-        files, metadata = create_default_global_save_plan(local)
-        writer = FileSystemWriter(inner, per_thread_copy_ahead=0)
-        files = writer.prepare_global_plan(files)
-        results: list[Any] = []
+        results: list[WriteResult] = []
         records: dict[str, FileRecord] = {}
         with together(ranks):
-            for number in range(ranks.rank, len(files), ranks.size):
-                results.append(writer.write_data(files[number], _Lazy(todo, number)).value())  # type: ignore[arg-type]
-                name = f"__{number}_0.distcp"
-                records[name] = record_of(inner / name)
+            inner.mkdir(exist_ok=True)
+            for stage in range(todo.pp):
+                first = stage * todo.tp
+                mine = [n for n in range(first, first + todo.tp) if n % ranks.size == ranks.rank]
+                results += _write_files(todo, stage, mine, inner) if mine else []
+                records |= {file_name(n): record_of(inner / file_name(n)) for n in mine}
         gathered = ranks.all_gather_object((results, records))
         if ranks.is_main:
-            writer.finish(metadata, [result for some, _ in gathered for result in some])
-            every = {name: record for _, some in gathered for name, record in some.items()}
-            _write_small_files(todo, scratch, inner, every)
+            FileSystemWriter(inner).finish(_metadata(todo), [some for some, _ in gathered])
+            shards = {name: record for _, some in gathered for name, record in some.items()}
+            _write_small_files(todo, scratch, shards)
 
 
-def _save_plan(todo: Plan, number: int) -> SavePlan:
-    """What file `number` holds: the chunks of one rank of the TP x PP world."""
-    properties = TensorProperties(dtype=todo.dtype)
-    items = [
-        WriteItem(
-            index=MetadataIndex(chunk.key, torch.Size(chunk.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)),
-                properties=properties,
-                size=torch.Size(chunk.size),
-            ),
-        )
-        for chunk in _of(todo, number)
+def _write_files(todo: Plan, stage: int, numbers: list[int], inner: Path) -> list[WriteResult]:
+    """Writes some of a stage's files together, so that each parameter is read once."""
+    results = []
+    with ExitStack() as stack:
+        streams = {n: stack.enter_context((inner / file_name(n)).open("wb")) for n in numbers}
+        for slot in todo.stored_slots(stage):
+            full = todo.source.read_slot(slot)
+            for number, stream in streams.items():
+                for chunk in chunks_of(todo.source.config, slot, full, number % todo.tp, todo.tp):
+                    block = chunk.block.to(todo.dtype, copy=True).contiguous()
+                    index = dcp.MetadataIndex(chunk.key, torch.Size(chunk.offsets))
+                    results.append(_save(block, index, stream, file_name(number)))
+                    # torch.save leaves the tensor in a reference cycle, which holds its memory for long.
+                    block.untyped_storage().resize_(0)
+        if numbers[0] == stage * todo.tp:
+            for key in _extra_state_keys(todo, stage):
+                results.append(
+                    _save([None], dcp.MetadataIndex(key), streams[numbers[0]], file_name(numbers[0]))
+                )
+    for number in numbers:
+        sync(inner / file_name(number))
+    return results
+
+
+def file_name(number: int) -> str:
+    """Of the shards of one rank."""
+    return f"__{number}_0.distcp"
+
+
+def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) -> WriteResult:
+    start = stream.tell()
+    torch.save(value, stream)
+    length = stream.tell() - start
+    return WriteResult(index, length, _StorageInfo(name, start, length))
+
+
+def _extra_state_keys(todo: Plan, stage: int) -> list[str]:
+    total = todo.source.config.num_layers
+    layers = range(stage * total // todo.pp, (stage + 1) * total // todo.pp)
+    return [
+        f"decoder.layers.{module}._extra_state/shard_{layer}_{total}"
+        for layer in layers
+        for module in _EXTRA_STATES
     ]
-    layers, stage = todo.source.config.num_layers, number // todo.tp
-    if number % todo.tp == 0:
-        for layer in range(stage * layers // todo.pp, (stage + 1) * layers // todo.pp):
-            for state in EXTRA_STATES:
-                key = f"decoder.layers.{state}/shard_{layer}_{layers}"
-                items.append(WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO))
-    return SavePlan(items)
 
 
-def _of(todo: Plan, number: int) -> list[Chunk]:
-    return [c for c in todo.chunks if c.stage * todo.tp + c.tp_rank == number]
-
-
-class _Lazy:
-    """The part of a save planner that `FileSystemWriter.write_data` asks: numbers, made when they are written."""
-
-    def __init__(self, todo: Plan, number: int):
-        self._todo = todo
-        self._chunks = {(c.key, c.offsets): c for c in _of(todo, number)}
-        self._last: Tensor | None = None
-
-    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        """The chunk; for an extra state what megatron's own layers save when they have none."""
-        if item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save([None], stream)
-            return stream
-        assert item.index.offset is not None
-        chunk = self._chunks[item.index.fqn, tuple(item.index.offset)]
-        if self._last is not None:
-            # It is on disk: with no copying ahead the writer asks for the next one then. Tensors were seen to live on
-            # after they were written, until the garbage collector came, which counts objects and not bytes.
-            self._last.untyped_storage().resize_(0)
-
-        def read(piece: Piece) -> Tensor:
-            return self._todo.source.part(piece.name, piece.dim, piece.start, piece.stop)
-
-        self._last = build(self._todo.source.config, chunk, self._todo.tp, read, self._todo.dtype)
-        return self._last
-
-
-def _write_small_files(todo: Plan, scratch: Path, inner: Path, records: dict[str, FileRecord]) -> None:
-    backend = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
+def _metadata(todo: Plan) -> dcp.Metadata:
+    """torch's description of every stored tensor and its chunks."""
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    for number in range(todo.num_files):
+        for _, chunk in todo.chunks(number):
+            new = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=todo.dtype), torch.Size(chunk.size), []
+            )
+            place = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.block.shape)
+            tensors.setdefault(chunk.key, new).chunks.append(place)
+    states = {
+        key: dcp.BytesStorageMetadata() for stage in range(todo.pp) for key in _extra_state_keys(todo, stage)
     }
-    (inner / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
-    arguments = megatron_arguments(todo.source.config, todo.tp, todo.pp, todo.dtype)
+    stored: dict[str, dcp.STORAGE_TYPES] = {**tensors, **states}
+    return dcp.Metadata(stored)
+
+
+def _write_small_files(todo: Plan, scratch: Path, shards: dict[str, FileRecord]) -> None:
+    source, inner = todo.source, scratch / RELEASE
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    common_backend = {"common_backend": "torch", "common_backend_version": 1}
+    (inner / BACKEND).write_text(json.dumps(backend | common_backend), encoding="utf-8")
     common = {
-        "args": Namespace(**arguments),
+        "args": Namespace(**megatron_arguments(source.config, todo.tp, todo.pp, todo.dtype)),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"format": "torch_dist"},
     }
     torch.save(common, inner / "common.pt")
-    rest = {file.name: record_of(file) for file in inner.iterdir() if file.name not in records}
     manifest = Manifest(
         step=0,
         policy_version=0,
         optimizer_steps=0,
         layout={"tp": todo.tp, "pp": todo.pp, "cp": 1, "dp": 1},
-        model=model_record(todo.source.config),
+        model=model_record(source.config),
         training={"dtype": dtype_name(todo.dtype), "optimizer": "none", "distributed_optimizer": "off"},
-        extra={"converted_from": str(todo.source.directory.resolve())},
-        files=records | rest,
+        extra={"converted_from": str(source.directory.resolve())},
+        files=shards | {file.name: record_of(file) for file in inner.iterdir() if file.name not in shards},
     )
     (inner / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    copy_companions(todo.source.directory, scratch)
-    (scratch / "config.json").write_text(
-        json.dumps(with_dtype(todo.source.hf_config, todo.dtype), indent=2) + "\n", encoding="utf-8"
-    )
+    copy_companions(source.directory, scratch)
+    (scratch / "config.json").write_text(config_with_dtype(source.hf_config, todo.dtype), encoding="utf-8")
     (scratch / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
 
 
-def with_dtype(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A config.json that names the type its weights now have, in the spellings it used."""
-    word = str(dtype).removeprefix("torch.")
-    spellings = [key for key in ("dtype", "torch_dtype") if key in hf_config] or ["torch_dtype"]
-    return {**hf_config, **dict.fromkeys(spellings, word)}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """fp32, bf16; torch's own name for others."""
-    names: Iterable[tuple[str, torch.dtype]] = DTYPES.items()
-    return next((name for name, d in names if d is dtype), str(dtype).removeprefix("torch."))
-
-
 def megatron_arguments(config: ModelConfig, tp: int, pp: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Megatron-LM's arguments for this model, as `--use-checkpoint-args` reads them."""
+    """Megatron-LM's arguments for this model, as `--use-checkpoint-args` reads them; its defaults are left out."""
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -232,18 +254,13 @@ def megatron_arguments(config: ModelConfig, tp: int, pp: int, dtype: torch.dtype
         "max_position_embeddings": config.max_position_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": int(config.rope_theta),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "use_rope_scaling": config.rope_scaling is not None,
         "add_bias_linear": False,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
         "swiglu": True,
-        "squared_relu": False,
         "normalization": "RMSNorm",
         "norm_epsilon": config.rms_norm_eps,
-        "apply_layernorm_1p": False,
-        "apply_query_key_layer_scaling": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,

@@ -36,8 +36,8 @@ def check_config(
     shape = shape if shape is not None else config.model.architecture
     return [
         *check_world(config, num_ranks, device),
-        *_check_shape_tp(shape, "actor.tp", config.actor.tp),
-        *_check_shape_pp(shape, config),
+        *tp_problems(shape, "actor.tp", config.actor.tp),
+        *pp_problems(shape, "actor.pp", config.actor.pp),
         *_check_architecture(config, shape),
         *check_rollout(config, shape, num_ranks, device),
         *check_idle(config, shape, num_ranks, device),
@@ -65,8 +65,8 @@ def check_sft(
     shape = shape if shape is not None else config.model.architecture
     return [
         *check_world(config, num_ranks, device),
-        *_check_shape_tp(shape, "actor.tp", config.actor.tp),
-        *_check_shape_pp(shape, config),
+        *tp_problems(shape, "actor.tp", config.actor.tp),
+        *pp_problems(shape, "actor.pp", config.actor.pp),
         *_check_architecture(config, shape),
         *_check_positions(config.model.max_context, max_positions),
         *check_optimizer(config.optimizer, config.sft.num_steps),
@@ -118,7 +118,8 @@ def _check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
         )
 
 
-def _check_shape_tp(shape: ModelShape | None, path: str, tp: int) -> Problems:
+def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
+    """Dimensions of the model that a tensor-parallel size does not divide."""
     if shape is None:
         return
     dimensions = {
@@ -131,10 +132,10 @@ def _check_shape_tp(shape: ModelShape | None, path: str, tp: int) -> Problems:
         yield ConfigProblem(path, tp, f"must divide the model's {', '.join(bad)}")
 
 
-def _check_shape_pp(shape: ModelShape | None, config: Config | SftConfig) -> Problems:
-    pp = config.actor.pp
+def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
+    """A pipeline-parallel size that does not divide the model's layers."""
     if shape is not None and shape.num_layers % pp:
-        yield ConfigProblem("actor.pp", pp, f"must divide the model's {shape.num_layers} layers")
+        yield ConfigProblem(path, pp, f"must divide the model's {shape.num_layers} layers")
 
 
 def _check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
@@ -156,7 +157,7 @@ def check_rollout(
     rollout = config.rollout
     if num_ranks % rollout.tp:
         yield ConfigProblem("rollout.tp", rollout.tp, f"must divide the number of ranks ({num_ranks})")
-    yield from _check_shape_tp(shape, "rollout.tp", rollout.tp)
+    yield from tp_problems(shape, "rollout.tp", rollout.tp)
     yield from _check_nodes(config, "rollout.tp", rollout.tp)
     if rollout.kernels == "native" and device == "cuda":
         yield ConfigProblem(

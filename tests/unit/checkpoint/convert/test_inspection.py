@@ -16,12 +16,11 @@ from megatron_tlt.checkpoint.convert import to_megatron
 from megatron_tlt.checkpoint.convert.inspection import (
     checksums,
     compare,
-    comparison_report,
-    describe,
+    is_saved_again,
     open_checkpoint,
-    saved_again,
 )
-from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.checkpoint.convert.ranks import SingleProcess
+from megatron_tlt.cli.convert import comparison_report, description
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT
@@ -43,7 +42,7 @@ def place(tmp_path_factory):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 0.5
     save_file(tensors, folder / "other" / "model.safetensors", metadata={"format": "pt"})
     for name, dtype, tp in (("mg", None, 4), ("bf16", "bf16", 1)):
-        to_megatron.write(to_megatron.plan(folder / "hf", tp, 1, dtype), folder / name, Alone())
+        to_megatron.write(to_megatron.plan(folder / "hf", tp, 1, dtype), folder / name, SingleProcess())
     save_foreign(folder / "foreign", naive_megatron(model, 256), iteration=7)
     return folder
 
@@ -65,7 +64,7 @@ def test_the_digest_is_the_weights_and_not_the_layout(place):
 
 
 def test_a_description_names_kind_layout_type_and_sizes(place):
-    text = describe(open_checkpoint(place / "mg"))
+    text = description(open_checkpoint(place / "mg"))
     for words in (
         "converted Megatron checkpoint",
         "qwen3, 3 layers, hidden 64",
@@ -74,8 +73,8 @@ def test_a_description_names_kind_layout_type_and_sizes(place):
         "torch_dist",
     ):
         assert words in text, text
-    assert "bf16" in describe(open_checkpoint(place / "bf16"))
-    assert "Qwen3ForCausalLM" in describe(open_checkpoint(place / "hf"))
+    assert "bf16" in description(open_checkpoint(place / "bf16"))
+    assert "Qwen3ForCausalLM" in description(open_checkpoint(place / "hf"))
     sums = checksums(open_checkpoint(place / "hf"))
     assert (
         sums.files["model.safetensors"] == record_of(place / "hf" / "model.safetensors") and not sums.damage
@@ -94,7 +93,7 @@ def test_a_description_names_kind_layout_type_and_sizes(place):
 )
 def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
     one, two = open_checkpoint(place / a), open_checkpoint(place / b)
-    found = compare(one.weights, two.weights)
+    found = compare(one, two)
     assert (found.identical, found.retyped, len(found.differing)) == counts
     if b == "other":
         assert found.differing[0][0] == "model.layers.1.mlp.up_proj.weight"
@@ -110,7 +109,7 @@ def test_nan_zero_and_type_are_told_apart(place, tmp_path):
         tensors = load_file(target / "model.safetensors")
         tensors = change(tensors) or tensors
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-        return open_checkpoint(target).weights
+        return open_checkpoint(target)
 
     def put(value):
         return lambda tensors: tensors["model.norm.weight"].__setitem__(0, value)
@@ -130,7 +129,7 @@ def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
     first, second = (as_step(place / "mg", tmp_path / f"step-{n:06d}", n) for n in (10, 20))
     a, b = open_checkpoint(first), open_checkpoint(second)
     assert (a.kind, a.step, b.step) == ("checkpoint of a run", 10, 20)
-    assert saved_again(a, b, compare(a.weights, b.weights))
+    assert is_saved_again(a, b, compare(a, b))
     assert inspect_checkpoint.main([str(second), "--compare", str(first)]) == 1
     assert "steps 20 and 10 hold the same weights" in capsys.readouterr().out
     moved = as_step(place / "bf16", tmp_path / "step-000030", 30)
@@ -150,7 +149,7 @@ def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_pat
     for name, words in {
         "not-here": "not-here does not exist",
         "nothing": "nothing is no Megatron checkpoint",
-        "qwen2": "are of different models: family is 'qwen3' and 'qwen2'",
+        "qwen2": "are of different models: family is 'qwen3', not 'qwen2'",
     }.items():
         assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 1
         said = capsys.readouterr()
@@ -195,7 +194,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys):
     assert convert_hf_to_megatron.main(there) == 1  # exists
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 1
     assert convert_hf_to_megatron.main(["--hf", hf, "--out", out + "2", "--tp", "3"]) == 2
-    assert "--tp = 3: must divide the query heads (4)" in capsys.readouterr().err
+    assert "--tp = 3: must divide the model's query heads 4" in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
     assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0

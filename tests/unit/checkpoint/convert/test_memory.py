@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
-from megatron_tlt.checkpoint.convert.ranks import Alone
+from megatron_tlt.checkpoint.convert.ranks import SingleProcess
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
 from tests.helpers.tiny_models import random_weights
@@ -70,19 +70,20 @@ def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, tp, pp, dtype):
     assert total > 15 * largest
     # What safetensors and torch.load make does not pass the dispatcher: watch it where it enters.
     live = LiveBytes()
-    true = to_megatron.HfDir.part
+    true = to_megatron.HfDir.read
 
-    def part(self, *arguments):
-        tensor = true(self, *arguments)
+    def read(self, name):
+        tensor = true(self, name)
         live.watch(tensor)
         return tensor
 
-    monkeypatch.setattr(to_megatron.HfDir, "part", part)
+    monkeypatch.setattr(to_megatron.HfDir, "read", read)
     todo = to_megatron.plan(hf, tp, pp, dtype)
     with live:
-        to_megatron.write(todo, tmp_path / "mg", Alone())
+        to_megatron.write(todo, tmp_path / "mg", SingleProcess())
     assert live.made >= total  # the meter saw the whole model go by
-    assert live.peak <= 3 * largest / tp + 4096
+    parameter = 2 * largest  # gate and up together are one of Megatron's
+    assert live.peak <= parameter + 1.5 * parameter / tp + 4096  # itself, a shard of it, and what is written
     loaded, load = LiveBytes(), torch.load
 
     def watched(*arguments, **options):
@@ -93,6 +94,6 @@ def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, tp, pp, dtype):
     monkeypatch.setattr(torch, "load", watched)
     back = to_hf.plan(tmp_path / "mg", "fp32")
     with loaded:
-        to_hf.write(back, tmp_path / "back", Alone())
+        to_hf.write(back, tmp_path / "back", SingleProcess())
     assert loaded.made >= total
-    assert loaded.peak <= 4 * largest + 4096  # gate and up together are one parameter of Megatron's
+    assert loaded.peak <= 2 * parameter + 4096

@@ -1,13 +1,15 @@
-"""Megatron's distributed checkpoints (torch_dist) as files: where they are, what is in them, one parameter at a time.
-
-No megatron and no process group here: the tools read checkpoints with it, and a run checks one before it loads it.
+"""Reads Megatron's distributed checkpoints (torch_dist) without megatron and without a process group.
 
     DIR/latest_checkpointed_iteration.txt    "release" or a number, as Megatron-LM writes it
         release/ or iter_0000123/            .metadata, metadata.json, common.pt, __0_0.distcp, __1_0.distcp, ...
-    DIR/latest, step-000123/                 the same files in a run of ours
+    DIR/latest, step-000123/                 the same files in a run of Megatron-TLT
 
-A tensor may be one for all layers, [layers, ...] under `decoder.layers.mlp...` (megatron-core's default), or one a
-layer under `decoder.layers.7.mlp...`; both are read. A stored tensor is a grid of chunks, whatever layout wrote it.
+A parameter is stored either in one tensor for all layers, [layers, ...] under `decoder.layers.mlp...` (megatron-core's
+default), or in one tensor a layer under `decoder.layers.7.mlp...`; both are read. A stored tensor is a grid of chunks,
+which any reader assembles whatever layout wrote them.
+
+This module is in actor/, not in checkpoint/, because a policy that starts from such a checkpoint
+(`model.megatron_path`) checks it here before megatron-core loads it.
 """
 
 from __future__ import annotations
@@ -27,19 +29,22 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from megatron_tlt.actor.checkpoint_files import LATEST, MANIFEST, model_record, read_manifest
+from megatron_tlt.actor.checkpoint_files import (
+    LATEST,
+    MANIFEST,
+    Manifest,
+    model_differences,
+    model_record,
+    read_manifest,
+)
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import Family, ModelConfig
+from megatron_tlt.models.config import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "metadata.json"
 METADATA = ".metadata"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_TELLING: dict[str, Family] = {
-    "self_attention.linear_qkv.bias": "qwen2",
-    "self_attention.q_layernorm.weight": "qwen3",
-}
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 # What a checkpoint holds beside the weights: optimizer state, random states, layers' extra state (FP8 scales).
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|.*\._extra_state")
@@ -58,8 +63,8 @@ def locate(path: str | Path) -> Path:
     root = Path(path)
     if not root.is_dir():
         raise CheckpointError(f"Megatron checkpoint {root} does not exist")
-    if reason := why_no_megatron(root):
-        raise CheckpointError(reason)
+    if problem := not_megatron(root):
+        raise CheckpointError(problem)
     if (root / METADATA).is_file():
         return root
     for pointer in (TRACKER, LATEST):
@@ -74,10 +79,10 @@ def locate(path: str | Path) -> Path:
     raise CheckpointError(_legacy(root))
 
 
-def why_no_megatron(root: Path) -> str | None:
-    """Why a directory holds no Megatron checkpoint at all, with a hint; None if it holds one, or does not exist."""
+def not_megatron(root: Path) -> str | None:
+    """The message for a directory without any Megatron checkpoint, with a hint; None if there is one."""
     marks = (METADATA, TRACKER, LATEST)
-    if not root.is_dir() or any((root / m).is_file() for m in marks) or next(root.glob("mp_rank_*"), None):
+    if any((root / mark).is_file() for mark in marks) or next(root.glob("mp_rank_*"), None):
         return None
     reason = f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}"
     inner = root / "checkpoints"
@@ -91,10 +96,11 @@ def _legacy(directory: Path) -> str:
     )
 
 
-class MegatronDir:
-    """One torch_dist checkpoint. Raises CheckpointError at once if it cannot be read or a file is missing or torn."""
+class TorchDistReader:
+    """Keys, shapes, types and parameters of one torch_dist checkpoint."""
 
     def __init__(self, path: str | Path):
+        """Raises CheckpointError if its metadata cannot be read or a file is missing or truncated."""
         self.directory = locate(path)
         self.backend = _read_backend(self.directory)
         self.metadata = read_metadata(self.directory / METADATA)
@@ -123,21 +129,20 @@ class MegatronDir:
                 f"Megatron checkpoint {self.directory}: {shortened(problems, separator='; ')}"
             )
 
-    # ---- what is there
+    def manifest(self) -> Manifest | None:
+        """The manifest of a checkpoint that Megatron-TLT wrote. Raises CheckpointError if it is damaged."""
+        return read_manifest(self.directory) if (self.directory / MANIFEST).is_file() else None
 
     def weight_keys(self) -> list[str]:
         """Keys of tensors that are weights: no optimizer, random or extra state."""
         return [key for key in self.tensors if _NO_WEIGHT.match(key) is None]
 
     def sharding(self) -> dict[str, bool]:
-        """How the keys were made, in the words of megatron's `sharded_state_dict(metadata=...)`."""
+        """The options of megatron's `sharded_state_dict(metadata=...)` that the checkpoint was written with."""
         keys = self.weight_keys()
-        return {
-            "non_homogeneous_layers": any(_LAYER.fullmatch(key) for key in keys),  # a tensor a layer
-            "singleton_local_shards": any(
-                key.endswith("linear_fc1.weight_w") for key in keys
-            ),  # gate, up apart
-        }
+        tensor_a_layer = any(_LAYER.match(key) for key in keys)
+        gate_and_up_apart = any(key.endswith("linear_fc1.weight_w") for key in keys)
+        return {"non_homogeneous_layers": tensor_a_layer, "singleton_local_shards": gate_and_up_apart}
 
     def other_bytes(self) -> int:
         """Bytes of stored tensors that are not weights (optimizer state)."""
@@ -150,24 +155,23 @@ class MegatronDir:
 
     def find(self, slot: Slot) -> list[Stored]:
         """The tensors that hold a parameter, in order (gate and up may be apart); empty if there are none."""
-        for path in slot.paths:
-            whole: list[tuple[str, int | None]] = [(path, None)]
-            if match := _LAYER.fullmatch(path):
-                whole.append((f"decoder.layers.{match[2]}", int(match[1])))
-            for key, layer in whole:
-                if key in self.tensors:
-                    return [Stored(key, layer)]
-                if slot.kind == "gate_up" and f"{key}_w" in self.tensors and f"{key}_v" in self.tensors:
-                    return [Stored(f"{key}_w", layer), Stored(f"{key}_v", layer)]
+        stacked = [(key, slot.layer) for key in slot.stacked_keys]
+        for key, layer in [*((path, None) for path in slot.paths), *stacked]:
+            if key in self.tensors:
+                return [Stored(key, layer)]
+            if slot.kind == "gate_up" and f"{key}_w" in self.tensors and f"{key}_v" in self.tensors:
+                return [Stored(f"{key}_w", layer), Stored(f"{key}_v", layer)]
         return []
 
     def check(self, config: ModelConfig) -> None:
-        """Every parameter of `config` is there with its shape, and every weight that is there is a parameter of it.
+        """Compares names and shapes with a model's, both ways. Reads no tensor.
 
-        Raises CheckpointError that names all that is missing, unexpected or misshapen; where a manifest or the tensors
-        tell that it is another model, no tensor is named.
+        Raises CheckpointError that names every missing, unexpected and misshapen tensor, or, if there is a manifest
+        and it is of another model, what differs between the models.
         """
-        self._check_model(config)
+        manifest = self.manifest()
+        if manifest and (wrong := model_differences(manifest.model, model_record(config))):
+            raise CheckpointError(f"{self.directory} is of another model: {shortened(wrong, separator='; ')}")
         used: set[str] = set()
         absent: list[str] = []
         misfits: list[str] = []
@@ -182,32 +186,12 @@ class MegatronDir:
             problems.append(f"unexpected: {shortened(extra)}")
         if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:
             problems.append(f"weights of type {shortened(strange)}")
-        problems += dict.fromkeys(misfits)  # all layers of a shared tensor say the same
+        problems += dict.fromkeys(misfits)  # a stacked tensor gives the same text for every layer
         if problems:
             listed = shortened(problems, separator="; ")
             raise CheckpointError(
                 f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}"
             )
-
-    def _check_model(self, config: ModelConfig) -> None:
-        if (self.directory / MANIFEST).is_file():
-            found = read_manifest(self.directory).model
-        else:
-            found = {**model_record(config), "family": self._family() or config.family}
-        wrong = [
-            f"{name} is {found.get(name)!r} there, {value!r} in config.json"
-            for name, value in model_record(config).items()
-            if found.get(name) != value
-        ]
-        if wrong:
-            raise CheckpointError(f"{self.directory} is of another model: {'; '.join(wrong)}")
-
-    def _family(self) -> Family | None:
-        """What only one family has; None where the tensors do not tell."""
-        for end, family in _TELLING.items():
-            if any(key.endswith(end) for key in self.tensors):
-                return family
-        return None
 
     def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
         for stored, shape in zip(found, _shapes(config, slot, len(found))):
@@ -220,12 +204,10 @@ class MegatronDir:
             if size[1:] != shape[1:] or (size[0] != shape[0] and not padded):
                 yield f"{stored.key} has shape {size} a parameter, the configuration says {shape}"
 
-    # ---- reading
-
     def read(self, config: ModelConfig, slot: Slot) -> list[Tensor]:
-        """The slot's full Hugging Face tensors, in its order (may be views of one another's memory).
+        """The slot's full Hugging Face tensors, in its order (may be views of one tensor).
 
-        Memory: the parameter, and one stored chunk. Padded vocabulary rows are not read.
+        Holds the parameter and one stored chunk in memory. Padded vocabulary rows are not read. Raises CheckpointError.
         """
         found = self.find(slot)
         if not found:
@@ -237,7 +219,7 @@ class MegatronDir:
         return parts if len(parts) > 1 else unshard(config, slot, parts)
 
     def _read_region(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
-        """The first rows of a stored tensor (of its layer), whatever chunks they lie in."""
+        """Assembles [0:shape] of a stored tensor (of one layer of it) from the chunks that overlap it."""
         meta = self.tensors[stored.key]
         lead: tuple[int, ...] = () if stored.layer is None else (stored.layer,)
         low = (*lead, *(0 for _ in shape))
@@ -273,20 +255,20 @@ class MegatronDir:
 
 
 class _Into:
-    """The part of a load planner that `FileSystemReader.read_data` asks: where each piece goes."""
+    """The part of a load planner that `FileSystemReader.read_data` calls: copies chunks into one tensor."""
 
     def __init__(self, target: Tensor):
         self._target = target
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """The place of one piece in the target."""
+        """The view of the target that a chunk is copied to."""
         view = self._target
         for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths)):
             view = view.narrow(dim, offset, length)
         return view
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Nothing more to do: `resolve_tensor` gave a view."""
+        """Does nothing: `resolve_tensor` returned a view."""
 
 
 def _shapes(config: ModelConfig, slot: Slot, count: int) -> list[tuple[int, ...]]:
@@ -310,22 +292,20 @@ def _read_backend(directory: Path) -> dict[str, Any]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes torch.distributed.checkpoint's own records and nothing else: a checkpoint may come from anywhere."""
+    """Builds torch.distributed.checkpoint's own records and nothing else: checkpoints come from untrusted places."""
 
     _MODULES = (
         "torch.distributed.checkpoint.metadata",
         "torch.distributed.checkpoint.filesystem",
         "torch.distributed.checkpoint.planner",
     )
-    _OTHERS = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "PurePosixPath"),
-            ("collections", "OrderedDict"),
-            ("builtins", "set"),
-        }
+    _OTHERS = (
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "collections.OrderedDict",
+        "builtins.set",
     )
 
     def find_class(self, module: str, name: str) -> Any:
@@ -334,27 +314,20 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
-        elif (module, name) in self._OTHERS:
+        elif f"{module}.{name}" in self._OTHERS:
             return super().find_class(module, name)
         elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
 
 
 def read_metadata(file: Path) -> Metadata:
-    """torch's description of a checkpoint, unpickled with care. Raises CheckpointError."""
+    """torch's description of a checkpoint, unpickled without running code from it. Raises CheckpointError."""
     try:
         with file.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        AttributeError,
-        ImportError,
-        TypeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, ImportError, TypeError,
+            pickle.UnpicklingError) as error:  # fmt: skip
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{file} holds no checkpoint metadata")
