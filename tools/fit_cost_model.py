@@ -131,7 +131,7 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     speculator = backend.engine.speculator
     assert speculator is not None
     recorder = Recorder(kind, backend.engine.scheduler.rows)
-    speculator.selector = recorder
+    speculator.use_selector(recorder)
     return backend, recorder
 
 

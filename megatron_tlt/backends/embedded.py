@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError, shortened
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     EMBEDDED_CAPABILITIES,
@@ -63,7 +62,7 @@ class EmbeddedBackend:
         self._release_cache = release_cache
         if release_cache:
             engine.release()
-        self.trace_prompts = 0  # of the first ones of a `generate`, `drafts_of` can tell what was drafted
+        self._traced_prompts = 0
         self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
         self._shapes = dict(parameter_shapes)
@@ -133,8 +132,8 @@ class EmbeddedBackend:
                 on_answer(samples[-1])
 
         self.resume()
-        if self.trace_prompts and engine.speculator is not None and not goes_on:
-            engine.speculator.trace = DraftTrace([p.prompt_id for p in prompts[: self.trace_prompts]])
+        if self._traced_prompts and engine.speculator is not None and not goes_on:
+            engine.speculator.start_trace([p.prompt_id for p in prompts[: self._traced_prompts]])
         done = False
         try:
             for prompt in self._ordered(prompts):
@@ -215,7 +214,8 @@ class EmbeddedBackend:
 
         Only while no request is there.
         """
-        self.engine.features = None if sink is None else HiddenStateCollector(sink)
+        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._version)
+        self.engine.collect_hidden_states(collector)
 
     @property
     def wants_history(self) -> bool:
@@ -292,7 +292,6 @@ class EmbeddedBackend:
             raise SyncError(f"the push of version {self._open} lacks {shortened(sorted(self._missing))}")
         self._version, self._open = self._open, None
         self._drafter_version = self._next_drafter
-        self.engine.policy_version = self._version
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
@@ -310,12 +309,14 @@ class EmbeddedBackend:
         """Frees the engine with its weights and cache. A second call does nothing."""
         self._engine = None
 
+    def trace_drafts(self, num_prompts: int) -> None:
+        """From the next `generate` on keeps what is drafted for its first `num_prompts` prompts, for `drafts_of`."""
+        self._traced_prompts = num_prompts
+
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
         """What was drafted for an answer of the last `generate`, as `observe.samples` writes it; None: not known."""
         speculator = self.engine.speculator
-        if speculator is None or speculator.trace is None:
-            return None
-        runs = speculator.trace.runs(sample.prompt_id, sample.sample_index)
+        runs = [] if speculator is None else speculator.traced(sample.prompt_id, sample.sample_index)
         if not runs:
             return None
         size = min(len(sample.token_ids), _SHOWN_TOKENS)

@@ -1,4 +1,4 @@
-"""One step's work as the scheduler decides it, and what the model made of it. Torch-free.
+"""One step's work as the scheduler decides it, and its result. Torch-free.
 
 Legend: D decoding rows, C prefill chunks, T tokens = D + all chunks, F first tokens to draw, R = D + F.
 """
@@ -6,10 +6,14 @@ Legend: D decoding rows, C prefill chunks, T tokens = D + all chunks, F first to
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.rollout.request import Prefill, Request
+
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.spec.verify import Accepted
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class Batch:
     num_decode: int
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before the forward
+    started: list[Request] = field(default_factory=list)  # requests that got their row for this step
 
     @property
     def is_decode(self) -> bool:
@@ -70,6 +75,7 @@ class StepResult:
     tokens: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
     counts: np.ndarray | None = None  # int32 [D]
+    accepted: Accepted | None = None  # of a speculative step: the verdict on its draft
 
     def keep(self, mask: np.ndarray, counts: np.ndarray) -> None:
         """Drops the tokens where `mask` (bool [R]) is False; `counts` are what is left of each row."""

@@ -12,7 +12,6 @@ import torch
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
-_PROGRESS_EVERY_S = 0.02  # waiting ranks hear through it how long it will take
-_PROGRESS_EVERY_STEPS = 8  # of an engine of several ranks: they must all call at the same step
+_PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: it must not slow the steps down
+_PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,8 @@ class Engine:
             decoder = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
         self.runner = ModelRunner(decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank())
         self.speculator: Speculator | None = None
-        if drafting is not None and drafting.section.drafter != "none":
+        if drafting is not None:
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
-        self._share_graphs()
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._arrivals = 0
@@ -83,24 +81,17 @@ class Engine:
         self._commit_seconds = 0.0
         self._last_running = 0
         self._released = False
-        self._features: HiddenStateCollector | None = None
-        self.policy_version = 0  # of the weights that answer, for `features`; the backend keeps it
+        self._collector: HiddenStateCollector | None = None
 
-    @property
-    def features(self) -> HiddenStateCollector | None:
-        """Who gets the hidden states of finished answers. Set it while no request is there."""
-        return self._features
-
-    @features.setter
-    def features(self, tap: HiddenStateCollector | None) -> None:
-        assert self.is_idle, "hidden states of what is cached already are not known"
-        self._features, self.scheduler.on_finish = tap, None
-        if tap is not None:
+    def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
+        """From now on `collector` gets the hidden states of finished answers; None: they are not kept, unless drafts
+        need them. Only while no request is there: states of what is cached already are not known. Mutates the runner.
+        """
+        assert self.is_idle, "a running request's hidden states are not known from its start"
+        self._collector = collector
+        if collector is not None:
             self.resume()
-            pages = self.runner.keep_pages()
-            self.scheduler.on_finish = lambda request, blocks: tap.take(
-                request, blocks, pages, self.policy_version
-            )
+            self.runner.keep_pages()
         elif self.speculator is None or self.speculator.eagle is None:
             self.runner.drop_pages()
 
@@ -140,7 +131,14 @@ class Engine:
         wanted = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
         requests = [
             Request(
-                prompt, params, prompt_id, index, self._arrivals + i, stops, self._watch(params), dataset_id
+                prompt,
+                params,
+                prompt_id,
+                index,
+                self._arrivals + i,
+                stops,
+                self._stop_watcher(params),
+                dataset_id,
             )
             for i, index in enumerate(wanted)
         ]
@@ -151,48 +149,47 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        assert not batch.is_empty, "a step with nothing to do: ask is_idle first"
-        scheduled = time.perf_counter()
         assert not self._released, "a step while the cache's memory is given back"
-        result = self._compute(batch)
+        started, speculator = time.perf_counter(), self.speculator
+        batch = self.scheduler.schedule()
+        assert not batch.is_empty, "a step with nothing to do: check is_idle first"
+        scheduled = time.perf_counter()
+        self.runner.copy_blocks(batch.copies)
+        draft = None if speculator is None else speculator.propose(batch)
+        result = self.runner.forward(batch) if draft is None else self.runner.verify(draft)
+        self.scheduler.truncate(result)
+        if speculator is not None:
+            speculator.record(batch, draft, result)
         computed = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
-        self._schedule_seconds += scheduled - started
+        for request in finished:
+            self._finish(request)
         ended = time.perf_counter()
+        self._schedule_seconds += scheduled - started
         self._commit_seconds += ended - computed
+        self._count(batch, result, len(finished), ended - started)
+        if batch.num_decode != self._last_running:
+            self._add_to_curve(batch.num_decode, scheduled)
+        if self.is_idle:
+            self._add_to_curve(0, ended)
+        return finished
+
+    def _finish(self, request: Request) -> None:
+        """Passes a finished request on, before its blocks are written again."""
+        if self.speculator is not None:
+            self.speculator.finish(request)
+        if self._collector is not None:
+            assert self.runner.pages is not None
+            self._collector.collect(request, self.runner.pages)
+
+    def _count(self, batch: Batch, result: StepResult, num_finished: int, seconds: float) -> None:
         stats = self._stats
-        stats.seconds += ended - started
+        stats.seconds += seconds
         stats.steps += 1
         stats.generated_tokens += len(result.tokens)
         if batch.chunks:
             stats.prompt_tokens += batch.num_tokens - batch.num_decode
-        stats.finished_requests += len(finished)
-        if batch.num_decode != self._last_running:
-            self._note(batch.num_decode, scheduled)
-        if self.is_idle:
-            self._note(0, ended)
-        return finished
-
-    def _compute(self, batch: Batch) -> StepResult:
-        """Plain decoding, or drafting and verification where the speculator says so."""
-        speculator = self.speculator
-        if speculator is None:
-            return self.runner.forward(batch)
-        if not batch.is_decode:
-            return self.runner.forward(batch)
-        self.runner.copy_blocks(batch)  # before anybody drafts from the copies
-        draft = speculator.propose()
-        planned = time.perf_counter()
-        accepted = None
-        if draft is None:
-            result = self.runner.forward(batch)
-        else:
-            result, accepted = self.runner.verify(draft)
-            self.scheduler.truncate(result)
-        speculator.record(draft, accepted, result, time.perf_counter() - planned)
-        return result
+        stats.finished_requests += num_finished
 
     def run(
         self,
@@ -201,11 +198,11 @@ class Engine:
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
-        `on_finished` is told of each of them after the step in which it ended.
+        `on_finished` gets each of them after the step in which it ended.
         """
         finished: list[Request] = []
         generated, first = self._stats.generated_tokens, self._stats.steps
-        told = 0.0
+        reported = 0.0
         while not self.is_idle:
             ended = self.step()
             finished += ended
@@ -214,8 +211,8 @@ class Engine:
                     on_finished(request)
             if self.runner.tp.size > 1:
                 due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
-            elif due := (now := time.perf_counter()) - told >= _PROGRESS_EVERY_S:
-                told = now
+            elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
+                reported = now
             if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
@@ -245,8 +242,8 @@ class Engine:
             return
         self._released = True
         self.runner.release()
-        if self.speculator is not None and self.speculator.eagle is not None:
-            self.speculator.eagle.release()
+        if self.speculator is not None:
+            self.speculator.release()
         _return_to_system(self.runner.device)
 
     def resume(self) -> None:
@@ -255,8 +252,8 @@ class Engine:
             return
         _return_to_system(self.runner.device)  # the cache is one piece, and others have used what was between
         self.runner.resume()
-        if self.speculator is not None and self.speculator.eagle is not None:
-            self.speculator.eagle.resume()
+        if self.speculator is not None:
+            self.speculator.resume()
         self._released = False
 
     def withdraw(self, count: int) -> list[Request]:
@@ -264,7 +261,7 @@ class Engine:
         taken = self.scheduler.withdraw(count)
         self._stats.generated_tokens -= sum(len(request.output) for request in taken)
         if taken and self.is_idle:
-            self._note(0, time.perf_counter())
+            self._add_to_curve(0, time.perf_counter())
         return taken
 
     def abort_all(self) -> list[Request]:
@@ -304,20 +301,12 @@ class Engine:
         pool = self.runner.decoder.pool
         return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
 
-    def _share_graphs(self) -> None:
-        """Lets the trained drafter's steps run as graphs in the policy's pool."""
-        decoder, speculator = self.runner.decoder, self.speculator
-        if isinstance(decoder, PooledDecoder) and speculator is not None and speculator.eagle is not None:
-            eagle = speculator.eagle.decoder
-            if isinstance(eagle, TorchEagle):
-                eagle.use_graphs(decoder.pool.run_step)
-
-    def _note(self, running: int, now: float) -> None:
+    def _add_to_curve(self, running: int, now: float) -> None:
         """Records a change of the number of running requests: a point of the curve, not one a step."""
         self._last_running = running
         self._stats.running_curve.append((now - self._started, running))
 
-    def _watch(self, params: SamplingParams) -> StopStringWatcher | None:
+    def _stop_watcher(self, params: SamplingParams) -> StopStringWatcher | None:
         if not params.stop:
             return None
         assert self._tokenizer is not None

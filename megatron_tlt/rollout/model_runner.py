@@ -6,7 +6,7 @@ Legend: D decoding rows, T tokens, S sequences, R rows to sample, V vocabulary, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,13 +73,7 @@ class ModelRunner:
         width = len(rows.token_ids)
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
-        self.pages: PagedHiddenStates | None = (
-            None  # hidden states of all cached tokens, if somebody wants them
-        )
-        self.on_chunks: Callable[[Batch], None] | None = (
-            None  # told of prefill chunks, once they are computed
-        )
-        self.on_copies: Callable[[list[tuple[int, int]]], None] | None = None  # told of copied blocks
+        self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
         self._upload: _Upload | None = None
         self._host_steps = bool(
             getattr(decoder, "takes_host_batches", False)
@@ -132,8 +126,6 @@ class ModelRunner:
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
-        if batch.copies:
-            self.copy_blocks(batch)
         native = self.native_step
         if native is not None and batch.is_decode and not self.rows.num_masked:
             tokens, logprobs = native.decode(batch.num_decode)
@@ -145,8 +137,6 @@ class ModelRunner:
         self.forward_seconds += ran - started
         result = self._sample(batch, output)
         self.sample_seconds += time.perf_counter() - ran
-        if batch.chunks and self.on_chunks is not None:
-            self.on_chunks(batch)
         return result
 
     def _run(self, inputs: DecoderInput) -> DecoderOutput:
@@ -157,19 +147,16 @@ class ModelRunner:
             self.pages.write(inputs.slot_mapping, hidden)
         return output
 
-    def copy_blocks(self, batch: Batch) -> None:
-        """Copies the blocks that forks write into; once a batch. Mutates the cache and `batch.copies`."""
-        if not batch.copies:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks (from, to) that forked requests write into. Mutates the cache and the hidden states."""
+        if not copies:
             return
-        src, dst = [c[0] for c in batch.copies], [c[1] for c in batch.copies]
+        src, dst = [c[0] for c in copies], [c[1] for c in copies]
         self.decoder.copy_blocks(self.kv, src, dst)
         if self.pages is not None:
             self.pages.copy_blocks(src, dst)
-        if self.on_copies is not None:
-            self.on_copies(batch.copies)
-        batch.copies = []
 
-    def verify(self, draft: Draft) -> tuple[StepResult, Accepted]:
+    def verify(self, draft: Draft) -> StepResult:
         """Feeds every row's last token and its drafted nodes; keeps the nodes that are accepted (`spec.verify`).
 
         The cache ends as plain decoding would have left it (slots behind the accepted tokens hold leftovers that
@@ -180,7 +167,7 @@ class ModelRunner:
         if native is not None and not self.rows.num_masked:
             (tokens, logprobs), verdict = native.verify(draft.counts, draft.tokens, draft.parents)
             self._count_native(native, started)
-            return StepResult(tokens, logprobs, verdict[0]), Accepted(*verdict)
+            return StepResult(tokens, logprobs, verdict[0], Accepted(*verdict))
         inputs, starts = self._verify_input(draft)
         output = self._run(inputs)
         ran = time.perf_counter()
@@ -190,7 +177,7 @@ class ModelRunner:
         if draft.parents is not None:
             self._compact(draft, accepted)
         self.sample_seconds += time.perf_counter() - ran
-        return StepResult(tokens, logprobs, accepted.counts), accepted
+        return StepResult(tokens, logprobs, accepted.counts, accepted)
 
     def _count_native(self, native: NativeStep, started: float) -> None:
         sampling = native.sample_seconds

@@ -1,4 +1,4 @@
-"""What waits for the engine, and what runs in it. Torch-free."""
+"""Requests and prefills: what waits for the engine, and what runs in it. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    blocks: list[int] = field(
+        default_factory=list
+    )  # KV blocks of a finished request, until the next schedule
 
     @property
     def key(self) -> int:

@@ -12,7 +12,7 @@ latest arrival gives its blocks back and is computed again later. So the oldest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,10 +48,6 @@ class Scheduler:
         self._prefilling: list[Prefill] = []  # in order, blocks allocated
         self._ready: list[Prefill] = []  # in order, all in the cache, children to start
         self._reserved = False  # whether rows hold blocks for drafts
-        self.on_start: Callable[[Request], None] | None = None  # a request got its row
-        self.on_stop: Callable[[Request], None] | None = None  # it is about to leave it
-        # It is finished, its output complete; the blocks still hold all tokens but the last.
-        self.on_finish: Callable[[Request, Sequence[int]], None] | None = None
 
     @property
     def num_running(self) -> int:
@@ -268,8 +264,7 @@ class Scheduler:
         if not offset:
             blocks = blocks + self.blocks.allocate(1)
         self.rows.start(request, blocks, length, blocks[full] * size + offset)
-        if self.on_start is not None:
-            self.on_start(request)
+        batch.started.append(request)
 
     # Results
 
@@ -300,16 +295,18 @@ class Scheduler:
             if request.finish_reason is not None:
                 finished.append(request)
         for request in finished:
-            self._leave(request, is_finished=True)
+            request.blocks = self._leave(request)
         return finished
 
     def truncate(self, result: StepResult) -> None:
         """Cuts each row's run of tokens behind the first that ends the answer. Mutates `result`.
 
-        After a speculative step, before `commit`: tokens that plain decoding would never have drawn must not show.
+        Before `commit`; without `result.counts` (a plain step) it does nothing. Tokens that plain decoding would never
+        have drawn must not be emitted.
         """
-        assert result.counts is not None
         rows = self.rows
+        if result.counts is None:
+            return
         if not rows.num_watched and rows.stop_tokens.isdisjoint(result.tokens.tolist()):
             return
         hits = rows.is_stop[result.tokens]
@@ -334,16 +331,11 @@ class Scheduler:
         for row in unused.nonzero()[0].tolist():
             self.blocks.free(rows.drop_blocks(row, need.item(row)))
 
-    def _leave(self, request: Request, is_finished: bool = False) -> None:
-        """Takes a running request out of its row and frees its blocks."""
-        if self.on_stop is not None:
-            self.on_stop(request)
+    def _leave(self, request: Request) -> list[int]:
+        """Takes a running request out of its row and frees its blocks; returns them."""
         blocks = self.rows.stop(request)
-        try:
-            if is_finished and self.on_finish is not None:
-                self.on_finish(request, blocks)
-        finally:
-            self.blocks.free(blocks)
+        self.blocks.free(blocks)
+        return blocks
 
     def _commit_chunks(self, batch: Batch, result: StepResult) -> list[Request]:
         finished: list[Request] = []
@@ -356,9 +348,8 @@ class Scheduler:
                 ended = _draw_first(
                     prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist()
                 )
-                if self.on_finish is not None:
-                    for request in ended:
-                        self.on_finish(request, prefill.blocks)
+                for request in ended:
+                    request.blocks = list(prefill.blocks)
                 finished += ended
             if prefill.is_complete:
                 self._prefilling.remove(prefill)

@@ -98,7 +98,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     takeover = _takeover(config, world, backend, params)
     if world.is_main and isinstance(backend, EmbeddedBackend):
         # Samples are written in pairs of one prompt: its best answer and its worst.
-        backend.trace_prompts = (config.observe.samples_per_step + 1) // 2
+        backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
         observer.drafts_of = backend.drafts_of
     return RLTrainer(
         config,

@@ -29,27 +29,25 @@ class OracleDrafter:
     def __init__(self, answers: Answers, vocab: int, spoil: float, tree: bool, seed: int = 0):
         self.answers, self.vocab, self.spoil, self.tree = answers, vocab, spoil, tree
         self.random = random.Random(seed)
-        self.live: dict[int, list[int]] = {}  # slot -> tokens so far, to check when the engine tells
-        self.rows: RunningRows | None = None  # `attach` knows them
+        self.live: dict[int, list[int]] = {}  # Request.order -> tokens so far
 
     def start(self, request: Request) -> None:
-        assert request.slot not in self.live
-        self.live[request.slot] = list(request.output)
+        seen = self.live.get(request.order, [])
+        assert request.output[: len(seen)] == seen  # it may have been preempted
+        self.live[request.order] = list(request.output)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        assert len(self.live) == rows.num_rows
-        for row in range(rows.num_rows):
-            slot, length = int(rows.slots[row]), int(rows.output_len[row])
-            told = rows.outputs[slot, :length].tolist()
-            assert told[: len(self.live[slot])] == self.live[slot]
-            self.live[slot] = told
+        for request in rows.requests:
+            seen = self.live[request.order]
+            drawn = rows.outputs[request.slot, : int(rows.output_len[request.row])].tolist()
+            assert drawn[: len(seen)] == seen
+            self.live[request.order] = drawn
 
-    def stop(self, request: Request) -> None:
-        told = self.live.pop(request.slot)
-        said = self.rows.outputs[request.slot, : int(self.rows.output_len[request.row])].tolist()
-        assert told == said[: len(told)]
+    def finish(self, request: Request) -> None:
+        seen = self.live.pop(request.order, [])
+        assert seen == request.output[: len(seen)]
         known = self.answers.get((request.prompt_id, request.sample_index))
-        assert known is None or said == known[0][: len(said)]
+        assert known is None or request.output == known[0][: len(request.output)]
 
     def end_generate(self) -> None:
         assert not self.live
@@ -65,7 +63,7 @@ class OracleDrafter:
         for row, length in enumerate(lengths.tolist()):
             request = rows.requests[row]
             done = int(rows.output_len[row])
-            assert self.live[request.slot] == rows.outputs[request.slot, :done].tolist()
+            assert self.live[request.order] == rows.outputs[request.slot, :done].tolist()
             known = self.answers.get((request.prompt_id, request.sample_index), ([], []))[0]
             nodes = self._nodes(known[done:], length, strategy.topk if self.tree else 1)
             counts.append(len(nodes))
@@ -148,10 +146,8 @@ class RandomSelector:
 
 def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
     """Makes a plain engine speculate with these parts."""
-    drafter.rows = engine.scheduler.rows
     speculator = Speculator(
         drafter, selector, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
     )
-    engine.scheduler.on_start, engine.scheduler.on_stop = speculator.start, speculator.stop
     engine.speculator = speculator
     return speculator

@@ -80,8 +80,8 @@ class Table:
         self.common.add(prompt[-self.tail :], request.output)
 
     def stop(self, request: Request) -> None:
-        self.drafter.stop(request)
         self.rows.stop(request)
+        self.drafter.finish(request)
 
     def text(self, row: int) -> list[int]:
         request = self.rows.requests[row]

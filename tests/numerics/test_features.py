@@ -23,7 +23,7 @@ def test_kept_states_equal_transformers(family: str, kernels: str) -> None:
     attach(engines[1], OracleDrafter(known, 131, 0.3, True), RandomSelector("oracle", 5, 3))
     for engine in engines:
         chunks: list[HiddenStateSample] = []
-        engine.features = HiddenStateCollector(chunks.append)
+        engine.collect_hidden_states(HiddenStateCollector(chunks.append))
         answers = answer_all(engine, jobs)
         assert engine.take_stats().preemptions > 0
         assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values()) > 5

@@ -1,4 +1,4 @@
-"""The drafters' common face. Legend: B running rows, N drafted nodes."""
+"""The interface of drafters. Legend: B running rows, N drafted nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from megatron_tlt.types import DraftStrategy
 class Drafter(Protocol):
     """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
 
-    Life of a request: `start` when it gets its row (again after a preemption), `stop` when it leaves it. In between
-    `rows` say what it has drawn; `sync_context` reads it, before something is drafted. Tensor-parallel ranks make
-    the same calls; rank 0's draft counts.
+    A request is passed to `start` when it gets its row (again after a preemption), and to `finish` once it is finished.
+    Tensor-parallel ranks make the same calls; rank 0's draft counts.
     """
 
     kind: str
@@ -27,13 +26,13 @@ class Drafter(Protocol):
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` needs it to draft.
+        """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` drafts from it.
 
         Mutates the drafter.
         """
 
-    def stop(self, request: Request) -> None:
-        """`request` is about to leave its row, which holds all that it has drawn. Mutates the drafter."""
+    def finish(self, request: Request) -> None:
+        """`request` is finished, perhaps with its first token and without a row. Mutates the drafter."""
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """Up to `lengths` int32 [B] tokens in a row for each row (0: none), with `strategy.topk` candidates."""

@@ -1,4 +1,4 @@
-"""Putting the speculator together from its configuration."""
+"""Builds an engine's speculator from its configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.eagle.torch_drafter import TorchEagle
+from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
@@ -30,39 +32,33 @@ class Drafting:
     history: AnswerHistory | None = None  # earlier answers, for the suffix drafter
 
 
-def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator:
-    """The speculator of an engine, hooked into its scheduler and runner.
+def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator | None:
+    """The speculator of an engine; None for plain decoding. The runner keeps hidden states if the drafter reads them.
 
     Raises ConfigError where the drafter needs what is not there.
     """
     section = drafting.section
-    trained = _eagle(drafting, scheduler, runner)
-    drafter = _drafter(drafting, scheduler, trained)
-    speculator = Speculator(
-        drafter,
-        build_selector(section, drafter.kind),
-        scheduler.rows,
-        scheduler.reserve,
-        runner.tp,
-        trained,
-        clock=_clock(runner),
-    )
-    scheduler.on_start, scheduler.on_stop = speculator.start, speculator.stop
-    if trained is not None:
-        runner.on_chunks, runner.on_copies = trained.feed_chunks, trained.copy_blocks
-    return speculator
-
-
-def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter | None:
-    section, eagle = drafting.section, drafting.eagle
-    if not section.uses_eagle:
+    if section.drafter == "none":
         return None
-    if eagle is None:
+    eagle = _eagle(drafting, scheduler, runner) if section.uses_eagle else None
+    drafter = _drafter(drafting, scheduler, eagle)
+    selector = build_selector(section, drafter.kind)
+    return Speculator(
+        drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, eagle, clock=_clock(runner)
+    )
+
+
+def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter:
+    """The trained drafter; its steps run as graphs in the policy's pool where there is one."""
+    section, decoder = drafting.section, drafting.eagle
+    if decoder is None:
         raise ConfigError.of(
             "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
         )
-    pages = runner.keep_pages()
-    return EagleDrafter(eagle, scheduler.rows, pages, section.window)
+    eagle = EagleDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
+    if isinstance(runner.decoder, PooledDecoder) and isinstance(decoder, TorchEagle):
+        decoder.use_graphs(runner.decoder.pool.run_step)
+    return eagle
 
 
 def _clock(runner: ModelRunner) -> Callable[[], float]:
@@ -70,16 +66,16 @@ def _clock(runner: ModelRunner) -> Callable[[], float]:
     return time.thread_time if runner.device.type == "cpu" else time.perf_counter
 
 
-def _drafter(drafting: Drafting, scheduler: Scheduler, trained: EagleDrafter | None) -> Drafter:
+def _drafter(drafting: Drafting, scheduler: Scheduler, eagle: EagleDrafter | None) -> Drafter:
     section = drafting.section
     if section.drafter == "eagle":
-        assert trained is not None
-        return trained
+        assert eagle is not None
+        return eagle
     from megatron_tlt.rollout.spec.suffix import SuffixDrafter  # needs the C library
 
     suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
-    if trained is None:
+    if eagle is None:
         return suffix
     from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 
-    return HybridDrafter(suffix, trained, len(scheduler.rows.limit))
+    return HybridDrafter(suffix, eagle, len(scheduler.rows.limit))

@@ -1,4 +1,4 @@
-"""What a drafter hands to the engine: a small tree of tokens for each running request. Numpy only.
+"""What a drafter proposes: a small tree of tokens for each running request. Numpy only.
 
 Legend: B running rows, N drafted nodes of all rows.
 """
@@ -24,15 +24,23 @@ class Draft:
     cumulative_acceptance: np.ndarray  # float32 [N]
     depths: np.ndarray  # int32 [N], 1 for a child of the root
     parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
-    feature: np.ndarray | None = (
-        None  # int32 [N], what the drafter's calibrator learns from (its own encoding)
-    )
+    feature: np.ndarray | None = None  # int32 [N], cell of the drafter's calibration table
     source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (hybrid)
 
     @property
     def num_nodes(self) -> int:
         """N."""
         return len(self.tokens)
+
+    @property
+    def is_trunk(self) -> np.ndarray:
+        """Bool [N]: nodes of the trunk, which stand first in their row at index depth - 1."""
+        if self.parents is None:
+            return np.ones(self.num_nodes, bool)
+        starts = np.cumsum(self.counts) - self.counts
+        within = np.arange(self.num_nodes) - np.repeat(starts, self.counts)
+        trunk: np.ndarray = within == self.depths - 1
+        return trunk
 
     @classmethod
     def empty(cls, rows: int) -> Draft:

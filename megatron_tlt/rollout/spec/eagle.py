@@ -88,11 +88,11 @@ class EagleDrafter:
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """Nothing: `propose` caches the missing pairs."""
 
-    def stop(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """Nothing to free: the slot is set up afresh by its next request."""
 
     def end_generate(self) -> None:
-        """Nothing: see `stop`."""
+        """Nothing: see `finish`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""

@@ -52,10 +52,10 @@ class HybridDrafter:
         if strategy.kind != "eagle":
             self.suffix.sync_context(rows, strategy)
 
-    def stop(self, request: Request) -> None:
-        """See `Drafter.stop`."""
-        self.suffix.stop(request)
-        self.eagle.stop(request)
+    def finish(self, request: Request) -> None:
+        """See `Drafter.finish`."""
+        self.suffix.finish(request)
+        self.eagle.finish(request)
 
     def end_generate(self) -> None:
         """See `Drafter.end_generate`."""

@@ -2,32 +2,32 @@
 
     schedule -> propose (select, reserve, draft, prune) -> verify -> truncate -> record -> commit
 
-Answers cannot depend on anything decided here (docs/numerics.md): it only chooses what the policy looks at.
+Answers cannot depend on anything decided here (docs/numerics.md): it only chooses which tokens the policy is fed.
 Legend: B running rows, N drafted nodes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
+from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.verify import Accepted
+from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
     from megatron_tlt.rollout.spec.selector import StrategySelector
-    from megatron_tlt.rollout.spec.trace import DraftTrace
 
 Reserve = Callable[[np.ndarray], np.ndarray]
 Clock = Callable[[], float]
@@ -47,23 +47,30 @@ class Speculator:
         eagle: EagleDrafter | None = None,
         clock: Clock = time.perf_counter,
     ):
-        """`eagle` is the drafter, or the part of it, that is trained.
+        """`reserve`: see `Scheduler.reserve`. `eagle` is the drafter, or the part of it, that is trained.
+
         `clock`: seconds that strategies are compared by.
         """
-        self.drafter, self.eagle = drafter, eagle
-        self.trace: DraftTrace | None = None  # who wants to know what was drafted for some answers
+        self.drafter, self.selector, self.eagle = drafter, selector, eagle
+        self._trace: DraftTrace | None = None
         self._counters = SpeculationCounters()
-        self._rows, self._reserve, self._tp = rows, reserve, tp
+        self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._max_tokens = len(rows.token_ids)
-        self.selector = selector
-        self._clock = clock
         self._strategy = NO_DRAFT  # of the present step
         self._draft_seconds = self._proposed = 0.0  # of the present step; when its proposal was ready
 
-    def propose(self) -> Draft | None:
-        """What the next decoding step verifies; None for plain decoding. Mutates drafter, selector and block tables."""
-        rows = self._rows
-        last_kind = self._strategy.kind
+    def propose(self, batch: Batch) -> Draft | None:
+        """What the step of `batch` verifies; None for plain decoding, and where it has prefill chunks.
+
+        Mutates drafter and block tables.
+        """
+        for request in batch.started:
+            self.drafter.start(request)
+        if batch.copies and self.eagle is not None:
+            self.eagle.copy_blocks(batch.copies)
+        if not batch.is_decode:
+            return None
+        rows, last_kind = self._rows, self._strategy.kind
         self._strategy = strategy = self._agree_strategy(self.selector.select(rows.num_rows))
         self._draft_seconds, draft = 0.0, None
         if strategy.kind != "none":
@@ -71,82 +78,88 @@ class Speculator:
             self.drafter.sync_context(rows, strategy)
             if (
                 strategy.kind != last_kind
-            ):  # catching up with steps of others is a cost of the switch, not of a step
+            ):  # reading what other steps emitted is a cost of the switch, not of a step
                 started = self._clock()
-            lengths = self._reserve(self._wanted(strategy)) // strategy.topk
-            draft = self._propose(rows, lengths, strategy)
+            draft = self._draft(strategy)
+            self._draft_seconds = self._clock() - started
         self._proposed = self._clock()
-        if draft is None:
-            return None
-        self._draft_seconds = self._proposed - started
-        return draft if draft.num_nodes else None
+        return draft if draft is not None and draft.num_nodes else None
 
-    def _wanted(self, strategy: DraftStrategy) -> np.ndarray:
-        """Nodes int32 [B] that each row may draft: an answer's last token is never drafted but drawn."""
+    def _draft(self, strategy: DraftStrategy) -> Draft:
+        """The pruned draft. An answer's last token is never drafted but drawn."""
         rows, running = self._rows, self._rows.num_rows
         left = rows.limit[:running] - rows.output_len[:running] - 1
         share = max(0, self._max_tokens // running - 1) // strategy.topk
-        return np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
+        nodes = np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
+        lengths = self._reserve(nodes) // strategy.topk
+        draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy), strategy.topk)
+        if not draft.num_nodes:
+            return draft
+        columns = (draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents)
+        return draft.select(self._agree(self.selector.prune(strategy, running, *columns)))
 
-    def _propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        running = rows.num_rows
-        draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy))
-        if draft.num_nodes:
-            keep = self.selector.prune(
-                strategy, running, draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents
-            )
-            draft = draft.select(self._agree(keep) if self._tp.size > 1 else keep)
-        return draft
+    def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
+        """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.
 
-    def record(
-        self, draft: Draft | None, accepted: Accepted | None, result: StepResult, seconds: float
-    ) -> None:
-        """A decoding step took `seconds` and gave `result` (truncated, not yet committed).
-
-        Mutates drafter, selector and counters.
+        Steps with prefill chunks are not measured.
         """
-        running, strategy = self._rows.num_rows, self._strategy
+        if batch.chunks and self.eagle is not None:
+            self.eagle.feed_chunks(batch)
+        if not batch.is_decode:
+            return
         step_seconds = self._clock() - self._proposed
-        fed, reached, accepted_at = running, _NO_POSITIONS, _NO_POSITIONS
-        if draft is not None and accepted is not None:
-            fed += draft.num_nodes
-            reached = _by_position(draft.depths[accepted.reached], strategy.draft_len)
-            accepted_at = _by_position(draft.depths[accepted.accepted], strategy.draft_len)
-            self.drafter.observe(draft, accepted.reached, accepted.accepted)
-            self._counters.step(strategy, self._draft_seconds)
-            self._counters.add(draft, accepted, running, len(result.tokens), seconds)
-            if self.trace is not None:
-                self.trace.note(draft, accepted, self._rows)
-        else:
-            self._counters.plain(self._draft_seconds)
-        self.selector.record(
-            StepMeasurement(
-                strategy,
-                running,
-                fed,
-                self._draft_seconds,
-                step_seconds,
-                len(result.tokens),
-                reached,
-                accepted_at,
-            )
+        nodes, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
+        if draft is not None:
+            assert result.accepted is not None
+            verdict, longest = result.accepted, self._strategy.draft_len
+            nodes = draft.num_nodes
+            reached = np.bincount(draft.depths[verdict.reached] - 1, minlength=longest)
+            accepted = np.bincount(draft.depths[verdict.accepted] - 1, minlength=longest)
+            self.drafter.observe(draft, verdict.reached, verdict.accepted)
+            if self._trace is not None:
+                self._trace.add(draft, verdict, self._rows)
+        measurement = StepMeasurement(
+            self._strategy,
+            batch.num_decode,
+            batch.num_decode + nodes,
+            self._draft_seconds,
+            step_seconds,
+            len(result.tokens),
+            reached,
+            accepted,
         )
+        self.selector.record(measurement)
+        self._counters.add(measurement, draft)
 
-    def start(self, request: Request) -> None:
-        """A request got its row."""
-        self.drafter.start(request)
-        if self.trace is not None:
-            self.trace.start(request)
-
-    def stop(self, request: Request) -> None:
-        """A request is about to leave its row."""
-        self.drafter.stop(request)
-        if self.trace is not None:
-            self.trace.stop(request)
+    def finish(self, request: Request) -> None:
+        """`request` is finished and has left its row, its output complete. Mutates the drafter."""
+        self.drafter.finish(request)
 
     def end_generate(self) -> None:
         """No request is left: what was kept for siblings can go."""
         self.drafter.end_generate()
+
+    def use_selector(self, selector: StrategySelector) -> None:
+        """Selects by `selector` from the next step on."""
+        self.selector = selector
+
+    def start_trace(self, prompt_ids: Collection[int]) -> None:
+        """From now on what is drafted for answers to these prompts is kept, in place of what was; see `traced`."""
+        self._trace = DraftTrace(prompt_ids)
+
+    def traced(self, prompt_id: int, sample_index: int) -> list[tuple[int, int, list[int]]]:
+        """See `DraftTrace.runs`; empty where nothing is traced."""
+        return [] if self._trace is None else self._trace.runs(prompt_id, sample_index)
+
+    def release(self) -> None:
+        """Gives the drafter's cache memory back until `resume`, after the runner has given its own."""
+        if self.eagle is not None:
+            self.eagle.release()
+
+    def resume(self) -> None:
+        """Takes the memory again, after the runner has."""
+        if self.eagle is not None:
+            self.eagle.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """What selector and calibrators have learned."""
@@ -170,6 +183,8 @@ class Speculator:
 
     def _agree(self, array: np.ndarray) -> np.ndarray:
         """Rank 0's values of an array whose shape all ranks share."""
+        if self._tp.size == 1:
+            return array
         tensor = self._tp.broadcast(torch.from_numpy(np.ascontiguousarray(array)))
         agreed: np.ndarray = tensor.numpy()
         return agreed
@@ -183,123 +198,33 @@ class Speculator:
             "suffix",
             "eagle",
         )  # a hybrid's strategy may name one of its parts
-        numbers = np.array(
-            [
-                kinds.index(strategy.kind),
-                strategy.draft_len,
-                strategy.topk,
-                strategy.num_verify_tokens,
-                strategy.min_cumulative_acceptance,
-            ],
-            np.float64,
-        )
-        kind, draft_len, topk, verify, cumulative_acceptance = self._agree(numbers).tolist()
-        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), cumulative_acceptance)
+        numbers = (strategy.draft_len, strategy.topk, strategy.num_verify_tokens)
+        mine = np.array([kinds.index(strategy.kind), *numbers, strategy.min_cumulative_acceptance])
+        kind, draft_len, topk, verify, least = self._agree(mine).tolist()
+        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), least)
 
-    def _agree_draft(self, draft: Draft) -> Draft:
-        """Rank 0's draft. Drafts may differ in rounding, and then in size."""
+    def _agree_draft(self, draft: Draft, topk: int) -> Draft:
+        """Rank 0's draft. Drafts of other ranks may differ in rounding, and then in size."""
         if self._tp.size == 1:
             return draft
+        source = None if draft.source is None else self._agree(draft.source)
         counts = self._agree(draft.counts)
-        total = int(counts.sum())
-
-        def column(values: np.ndarray | None, kind: type) -> np.ndarray:
-            mine: np.ndarray = np.zeros(total, kind)
-            if values is not None and self._tp.rank == 0:
-                mine[:] = values
-            return self._agree(mine)
-
-        parents = None if draft.parents is None else column(draft.parents, np.int32)
-        feature = None if draft.feature is None else column(draft.feature, np.int32)
+        columns = np.zeros((5, int(counts.sum())), np.int32)
+        if self._tp.rank == 0 and draft.num_nodes:
+            parents = (
+                draft.depths - 2 if draft.parents is None else draft.parents
+            )  # of a chain: the node before
+            acceptance = draft.cumulative_acceptance.view(np.int32)
+            columns[:4] = draft.tokens, acceptance, draft.depths, parents
+            if draft.feature is not None:
+                columns[4] = draft.feature
+        tokens, acceptance, depths, parents, feature = self._agree(columns)
         return Draft(
             counts,
-            column(draft.tokens, np.int32),
-            column(draft.cumulative_acceptance, np.float32),
-            column(draft.depths, np.int32),
-            parents,
+            tokens,
+            acceptance.view(np.float32),
+            depths,
+            parents if topk > 1 else None,
             feature,
-            None if draft.source is None else self._agree(draft.source),
+            source,
         )
-
-
-class SpeculationCounters:
-    """Gathers `SpeculationStats`: notes a step at the price of an append, counts when enough notes are there."""
-
-    def __init__(self) -> None:
-        self._stats = SpeculationStats()
-        self._drafts = False  # whether the last decoding step had drafted tokens
-        self._plain = 0
-        self._steps: dict[DraftStrategy, int] = {}
-        self._notes: list[tuple[Draft, Accepted]] = []
-
-    def plain(self, draft_seconds: float) -> None:
-        """A step without drafted tokens."""
-        self._plain += 1
-        self._stats.draft_seconds += draft_seconds
-        if self._drafts:
-            self._switch(False)
-
-    def step(self, strategy: DraftStrategy, draft_seconds: float) -> None:
-        """A step with drafted tokens."""
-        self._steps[strategy] = self._steps.get(strategy, 0) + 1
-        self._stats.draft_seconds += draft_seconds
-        if not self._drafts:
-            self._switch(True)
-
-    def _switch(self, drafts: bool) -> None:
-        self._drafts = drafts
-        self._stats.switches.append((time.perf_counter(), drafts))
-
-    def add(self, draft: Draft, accepted: Accepted, running: int, emitted: int, seconds: float) -> None:
-        """A step that verified `draft`."""
-        stats = self._stats
-        stats.row_steps += running
-        stats.drafted_tokens += draft.num_nodes
-        stats.emitted_tokens += emitted
-        stats.verify_seconds += seconds
-        batch = stats.by_batch.setdefault(running, [0, 0])
-        batch[0] += running
-        batch[1] += emitted
-        self._notes.append((draft, accepted))
-        if len(self._notes) >= 256:
-            self._count()
-
-    def take(self) -> SpeculationStats:
-        """Everything since the last call. Resets."""
-        if self._notes:
-            self._count()
-        if self._plain:
-            self._steps[NO_DRAFT], self._plain = self._plain, 0
-        for strategy, count in self._steps.items():
-            name = strategy.name  # strategies that differ in `min_cumulative_acceptance` only share a name
-            self._stats.steps_by_strategy[name] = self._stats.steps_by_strategy.get(name, 0) + count
-        stats, self._stats, self._steps = self._stats, SpeculationStats(), {}
-        self._drafts = False
-        return stats
-
-    def _count(self) -> None:
-        """Acceptance by position, of the notes' trunks."""
-        trunks = [_first_children(draft) for draft, _ in self._notes]
-        drafted = np.concatenate([d.depths[t] for (d, _), t in zip(self._notes, trunks, strict=True)])
-        matched = np.concatenate([d.depths[a.accepted] for d, a in self._notes])
-        self._notes = []
-        for record, depths in ((self._stats.drafted_at, drafted), (self._stats.accepted_at, matched)):
-            counts = np.bincount(depths, minlength=int(drafted.max()) + 1)[1:].tolist()
-            record.extend([0] * (len(counts) - len(record)))
-            for depth, count in enumerate(counts):
-                record[depth] += count
-
-
-def _by_position(depths: np.ndarray, draft_len: int) -> np.ndarray:
-    """Nodes at each draft position int64 [draft_len], of their depths (from 1)."""
-    return np.bincount(depths, minlength=draft_len + 1)[1:]
-
-
-def _first_children(draft: Draft) -> np.ndarray:
-    """Bool [N]: the nodes of the trunk, which stand first in their row at index depth - 1."""
-    if draft.parents is None:
-        return np.ones(draft.num_nodes, bool)
-    starts = np.cumsum(draft.counts) - draft.counts
-    within = np.arange(draft.num_nodes) - np.repeat(starts, draft.counts)
-    trunk: np.ndarray = within == draft.depths - 1
-    return trunk

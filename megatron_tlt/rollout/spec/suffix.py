@@ -81,11 +81,11 @@ class SuffixDrafter:
         self._sequences: dict[int, tuple[int, int, int, int]] = {}  # by Request.order: a row of `_handles`
         self._unread: dict[int, Request] = {}  # started since the last `sync_context`, by Request.order
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
-        self._told = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that the tries have
+        self._num_read = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that are in the tries
         self._calibration = MatchRates()
         # C reads and writes these at fixed addresses: to ask numpy for an address costs more than many a draft.
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
-        self._told_at = self._told.ctypes.data
+        self._read_at = self._num_read.ctypes.data
         self._outputs: np.ndarray | None = None  # of the rows, which may widen it into another array
         self._outputs_at = 0
         self._nodes = np.empty(
@@ -105,11 +105,10 @@ class SuffixDrafter:
         """See `Drafter.start`. Its tokens are read when somebody wants a draft: nobody may, in this whole rollout."""
         self._unread[request.order] = request
 
-    def stop(self, request: Request) -> None:
-        """See `Drafter.stop`. What the request said stays: its siblings read it."""
-        if request.order not in self._unread:  # otherwise its `output` will hold all
-            self._read(request.row, 1)
-        self._handles[request.slot] = _NONE
+    def finish(self, request: Request) -> None:
+        """See `Drafter.finish`. Its tokens stay in the tries, for its siblings."""
+        if request.order in self._sequences and request.order not in self._unread:
+            self._admit(request)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; no row is read then."""
@@ -117,7 +116,12 @@ class SuffixDrafter:
         for request in self._unread.values():
             self._admit(request)
         self._unread.clear()
-        self._read(0, rows.num_rows)
+        outputs, ask = rows.outputs, self._ask
+        if outputs is not self._outputs:
+            assert outputs.flags.c_contiguous
+            self._outputs, self._outputs_at = outputs, outputs.ctypes.data
+        drawn = ask.slots, ask.handles, self._read_at, ask.positions, self._outputs_at, outputs.shape[1]
+        check(self._follow(self._pool, rows.num_rows, *drawn))
 
     def _admit(self, request: Request) -> None:
         """Gives a request its tries. One that was preempted goes on with what they have of it."""
@@ -135,16 +139,7 @@ class SuffixDrafter:
                 self._append(trie, sequence, output[have:])
         if request.slot >= 0:
             self._handles[request.slot] = known
-            self._told[request.slot] = len(output)
-
-    def _read(self, first: int, count: int) -> None:
-        """Tells the tries what the rows from `first` on have drawn since."""
-        outputs, ask = self._rows.outputs, self._ask
-        if outputs is not self._outputs:
-            assert outputs.flags.c_contiguous
-            self._outputs, self._outputs_at = outputs, outputs.ctypes.data
-        rows = ask.slots + 4 * first, ask.handles, self._told_at, ask.positions + 4 * first
-        check(self._follow(self._pool, count, *rows, self._outputs_at, outputs.shape[1]))
+            self._num_read[request.slot] = len(output)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`. Siblings stand beside the trunk only, and only as long as the trunk goes on."""

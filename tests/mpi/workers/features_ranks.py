@@ -46,7 +46,7 @@ def main() -> None:
         kernels = name.split()[0]
         engine = speculating_engine(config, weights, kernels, tp=everyone, num_blocks=10, **speculation)
         chunks: list[HiddenStateSample] = []
-        engine.features = HiddenStateCollector(chunks.append)
+        engine.collect_hidden_states(HiddenStateCollector(chunks.append))
         answers = answer_all(engine, jobs)
         assert engine.blocks.num_used == 0
         assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values())

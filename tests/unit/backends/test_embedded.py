@@ -20,7 +20,6 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
@@ -163,7 +162,7 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
     model = ModelSection(path=str(model_dir), max_context=64)
     backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_features=True)
     chunks: list[HiddenStateSample] = []
-    backend.engine.features = HiddenStateCollector(chunks.append)
+    backend.collect_features(chunks.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for version in (3, 4):
         backend.begin_update(version)

@@ -45,7 +45,7 @@ def _one_thread():
 
 def tapped(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
     chunks: list[HiddenStateSample] = []
-    engine.features = HiddenStateCollector(chunks.append, min_tokens)
+    engine.collect_hidden_states(HiddenStateCollector(chunks.append, min_tokens=min_tokens))
     return chunks
 
 
@@ -151,7 +151,7 @@ def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
     def refuse(chunk: HiddenStateSample) -> None:
         raise RuntimeError("full")
 
-    engine.features = HiddenStateCollector(refuse, min_tokens=1)
+    engine.collect_hidden_states(HiddenStateCollector(refuse, min_tokens=1))
     for max_tokens in (1, 4):
         engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
         with pytest.raises(RuntimeError, match="full"):
@@ -160,29 +160,19 @@ def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
         assert engine.is_idle and engine.blocks.num_free == engine.blocks.num_blocks
 
 
-def test_chunks_name_the_policy_that_answered() -> None:
-    engine = make_engine(CONFIG, WEIGHTS)
-    chunks = tapped(engine)
-    for version in (0, 7):
-        engine.policy_version = version
-        engine.add([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), version)
-        engine.run()
-    assert [(c.prompt_id, c.policy_version) for c in chunks] == [(0, 0), (7, 7)]
-
-
 def test_pages_are_kept_as_long_as_somebody_reads_them() -> None:
     plain = make_engine(CONFIG, WEIGHTS)
-    assert plain.runner.pages is None and plain.features is None
+    assert plain.runner.pages is None
     chunks = tapped(plain)
     assert plain.runner.pages is not None
-    plain.features = None
+    plain.collect_hidden_states(None)
     assert plain.runner.pages is None
     answer_all(plain, random_jobs(131, 3))
     assert not chunks
     drafting = speculating_engine(CONFIG, WEIGHTS, **CHAIN)
     pages = drafting.runner.pages
     tapped(drafting)
-    drafting.features = None
+    drafting.collect_hidden_states(None)
     assert pages is not None and drafting.runner.pages is pages
     drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
     with pytest.raises(AssertionError, match="hidden states"):

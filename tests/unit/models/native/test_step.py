@@ -60,8 +60,9 @@ class Bench:
             result: StepResult = runner.forward(Batch(count))
             verdict = ()
         else:
-            result, accepted = runner.verify(draft)
-            assert result.counts is not None
+            result = runner.verify(draft)
+            accepted = result.accepted
+            assert result.counts is not None and accepted is not None
             parts = (result.counts, accepted.counts, accepted.index, accepted.accepted, accepted.reached)
             assert [p.dtype for p in parts] == [np.int32] * 3 + [bool] * 2
             verdict = tuple(p.tolist() for p in parts)
@@ -147,9 +148,9 @@ def test_many_steps_of_changing_size_share_the_buffers() -> None:
     for _ in range(12):
         draft = random_draft(rng, rng.randint(1, 6), tree=rng.random() < 0.5)
         made.kv.data.copy_(made.before)
-        result, accepted = runner.verify(draft)
-        kept.append((draft, result, accepted))
-    for draft, result, accepted in kept:
+        kept.append((draft, runner.verify(draft)))
+    for draft, result in kept:
+        accepted = result.accepted
         tokens, logprobs, verdict, _ = made.step(draft, 0, False)
         assert (result.tokens.tolist(), result.logprobs.tolist()) == (tokens, logprobs)
         assert (accepted.accepted.tolist(), accepted.reached.tolist()) == verdict[3:]

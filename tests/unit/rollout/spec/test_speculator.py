@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_tlt.distributed.tensor_parallel import SingleRank
-from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
@@ -57,16 +57,17 @@ class World:
 
     def step(self, strategy: DraftStrategy) -> None:
         self.strategy = strategy
-        draft = self.speculator.propose()
+        batch = Batch(1)
+        draft = self.speculator.propose(batch)
         assert (draft is not None) == (strategy is CHAIN)
         self.now += 10.0
-        result, accepted = StepResult(np.ones(1, np.int32), np.zeros(1, np.float32)), None
+        result = StepResult(np.ones(1, np.int32), np.zeros(1, np.float32))
         if draft is not None:  # two nodes are left, of which the first is emitted
             two = np.ones(2, np.int32)
             is_emitted = np.array([True, False])
             accepted = Accepted(np.array([2], np.int32), np.arange(2, dtype=np.int32), is_emitted, two > 0)
-            result = StepResult(two, np.zeros(2, np.float32), accepted.counts)
-        self.speculator.record(draft, accepted, result, 10.0)
+            result = StepResult(two, np.zeros(2, np.float32), accepted.counts, accepted)
+        self.speculator.record(batch, draft, result)
 
 
 def test_drafters_read_nothing_while_steps_are_plain() -> None:

@@ -228,13 +228,13 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
     table = Table()
     table.admit(make_request(0, [1, 2, 3], [0]))
     before = table.propose().tokens.tolist()
-    told = table.drafter._told.copy()
+    num_read = table.drafter._num_read.copy()
     for bad in (-1, V, 1 << 30):
         table.rows.outputs[table.rows.slots[0], 1:3] = 4, bad
         table.rows.output_len[0] = 3
         with pytest.raises(BackendError, match="outside the vocabulary"):
             table.drafter.sync_context(table.rows, CHAIN)
-        assert (table.drafter._told == told).all()
+        assert (table.drafter._num_read == num_read).all()
         table.rows.output_len[0] = 1
     assert table.propose().tokens.tolist() == before
     table.start(make_request(1, [1, V], [0], name="other"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.rollout.spec.trace import DraftTrace
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs, small_config
 from tests.helpers.tiny_models import random_weights
@@ -19,9 +18,9 @@ def traced(tree: bool, spoil: float, prompt_ids=None, **options):
     attach(engine, OracleDrafter(expected, 131, spoil, tree), RandomSelector("oracle", 6, 3))
     assert engine.speculator is not None
     everybody = {key[0] for key in expected}
-    engine.speculator.trace = trace = DraftTrace(everybody if prompt_ids is None else prompt_ids)
+    engine.speculator.start_trace(everybody if prompt_ids is None else prompt_ids)
     assert answer_all(engine, jobs) == expected
-    return engine, expected, trace
+    return engine, expected, engine.speculator.traced
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -34,7 +33,7 @@ def test_runs_account_for_every_accepted_token(tree, spoil, blocks):
     gained = 0
     for key, answer in expected.items():
         tokens, end = answer[0], 0
-        for position, accepted, refused in trace.runs(*key):
+        for position, accepted, refused in trace(*key):
             assert position >= end, "runs do not overlap: at least the policy's own token lies between"
             end = position + accepted + 1
             gained += min(accepted, len(tokens) - position - 1)
@@ -46,8 +45,8 @@ def test_runs_account_for_every_accepted_token(tree, spoil, blocks):
 def test_nothing_is_kept_of_other_prompts():
     _, expected, trace = traced(False, 0.4, prompt_ids=[next(iter(expected_ids()))])
     wanted = next(iter(expected_ids()))
-    assert any(trace.runs(*key) for key in expected if key[0] == wanted)
-    assert not any(trace.runs(*key) for key in expected if key[0] != wanted)
+    assert any(trace(*key) for key in expected if key[0] == wanted)
+    assert not any(trace(*key) for key in expected if key[0] != wanted)
 
 
 def expected_ids() -> list[int]:
