@@ -19,9 +19,6 @@ def test_sharded_engine_speculates(tmp_path: Path, ranks: int):
     run_ranks(ranks, "tests/mpi/workers/speculation_ranks.py", str(file))
     results = json.loads(file.read_text())
     plain = results.pop("none")["answers"]
-    block = results.pop("block")
     for name, case in results.items():
         assert case["answers"] == plain, name
         assert case["accept_length"] >= 1.0 or name in ("suffix", "hybrid"), name
-    assert block["answers"].keys() == plain.keys()
-    assert block["answers"] != plain, "noise of its own gives other answers"
