@@ -1,10 +1,10 @@
 """What each rank did and when: spans and instants in run_dir/events/rank-00000.jsonl. Torch-free.
 
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
-"dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY, IDLE,
-TRAINING) divide the rollout and idle spans. Lines are buffered and written at the end of a step, when a span ends in an
-error, and at exit; with `observe.live` also when a phase begins (`enter`) and now and then in a rollout (`running`), for
-`megatron-tlt watch`. A resumed run appends, after a new `open` instant: steps done again are there twice.
+"dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
+IDLE, TRAINING) divide the rollout and idle spans. Lines are buffered and written at the end of a step, when a span ends
+in an error, and at exit; with `observe.live` also when a phase begins (`enter`) and now and then in a rollout
+(`running`), for `megatron-tlt watch`. A resumed run appends, after a new `open` instant: steps done again are repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.observe.jsonl import LineFile, Row, read_rows, to_line
 
 _BUFFERED_LINES = 512
-_RUNNING_EVERY_S, _RUNNING_SHARE = 2.0, 0.05  # least time between two `running`: seconds, and share of the rollout
+_RUNNING_EVERY_S, _RUNNING_SHARE = (
+    2.0,
+    0.05,
+)  # least time between two `running`: seconds, and share of the rollout
 
 
 def events_path(run_dir: str | Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""JSON lines that survive a crash: whole lines only, broken lines skipped and counted, cut back on resume. Torch-free."""
+"""JSON lines that survive a crash: whole lines only, broken ones skipped, cut back on resume. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`megatron-tlt watch`: a run on the terminal while it goes on. Reads the files that the run writes; torch-free.
 
-Every view reads what has changed of metrics.jsonl, and the end of each rank's event log. How up to date the logs are depends on the run: with
-`observe.live` off, ranks write them at the end of a step only.
+Every view reads what has changed of metrics.jsonl, and the end of each rank's event log. How up to date the logs are
+depends on the run: with `observe.live` off, ranks write them at the end of a step only.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _read_run(run_dir: Path, sizes: tuple[int, ...]) -> RunData:
 
 
 def read_view(run_dir: str | Path) -> tuple[RunData, list[RankView], bool]:
-    """The run, its ranks, and whether it has ended and was not started again. Raises ConfigError where there is none."""
+    """The run, its ranks, and whether it has ended and was not started again. Raises ConfigError if it is no run."""
     files = [Path(run_dir) / name for name in (METRICS_FILE, SUMMARY_FILE, CONFIG_FILE)]
     run = _read_run(Path(run_dir), tuple(file.stat().st_size if file.exists() else -1 for file in files))
     ranks = [read_rank(run.run_dir, rank) for rank in ranks_of(run.run_dir)]

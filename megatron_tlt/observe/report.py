@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import reduce
 
 from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, Section, Table, Tile
@@ -109,7 +108,9 @@ def tiles(run: RunData) -> list[Tile]:
     emitted = run.total("engine/spec_emitted_tokens")
     if rows := run.total("engine/spec_row_steps"):
         share = emitted / max(1.0, run.total("engine/generated_tokens"))
-        found.append(Tile("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps"))
+        found.append(
+            Tile("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps")
+        )
     if idle := run.total("idle/seconds"):
         used = run.total("idle/recovered_seconds")
         note = f"of {seconds_text(idle)} idle, all ranks: {seconds_text(used)}"
@@ -123,7 +124,9 @@ def _settings(run: RunData) -> Section:
     """The settings that shape a run, and where to find the others."""
     rows = []
     for path in _SETTINGS:
-        value = reduce(lambda part, key: (part or {}).get(key), path.split("."), run.config)
+        value: object = run.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
             rows.append((path, str(value)))
     note = f"All of them: {run.run_dir / 'config.json'}"

@@ -177,7 +177,9 @@ def _idle_by_rank(run: RunData) -> list[Part]:
         return []
     unit = "seconds, all steps"
     if len(waited) <= _SHOWN_RANKS:
-        bars = bar("idle seconds", [f"rank {r}" for r in sorted(waited)], [waited[r] for r in sorted(waited)], "@3")
+        bars = bar(
+            "idle seconds", [f"rank {r}" for r in sorted(waited)], [waited[r] for r in sorted(waited)], "@3"
+        )
         return [Chart("Idle seconds by rank", [bars], "", unit, _STRAGGLERS)]
     ranks = sorted(waited, key=lambda rank: waited[rank])
     curve = line("idle seconds", range(len(ranks)), [waited[r] for r in ranks], "@3", mode="lines")
@@ -200,9 +202,7 @@ def drafter(run: RunData) -> Section:
     loss = [("drafter/loss_mean", "loss", "@2")]
     parts = metric_chart(run, "Drafter loss", "loss, mean of the ranks", loss, log_switch=True)
     metrics = [("drafter/accept/1_mean", "1 − TV", "@1")]
-    parts += metric_chart(
-        run, "1 − TV", "share", metrics, overlap, layout={"yaxis": {"rangemode": "normal"}}
-    )
+    parts += metric_chart(run, "1 − TV", "share", metrics, overlap, layout={"yaxis": {"rangemode": "normal"}})
     steps, updates = run.column("drafter/steps")
     if any(updates):
         bars: Trace = bar("updates", *grouped(steps, updates), "@training")

@@ -28,7 +28,7 @@ _ROLLOUTS = (
     ("Accepted length", "spec/accept_length", "tokens"),
     ("Idle seconds", "idle/seconds", "seconds, sum of the ranks"),
     ("Recovered seconds", "idle/recovered_seconds", "seconds, sum of the ranks"),
-    ("Requests answered by another rank", "idle/stolen_requests", "requests"),
+    ("Requests stolen", "idle/stolen_requests", "requests"),
 )
 # The second run's lines are thinner and drawn on top: both are visible where they are equal.
 _STYLES = (
@@ -60,7 +60,9 @@ class Equality:
     def sentence(self) -> str:
         """For the verdict."""
         if not self.steps:
-            return "The runs share no step with a digest, so it is not known whether their answers are the same."
+            return (
+                "The runs share no step with a digest, so it is not known whether their answers are the same."
+            )
         steps = f"all {self.steps} common steps" if self.steps > 1 else "the common step"
         if self.answers is not None:
             return f"Not the same answers: they differ from step {self.answers} on (of {steps})."
@@ -115,8 +117,7 @@ def phase_rows(runs: Pair) -> list[tuple[str, float, float]]:
     first, second = (phases_of(run) for run in runs)
     steps = max(1, len(runs[0].steps))
     rows = [
-        (name, sum(first.get(name, [])) / steps, sum(second.get(name, [])) / steps)
-        for name in first | second
+        (name, sum(first.get(name, [])) / steps, sum(second.get(name, [])) / steps) for name in first | second
     ]
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
@@ -188,7 +189,7 @@ def _value(value: object) -> str:
 def _chart(title: str, x: str, y: str, columns: Sequence[Any], names: Names, **layout: Any) -> list[Part]:
     """One line for each run that has points: `columns` are (xs, ys) of A and of B."""
     lines = [
-        line(name, *column, "", **style)
+        line(name, column[0], column[1], "") | style
         for name, column, style in zip(names, columns, _STYLES, strict=True)
         if len(column[0])
     ]
@@ -204,7 +205,9 @@ def _metrics(runs: Pair, names: Names, metrics: Sequence[tuple[str, str, str]]) 
 
 
 def _evaluations(runs: Pair, names: Names) -> list[Part]:
-    points = [[(r["step"], r["eval/pass@1"]) for r in run.evals if r.get("eval/pass@1") is not None] for run in runs]
+    points = [
+        [(r["step"], r["eval/pass@1"]) for r in run.evals if r.get("eval/pass@1") is not None] for run in runs
+    ]
     columns = [tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in points]
     return _chart("Held-out accuracy", "steps done", "pass@1", columns, names)
 
@@ -230,7 +233,7 @@ def _time(runs: Pair, names: Names) -> Section:
     layout = {"barmode": "stack", "hovermode": "closest", "bargap": 0.35}
     layout |= {"yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"traceorder": "normal"}}
     unit = "seconds, mean of the ranks"
-    rows.append(("whole step", *(run.mean("time/step") for run in runs)))
+    rows.append(("whole step", runs[0].mean("time/step"), runs[1].mean("time/step")))
     cells = [(name, x, y, y - x, f"{x / y:.2f}×" if min(x, y) > _SHORTEST else "") for name, x, y in rows]
     head, title = ["phase", *names, "B − A", "A / B"], "Seconds a step, largest difference first"
     parts = [

@@ -174,10 +174,14 @@ def _state_charts(num_ranks: int, views: Sequence[StepView], chosen: str) -> lis
     most = max(len(ranks_shown(view)) for view in views)
     has_all = all(len(view.states) == len(ranks_shown(view)) for view in views)
     title = "What each rank did" if has_all else f"The slowest and the quickest of {num_ranks} ranks"
-    note = "BUSY: generates answers. IDLE: has no request left, other ranks have. TRAINING: trains the drafter meanwhile."
+    note = (
+        "BUSY: has requests. IDLE: has none left, other ranks have. TRAINING: idle, and trains the drafter."
+    )
     axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}}
     layout = {"barmode": "overlay", "bargap": 0.25, "hovermode": "closest", "yaxis": axis}
-    by_rank = Chart(title, (), _SINCE, "", note, bars, chosen, layout=layout, height=110 + 26 * most, wide=True)
+    by_rank = Chart(
+        title, (), _SINCE, "", note, bars, chosen, layout=layout, height=110 + 26 * most, wide=True
+    )
     if has_all:
         return [by_rank]
     counts = {f"{view.step + 1}": _count_traces(view) for view in views}

@@ -25,7 +25,9 @@ def samples(run: RunData) -> Section:
         has_drafts=any("drafts" in row for row in rows),
         longest=_LONGEST,
     )
-    text = "The best and the worst answer of the first prompts of a step: the update learns from their contrast."
+    text = (
+        "The best and the worst answer of the first prompts of a step: the update learns from their contrast."
+    )
     return Section("Samples", [Html(html)], text)
 
 

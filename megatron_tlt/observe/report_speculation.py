@@ -93,7 +93,9 @@ def _strategies(rows: Sequence[Row]) -> Chart:
         values = [row["strategies"].get(name, 0) / n for row, n in zip(rows, totals, strict=True)]
         bars[label, colour] = values
     if len(drafting) > _SHOWN_STRATEGIES:
-        bars["others", f"@{len(shown) % 8 + 1}"] = [1 - sum(shares) for shares in zip(*bars.values(), strict=True)]
+        bars["others", f"@{len(shown) % 8 + 1}"] = [
+            1 - sum(shares) for shares in zip(*bars.values(), strict=True)
+        ]
     return stacked_chart(
         "Strategies",
         "share of steps",

@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 
 
 def own_figures(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Figures:
-    """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens that an answer can have."""
+    """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of an answer."""
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     counts, _ = np.histogram(lengths, bins=BINS, range=(0, max(1, longest)))
     figures: Figures = {"samples": len(lengths), "longest": longest, "lengths": counts.tolist()}

@@ -1,4 +1,4 @@
-"""The tables at the end of a run, and summary.json: accuracy before and after, where the time went, paths. Torch-free."""
+"""The tables at the end of a run, and summary.json: accuracy, seconds by phase, paths. Torch-free."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def render_summary(summary: RunSummary) -> RenderableType:
     paths.columns[1].overflow = "fold"
     for path in summary.paths.items():
         paths.add_row(*path)
-    accuracy = [] if summary.before is None or summary.after is None else [_accuracy(summary.before, summary.after)]
+    accuracy = (
+        [] if summary.before is None or summary.after is None else [_accuracy(summary.before, summary.after)]
+    )
     return Group(*accuracy, phases, figures, *([paths] if summary.paths else []))
 
 
@@ -120,7 +122,7 @@ def _figures(summary: RunSummary) -> list[tuple[str, str]]:
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
         rows.append(("drafter training in idle time", f"{text}, {summary.drafter_steps} steps"))
     if summary.stolen_requests:
-        rows.append(("work stealing", f"{summary.stolen_requests} requests answered by another rank"))
+        rows.append(("requests stolen", f"{summary.stolen_requests} from the queues of other ranks"))
     if lengths := summary.accept_lengths:
         count = min(len(lengths), _SHOWN)
         shown = [lengths[round(i * (len(lengths) - 1) / max(1, count - 1))] for i in range(count)]

@@ -128,7 +128,11 @@ def _curve(rank: int, attrs: Row, origin: float) -> Iterator[Event]:
 
 
 def _run_counters(run: RunData, pid: int, origin: float, steps: Collection[int] | None) -> Iterator[Event]:
-    ends = {row["step"]: _micros(row["time"] - origin) for row in run.steps if steps is None or row["step"] in steps}
+    ends = {
+        row["step"]: _micros(row["time"] - origin)
+        for row in run.steps
+        if steps is None or row["step"] in steps
+    }
     for row in run.steps:
         for name in ("reward/mean", "spec/accept_length"):
             if row["step"] in ends and row.get(name) is not None:

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from megatron_tlt.types import EngineStats, SampleGroup
 
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
-_SUMMED = ("engine/generated_tokens", "idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
+_SUMMED = (
+    "engine/generated_tokens",
+    "idle/seconds",
+    "idle/recovered_seconds",
+    "drafter/steps",
+    "idle/stolen_requests",
+)
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
 
 
@@ -200,7 +206,9 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _counters(stats: EngineStats) -> dict[str, float]:
     counters = {f"engine/{name}": float(getattr(stats, name)) for name in _COUNTERS}
-    return counters | {f"engine/spec_{name}": float(getattr(stats.speculation, name)) for name in _SPEC_COUNTERS}
+    return counters | {
+        f"engine/spec_{name}": float(getattr(stats.speculation, name)) for name in _SPEC_COUNTERS
+    }
 
 
 def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
