@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.drafter.export.eagle import DTYPES, FORMATS, parse_dtype, parse_format
-from megatron_tlt.drafter.export.files import export_drafter
+from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.drafter.export.files import DTYPES, FORMATS
 from megatron_tlt.errors import ConfigError, TltError
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a trained drafter in the layout of a serving engine.")
     parser.add_argument("--drafter", type=Path, required=True, help="drafter directory of Megatron-TLT")
-    parser.add_argument("--format", required=True, help=", ".join(FORMATS))
+    parser.add_argument("--format", required=True, choices=FORMATS, help="engine that will serve it")
     parser.add_argument("--out", type=Path, required=True, help="directory to make; it must not exist")
-    parser.add_argument("--dtype", default="bf16", help=f"of the weights: {', '.join(DTYPES)} (default bf16)")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the weights (default bf16)")
     parser.add_argument("--policy", type=Path, help="hf only: also copy this policy's embedding and LM head")
     return parser.parse_args(argv)
 
@@ -34,8 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        kind, dtype = parse_format(args.format), parse_dtype(args.dtype)
-        files = export_drafter(args.drafter, args.out, kind, dtype, args.policy)
+        files = export_drafter(args.drafter, args.out, args.format, DTYPES[args.dtype], args.policy)
     except TltError as e:
         print(f"export_drafter: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1

@@ -14,6 +14,7 @@ import torch
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.drafter.checkpoint import drafter_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.jsonl import write_atomically
@@ -21,17 +22,22 @@ from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.types import EngineStats, Sample, SamplingParams
 
 
-def generate_problems(model_dir: Path, in_jsonl: Path) -> list[ConfigProblem]:
-    """Input of `megatron-tlt generate` that is missing."""
+def generate_problems(
+    model_dir: Path, in_jsonl: Path, speculation: SpeculationSection
+) -> list[ConfigProblem]:
+    """Input of `megatron-tlt generate` that is missing, and a drafter that does not fit the model."""
     problems = []
     if not (model_dir / "config.json").is_file():
         allowed = "must be a Hugging Face directory with a config.json"
         problems.append(ConfigProblem("--model", str(model_dir), allowed))
+    else:
+        problems += drafter_problems(speculation, ModelConfig.from_hf(model_dir), model_dir)
     if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
         problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
     return problems

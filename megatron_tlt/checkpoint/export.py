@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.checkpoint.atomic import reveal, scratch_beside
 from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.loader import save_hf
@@ -81,7 +82,7 @@ def write_run(
         write_hf(policy, world, model, scratch, dtype)
         if world.is_main:
             if drafter is not None:
-                write_drafter(drafter, policy, scratch / "drafter")
+                write_drafter(drafter, policy, scratch / "drafter", policy_fingerprint(scratch))
             reveal(scratch, out)
     except BaseException:
         if world.is_main:
@@ -89,10 +90,12 @@ def write_run(
         raise
 
 
-def write_drafter(state: Mapping[str, Any], policy: MegatronPolicy, out: Path) -> None:
+def write_drafter(
+    state: Mapping[str, Any], policy: MegatronPolicy, out: Path, fingerprint: Mapping[str, str]
+) -> None:
     """Writes a checkpoint's drafter (`OnlineDrafterTrainer.state_dict`) as a `drafter_path` directory. One rank only.
 
-    Raises CheckpointError if it is not this policy's.
+    `fingerprint` is that of `policy` (`policy_fingerprint`). Raises CheckpointError if the drafter does not fit it.
     """
     save_drafter(
         out,
@@ -100,6 +103,7 @@ def write_drafter(state: Mapping[str, Any], policy: MegatronPolicy, out: Path) -
         state["model"],
         policy_version=policy.policy_version,
         trained_steps=int(state["trained_steps"]),
+        fingerprint=fingerprint,
     )
 
 

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.options import add_config, output_file_problems, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.pretrain import DrafterWarmUp
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.pretrain import DrafterPretraining
+    from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
 Body = Callable[["Config", "World", "argparse.Namespace"], None]
@@ -26,55 +29,46 @@ def add_drafter(commands: Any) -> None:
     text = "make and measure the eagle drafter of a config's model"
     parser = commands.add_parser("drafter", help=text, description=text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, body, help_text in (
-        ("init", _init, "write a drafter with fresh weights"),
-        ("train", _train, "train it on answers of the model to the config's training prompts"),
-        ("eval", _eval, "measure its acceptance on the config's held-out prompts"),
-    ):
-        action = actions.add_parser(name, help=help_text, description=help_text)
-        action.add_argument("config", type=Path, help="YAML file of an RL run")
-        action.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
-        if name != "init":
-            start = (
-                "directory of the drafter"
-                if name == "eval"
-                else "start from this drafter, not from fresh weights"
-            )
-            action.add_argument("--drafter", type=Path, required=name == "eval", help=start)
-        if name == "train":
-            action.add_argument(
-                "--kind",
-                choices=("eagle", "eagle3"),
-                help="eagle (default): for rollouts; eagle3: for serving",
-            )
-            action.add_argument("--layers", type=_ids, help="eagle3: policy layers to read, as 1,5,8")
-            action.add_argument(
-                "--draft-vocab", type=int, help="eagle3: draft only this many tokens (default all)"
-            )
-        about = "also write the result as JSON" if name == "eval" else "directory to write"
-        action.add_argument("--out", type=Path, required=name != "eval", help=about)
-        action.set_defaults(run=_command(body))
+
+    def add(name: str, body: Body, about: str) -> argparse.ArgumentParser:
+        action: argparse.ArgumentParser = actions.add_parser(name, help=about, description=about)
+        add_config(action, "YAML file of an RL run")
+        action.set_defaults(run=lambda args: _run(body, args))
+        return action
+
+    init = add("init", _init, "write a drafter with fresh weights")
+    train = add("train", _train, "train it on answers of the model to the config's training prompts")
+    measured = add("eval", _eval, "measure its acceptance on the config's held-out prompts")
+    for action in (init, train):
+        action.add_argument("--out", type=Path, required=True, help="directory to write")
+    train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")
+    about = "eagle (default): for rollouts; eagle3: for serving"
+    train.add_argument("--kind", choices=("eagle", "eagle3"), help=about)
+    train.add_argument("--layers", type=_ids, help="eagle3: policy layers to read, as 1,5,8")
+    about = "eagle3: draft only this many tokens (default all)"
+    train.add_argument("--draft-vocab", type=int, help=about)
+    measured.add_argument("--drafter", type=Path, required=True, help="directory of the drafter")
+    measured.add_argument("--out", type=Path, help="also write the result as JSON")
 
 
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _command(body: Body) -> Callable[[argparse.Namespace], int]:
-    def run(args: argparse.Namespace) -> int:
-        from megatron_tlt.config.load import load_config
-        from megatron_tlt.config.root import Config
+def _run(body: Body, args: argparse.Namespace) -> int:
+    from megatron_tlt.config.root import Config
 
-        config = load_config(args.config, args.overrides, Config)
-        return run_on_every_rank(
-            config.distributed, config.rollout.threads, lambda world: body(config, world, args)
-        )
-
-    return run
+    config = read_config(args, Config)
+    if args.action == "eval" and (problems := output_file_problems("--out", args.out)):
+        raise ConfigError(problems)
+    return run_on_every_rank(
+        config.distributed, config.rollout.threads, lambda world: body(config, world, args)
+    )
 
 
 def _init(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.drafter.checkpoint import save_drafter
+    from megatron_tlt.drafter.fingerprint import policy_fingerprint
     from megatron_tlt.models.base import DTYPES
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.eagle.model import EagleModel
@@ -83,7 +77,9 @@ def _init(config: Config, world: World, args: argparse.Namespace) -> None:
     if world.is_main:
         model = EagleModel(shape)
         model.initialise(config.drafter.seed)
-        save_drafter(args.out, shape, model.state_dict(), dtype=DTYPES[config.drafter.save_dtype])
+        fingerprint = policy_fingerprint(config.model.path, config.model.tokenizer)
+        dtype = DTYPES[config.drafter.save_dtype]
+        save_drafter(args.out, shape, model.state_dict(), fingerprint=fingerprint, dtype=dtype)
         print(f"wrote {args.out} (untrained)", flush=True)
 
 
@@ -91,23 +87,20 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.trainer.setup import open_tokenizer
 
-    warm_up = _warm_up(config, world, args)
-    warm_up.start(args.drafter, config.drafter.seed)
-    tokenizer = open_tokenizer(config)
-    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed).next_batch(
-        config.drafter.num_prompts
-    )
-    result = warm_up.train(prompts, _held_out(config, required=False), args.out)
+    pretraining = _pretraining(config, world, args)
+    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
+    prompts = stream.next_batch(config.drafter.num_prompts)
+    result = pretraining.train(prompts, _held_out(config), args.out)
     if world.is_main:
         print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
         print(f"wrote {args.out}", flush=True)
 
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
-    prompts = _held_out(config, required=True)
-    warm_up = _warm_up(config, world, args)
-    warm_up.start(args.drafter, config.drafter.seed)
-    result = warm_up.measure(warm_up.held_out(prompts))
+    if config.data.eval is None:
+        raise ConfigError.of("data.eval", None, "measuring a drafter needs held-out prompts")
+    pretraining = _pretraining(config, world, args)
+    result = pretraining.measure(pretraining.held_out(_held_out(config)))
     if world.is_main:
         print(result.table(), flush=True)
         if args.out is not None:
@@ -115,67 +108,85 @@ def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
             args.out.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
-def _warm_up(config: Config, world: World, args: argparse.Namespace) -> DrafterWarmUp:
-    """The engine with the model's weights, without speculation: it is what the drafter learns from."""
-    from megatron_tlt.backends.embedded import EmbeddedBackend
+def _pretraining(config: Config, world: World, args: argparse.Namespace) -> DrafterPretraining:
+    """The drafter to train or measure, and the engine with the model's weights, without speculation.
+
+    Raises ConfigError for a model or a drafter that cannot be, before weights are loaded.
+    """
     from megatron_tlt.config.speculation import SpeculationSection
-    from megatron_tlt.drafter.eagle3.pretrain import Eagle3WarmUp
-    from megatron_tlt.drafter.pretrain import DrafterWarmUp
+    from megatron_tlt.drafter.eagle3.pretrain import Eagle3Pretraining
+    from megatron_tlt.drafter.pretrain import DrafterPretraining
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.preflight import check_on, without_megatron
     from megatron_tlt.trainer.setup import open_backend, open_tokenizer, sampling_params
 
-    shape = _eagle3_shape(config, args)
+    may_be_other = args.action == "train" or config.rollout.speculation.allow_other_policy
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
-    config = config.model_copy(update={"rollout": plain, "idle": waiting})
+    config = without_megatron(config.model_copy(update={"rollout": plain, "idle": waiting}))
     if config.rollout.backend != "embedded":
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
-    check_on(without_megatron(config), world)
-    backend = open_backend(config, world, open_tokenizer(config))
-    world.enter("load")
+    check_on(config, world)
     path = config.model.path
-    assert isinstance(backend, EmbeddedBackend), "checked above"
+    start = None if args.drafter is None else _load(args.drafter, config, world, may_be_other)
+    eagle3 = _eagle3_shape(args, start, ModelConfig.from_hf(path))
+    backend = open_backend(config, world, open_tokenizer(config), keep_hidden_states=True)
+    world.enter("load")
     BucketedSync(config.sync, backend, world).push(iter_weights(path, ModelConfig.from_hf(path)), version=0)
-    if shape is not None:
-        return Eagle3WarmUp(config, world, backend, sampling_params(config), shape)
-    return DrafterWarmUp(config, world, backend, sampling_params(config))
+    if eagle3 is not None:
+        return Eagle3Pretraining(config, world, backend, sampling_params(config), eagle3, start)
+    return DrafterPretraining(config, world, backend, sampling_params(config), start)
 
 
-def _eagle3_shape(config: Config, args: argparse.Namespace) -> Eagle3Config | None:
-    """The drafter to train or measure if it is of kind eagle3: the given one's, or that of the options."""
-    from megatron_tlt.drafter.export.eagle3 import KIND3, load_eagle3
-    from megatron_tlt.drafter.export.files import read_about, refuse_existing
+def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> SavedDrafter:
+    """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
+    from megatron_tlt.drafter.checkpoint import KIND, load_drafter, read_about
+    from megatron_tlt.drafter.fingerprint import other_policy_problem
     from megatron_tlt.models.config import ModelConfig
+
+    model = config.model
+    try:
+        is_eagle = read_about(directory)["drafter"] == KIND
+        drafter = load_drafter(directory, ModelConfig.from_hf(model.path) if is_eagle else None)
+    except CheckpointError as error:
+        raise ConfigError.of("--drafter", str(directory), str(error)) from error
+    problem = None
+    if world.is_main and not may_be_other:
+        made_for = drafter.fingerprint
+        problem = other_policy_problem("--drafter", directory, made_for, model.path, model.tokenizer)
+    if problem := world.broadcast_object(problem):
+        raise ConfigError(problem)
+    return drafter
+
+
+def _eagle3_shape(
+    args: argparse.Namespace, start: SavedDrafter | None, policy: ModelConfig
+) -> Eagle3Config | None:
+    """The drafter's shape if it is of kind eagle3: that of `start`, or that of the options."""
     from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
     kind, layers, vocab = (getattr(args, name, None) for name in ("kind", "layers", "draft_vocab"))
-    about = read_about(args.drafter) if args.drafter is not None else {"drafter": kind or "eagle"}
-    if kind not in (None, about["drafter"]):
-        raise ConfigError.of("--kind", kind, f"{args.drafter} is of kind {about['drafter']}")
-    fresh = about["drafter"] == KIND3 and args.drafter is None
+    is_fresh = start is None and kind == "eagle3"
     for name, value in (("--layers", layers), ("--draft-vocab", vocab)):
-        if value is not None and not fresh:
+        if value is not None and not is_fresh:
             raise ConfigError.of(name, value, "is for a fresh drafter of kind eagle3")
-    if about["drafter"] != KIND3:
-        return None
-    if args.action == "train":
-        refuse_existing(args.out)  # before the work, not after it
-    if fresh:
-        return Eagle3Config.of(ModelConfig.from_hf(config.model.path), layers, vocab)
-    return load_eagle3(args.drafter, about)[0]
+    if start is None:
+        return Eagle3Config.of(policy, layers, vocab) if is_fresh else None
+    found = "eagle3" if isinstance(start.shape, Eagle3Config) else "eagle"
+    if kind not in (None, found):
+        raise ConfigError.of("--kind", kind, f"{args.drafter} is of kind {found}")
+    return start.shape if isinstance(start.shape, Eagle3Config) else None
 
 
-def _held_out(config: Config, required: bool) -> list[Any]:
+def _held_out(config: Config) -> list[Any]:
+    """The held-out prompts; none without `data.eval`."""
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.trainer.setup import open_tokenizer
 
     if config.data.eval is None:
-        if required:
-            raise ConfigError.of("data.eval", None, "measuring a drafter needs held-out prompts")
         return []
     stream = build_prompts(config.data, "eval", open_tokenizer(config), config.train.seed)
     return stream.next_batch(config.drafter.eval_prompts)

@@ -89,7 +89,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World)
     from megatron_tlt.trainer.setup import tensor_parallel
 
     world.enter("generate")
-    if problems := generate_problems(args.model, args.prompts):
+    problems = generate_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
+    if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     params = SamplingParams(
         temperature=args.temperature,

@@ -47,6 +47,9 @@ class SpeculationSection(Section):
     hybrid: the better of the two for each request."""
     drafter_path: str | None = None
     """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
+    allow_other_policy: bool = False
+    """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
+    says. Answers stay the same; drafts are accepted less."""
     selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
     """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
     request's draft length from estimated cumulative acceptance and measured step costs."""

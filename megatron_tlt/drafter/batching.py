@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.eagle.pairs import PairBatch
+from megatron_tlt.types import HiddenStateSample
 
-_POOL = 512  # sequences that are sorted by length together: little padding, still shuffled
+_SORTED_TOGETHER = 512  # sequences sorted by length together: little padding, still shuffled
 
 
 @dataclass(slots=True)
 class DraftSequence:
-    """A prompt and its answer, with what the policy thought. The last position needs no hidden state: nothing
-    follows it.
-    """
+    """A prompt and its answer with the policy's hidden states; nothing follows the last position, so it needs none."""
 
     token_ids: Tensor  # [L] int64
     hidden: Tensor  # [L or L - 1, H], after the policy's final norm
@@ -30,6 +29,12 @@ class DraftSequence:
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
     answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
     policy_version: int = 0  # of the policy that the hidden states are of
+
+    @classmethod
+    def of(cls, sample: HiddenStateSample, hidden: Tensor) -> DraftSequence:
+        """A whole answer of the rollout engine with its hidden states [L or L - 1, H]."""
+        ids = torch.from_numpy(np.asarray(sample.token_ids, np.int64))
+        return cls(ids, hidden, sample.prompt_len, key=sample.key, policy_version=sample.policy_version)
 
     @property
     def answer_start(self) -> int:
@@ -43,7 +48,7 @@ class DraftSequence:
 
     @property
     def reach(self) -> int:
-        """Tokens from the whole sequence's first one to the last one here: all of them, also where only its end is."""
+        """Tokens from the whole answer's first one to the last one here, also where only its end is held."""
         return self.offset + self.length
 
     @property
@@ -108,8 +113,8 @@ def epoch(
     order = rng.permutation(len(usable))
     groups = [
         group
-        for i in range(0, len(order), _POOL)
-        for group in pack([usable[j] for j in order[i : i + _POOL]], batch_tokens)
+        for i in range(0, len(order), _SORTED_TOGETHER)
+        for group in pack([usable[j] for j in order[i : i + _SORTED_TOGETHER]], batch_tokens)
     ]
     for i in rng.permutation(len(groups)):
         yield collate(groups[i], device)

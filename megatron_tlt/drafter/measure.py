@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,15 +26,15 @@ from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
-_ELEMENTS_AT_ONCE = 1 << 23  # of [R, V]: bounds the temporaries
+_MAX_ELEMENTS = 1 << 23  # of [R, V] at a time: bounds the temporaries
 _COLUMNS = ("rows", "overlap", "top1", "top4", "reached", "matched")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Acceptance:
     """Sums by drafted position over rows: rows that exist, their 1 - TV, the policy's probability of the
     drafter's most likely token and of its four most likely ones, rows whose earlier drafts all matched, and those
-    of them that matched, too. Plain sums: those of several ranks add.
+    of them that matched, too. Sums of several ranks add.
     """
 
     sums: np.ndarray  # float64 [J, 6]
@@ -46,10 +45,8 @@ class Acceptance:
         """Nothing measured yet."""
         return cls(np.zeros((steps, len(_COLUMNS))))
 
-    def add(self, other: Acceptance) -> None:
-        """Takes another's sums in."""
-        self.sums = self.sums + other.sums
-        self.bases += other.bases
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(self.sums + other.sums, self.bases + other.bases)
 
     def _share(self, column: str, of: str) -> list[float]:
         part, whole = (self.sums[:, _COLUMNS.index(name)] for name in (column, of))
@@ -109,7 +106,7 @@ def measure(
     H columns of the sequences' hidden states are the policy's final ones.
     """
     drafted = model.full_logits if isinstance(model, Eagle3Model) else partial(linear, weight=head.float())
-    result = Acceptance.empty(steps)
+    sums, bases = Acceptance.empty(steps).sums, 0
     pieces = [piece for s in sequences if s.num_bases for piece in windows(s, window)]
     for group in pack(pieces, batch_tokens):
         batch = collate(group, head.device)
@@ -117,50 +114,46 @@ def measure(
         owner = np.repeat(np.arange(len(group)), [s.num_bases for s in group])
         keys = np.array([s.key for s in group], np.uint64)[owner]
         answer = np.array([s.answer_start for s in group], np.int64)[owner]
-        position = (
+        first = (
             layout.positions[layout.bases].cpu().numpy() - answer + 1
         )  # output position of the first draft
         alive = torch.ones(len(layout.bases), dtype=torch.bool, device=head.device)
-        result.bases += len(alive)
+        bases += len(alive)
         for step, output in enumerate(model.unroll(embed, batch, layout, steps)):
-            noise_keys = row_keys(keys, position + step)
             alive &= layout.valid(step)
-            matched = _compare(
-                result.sums[step], output, drafted, batch, layout, step, head, temperature, noise_keys, alive
-            )
+            noise_keys = key_tensor(row_keys(keys, first + step), head.device)
+            rows = Rows(output, noise_keys, layout.rows(step), layout.valid(step))
+            values, matched = _compare(rows, batch, drafted, head, temperature)
+            sums[step, :4] += values
+            sums[step, 4] += float(alive.sum())
             alive &= matched
-    return result
+            sums[step, 5] += float(alive.sum())
+    return Acceptance(sums, bases)
+
+
+class Rows(NamedTuple):
+    """One drafted position of R rows."""
+
+    output: Tensor  # [R, H], the drafter's
+    keys: Tensor  # int64 [R], of the noise
+    places: Tensor  # [R], rows of the batch that predict the drafted token
+    valid: Tensor  # bool [R], rows that have this position
 
 
 def _compare(
-    sums: np.ndarray,
-    output: Tensor,
-    drafted: Callable[[Tensor], Tensor],
-    batch: PairBatch,
-    layout: PairLayout,
-    step: int,
-    head: Tensor,
-    temperature: float,
-    keys: np.ndarray,
-    alive: Tensor,
-) -> Tensor:
-    """Adds one drafted position of one batch to `sums` [6]; bool [N]: rows whose draft is the answer's token."""
-    rows, valid = layout.rows(step), layout.valid(step)
-    matched = torch.zeros_like(alive)
-    size = max(1, _ELEMENTS_AT_ONCE // head.shape[0])
-    for a, b in pairwise([*range(0, len(rows), size), len(rows)]):
-        part, real = rows[a:b], valid[a:b]
-        q = drafted(output[a:b].float()) / (temperature or 1.0)
-        p = (batch.hidden[part, -head.shape[1] :].float() @ head.float().T / (temperature or 1.0)).softmax(-1)
-        score = q + gumbel_noise(key_tensor(keys[a:b], head.device), head.shape[0]) if temperature else q
-        matched[a:b] = (score.argmax(-1) == batch.tokens[part + 1]) & real
+    rows: Rows, batch: PairBatch, drafted: Callable[[Tensor], Tensor], head: Tensor, temperature: float
+) -> tuple[np.ndarray, Tensor]:
+    """Sums of `_COLUMNS[:4]` over the rows that exist; bool [R]: rows whose draft is the answer's token."""
+    sums, matches, t = np.zeros(4), [], temperature or 1.0
+    size = max(1, _MAX_ELEMENTS // head.shape[0])
+    for output, keys, places, valid in zip(*(column.split(size) for column in rows), strict=True):
+        q = drafted(output.float()) / t
+        p = (batch.hidden[places, -head.shape[1] :].float() @ head.float().T / t).softmax(-1)
+        score = q + gumbel_noise(keys, head.shape[0]) if temperature else q
+        matches.append((score.argmax(-1) == batch.tokens[places + 1]) & valid)
         q = q.softmax(-1)
-        best = q.topk(min(4, q.shape[-1]), dim=-1).indices
-        likely = p.gather(1, best)
-        values = torch.stack(
-            [torch.ones_like(likely[:, 0]), torch.minimum(p, q).sum(-1), likely[:, 0], likely.sum(-1)]
-        )
-        sums[:4] += (values * real).double().sum(1).cpu().numpy()
-    sums[4] += float(alive.sum())
-    sums[5] += float((alive & matched).sum())
-    return matched
+        likely = p.gather(1, q.topk(min(4, q.shape[-1]), dim=-1).indices)
+        ones = torch.ones_like(likely[:, 0])
+        values = torch.stack([ones, torch.minimum(p, q).sum(-1), likely[:, 0], likely.sum(-1)])
+        sums += (values * valid).double().sum(1).cpu().numpy()
+    return sums, torch.cat(matches)

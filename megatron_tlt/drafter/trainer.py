@@ -1,33 +1,29 @@
-"""`DrafterTrainer`: one bounded micro-step at a time, so that a rank may train whenever it has nothing else to do."""
+"""`DrafterTrainer`: AdamW on a drafter of kind eagle or eagle3, one bounded step at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.loss import LossWeights, draft_loss
+from megatron_tlt.drafter.eagle3.loss import eagle3_loss
+from megatron_tlt.drafter.loss import LossParts, eagle_loss
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
-Average = Callable[[list[Tensor]], None]
-Precision = Callable[[], AbstractContextManager[object]]
-
 
 class DrafterTrainer:
-    """AdamW on an `EagleModel` under a frozen embedding and LM head.
+    """Trains a drafter under a frozen embedding and LM head.
 
-    `step` has no collectives of its own; `average`, if given, is called with the gradients before they are used (a
-    warm-up on several ranks averages them there).
+    Of an eagle3 drafter, layer, fc, norms and its own head are trained; batches have hidden [T, 4H]
+    (`FeatureDecoder`), and of `drafter.loss` only `step_decay` applies.
     """
 
     def __init__(
@@ -37,23 +33,20 @@ class DrafterTrainer:
         head: Tensor,
         section: DrafterSection,
         temperature: float = 1.0,
-        average: Average | None = None,
-        precision: Precision = nullcontext,
+        average: Callable[[list[Tensor]], None] | None = None,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         hidden_state_noise: float = 0.0,
     ):
-        """embed and head [V, H] on the model's device; they are the policy's, see `set_policy`.
+        """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
-        The model's forward passes run inside `precision()`. `hidden_state_noise` is the noise on the hidden states that
-        the model reads, as a share of their root mean square.
+        `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
+        inside `precision()`. `hidden_state_noise`: noise on the hidden states that the model reads, over their root
+        mean square.
         """
-        self._noise = hidden_state_noise
-        self._precision = precision
+        self._noise, self._precision = hidden_state_noise, precision
         self.model, self._section, self._average = model, section, average
+        self._temperature = temperature or 1.0
         self.set_policy(embed, head)
-        loss = section.loss
-        self.weights = LossWeights(
-            loss.kind, loss.hidden_weight, loss.ce_weight, loss.tv_weight, loss.step_decay, temperature or 1.0
-        )
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -68,7 +61,7 @@ class DrafterTrainer:
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:
-        """Takes the policy's present embedding and LM head; hidden states must come from the same version."""
+        """Sets the policy's embedding and LM head; hidden states must come from the same version."""
         self.embed, self.head = embed, head
 
     def step(self, batch: PairBatch) -> dict[str, float]:
@@ -82,15 +75,16 @@ class DrafterTrainer:
         return metrics | self.apply()
 
     def backward(self, batch: PairBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
-        """Leaves the loss's gradient in the parameters' `grad`; returns the loss's parts. Weights stay as they are.
+        """Sets the parameters' `grad` to the loss's gradient; returns loss and parts. Weights stay as they are.
 
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
         """
-        model, layout = self.model, PairLayout(batch)
-        steps, bf16 = self._section.draft_steps, self._section.dtype == "bf16"
-        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=bf16), self._precision():
-            outputs = model.unroll(self.embed, self._blurred(batch), layout, steps)
+        layout, is_bf16 = PairLayout(batch), self._section.dtype == "bf16"
+        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=is_bf16), self._precision():
+            outputs = self.model.unroll(
+                self.embed, self._with_noise(batch), layout, self._section.draft_steps
+            )
         loss, parts = self._loss(outputs, batch, layout, counts)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -99,8 +93,8 @@ class DrafterTrainer:
             metrics |= {f"{name}/{step}": value for step, value in enumerate(values, 1)}
         return metrics
 
-    def _blurred(self, batch: PairBatch) -> PairBatch:
-        """The batch as the model reads it: with noise on its hidden states (as EAGLE, 2401.15077, and TLT do).
+    def _with_noise(self, batch: PairBatch) -> PairBatch:
+        """The batch with noise on its hidden states (as EAGLE, 2401.15077, and TLT do).
 
         Drawn from the seed and the number of the step, so that a resumed run draws the same.
         """
@@ -115,10 +109,13 @@ class DrafterTrainer:
 
     def _loss(
         self, outputs: Sequence[Tensor], batch: PairBatch, layout: PairLayout, counts: Sequence[int] | None
-    ) -> tuple[Tensor, dict[str, list[float]]]:
+    ) -> tuple[Tensor, LossParts]:
         """The loss (0-d) and its parts by unrolled step; `counts` as in `backward`."""
-        loss, report = draft_loss(outputs, batch, layout, self.head, self.weights, counts)
-        return loss, {"hidden": report.hidden, "ce": report.ce, "accept": report.accept}
+        model, loss, t = self.model, self._section.loss, self._temperature
+        if isinstance(model, Eagle3Model):
+            assert counts is None, "eagle3 drafters are trained on whole batches only"
+            return eagle3_loss(model, outputs, batch, layout, self.head, loss.step_decay, t)
+        return eagle_loss(outputs, batch, layout, self.head, loss, t, counts)
 
     def apply(self) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step. Mutates weights and optimizer.
@@ -134,20 +131,6 @@ class DrafterTrainer:
         self.optimizer.step()
         self.trained_steps += 1
         return {"grad_norm": float(norm), "lr": rate}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and step count."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "trained_steps": self.trained_steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s. Mutates weights, optimizer and step count."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would share the moments' tensors
-        self.trained_steps = int(state["trained_steps"])
 
 
 def learning_rate(section: DrafterSection, step: int) -> float:

@@ -45,10 +45,13 @@ def check_on(config: Config | SftConfig, world: World) -> None:
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems += find_problems(config, shape, world.size, device, positions)
-    # One rank looks, and all hear the same: there are many files, and a run that goes on may be removing them.
-    problems += world.broadcast_object(weight_problems(config, shape) if world.is_main else [])
     if isinstance(config, Config):
-        problems += input_problems(config) + speculation_problems(config, shape)
+        problems += input_problems(config)
+    found = []
+    if world.is_main:  # it looks into many files, which a run that goes on may be removing
+        found = weight_problems(config, shape)
+        found += speculation_problems(config, shape) if isinstance(config, Config) else []
+    problems += world.broadcast_object(found)
     if problems:
         raise ConfigError(problems)
 
@@ -126,7 +129,7 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
 
 
 def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
-    """Bandit arms that cannot be, and a drafter on this machine that is none or is another model's.
+    """Bandit arms that cannot be, and a drafter on this machine that does not fit or was made for another policy.
 
     Without a `shape` (no model directory here) the drafter is not looked at.
     """
@@ -138,13 +141,9 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
         problems += error.problems
     path = section.drafter_path
     if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
-        # Here, for it needs torch.
-        from megatron_tlt.drafter.checkpoint import check_drafter
+        from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-        try:
-            check_drafter(path, shape)
-        except CheckpointError as error:
-            problems.append(ConfigProblem(_DRAFTER_PATH, path, str(error)))
+        problems += drafter_problems(section, shape, config.model.path, config.model.tokenizer)
     return problems
 
 

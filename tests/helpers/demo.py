@@ -8,7 +8,8 @@ from demo_traces import generate
 from torch import Tensor
 
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.pretrain import lookup_tables, policy_hidden
+from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
+from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
@@ -37,7 +38,7 @@ def demo_chunks(count: int, seed: int, version: int = 0) -> list[HiddenStateSamp
         prompts.append(len(prompt))
     decoder = build_decoder(demo_config())
     decoder.load_weights(iter_weights(POLICY, demo_config()))
-    states = policy_hidden(decoder, texts, 16, 4096)
+    states = read_hidden_states(decoder, texts, 16, 4096)
     return [
         HiddenStateSample(i, 0, version, np.array(text, np.int32), hidden[:-1].clone(), prompt_len)
         for i, (text, prompt_len, hidden) in enumerate(zip(texts, prompts, states, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,17 @@ def test_training_can_go_on_from_a_drafter(run: Path) -> None:
 
 def test_mistakes_are_said_plainly(run: Path) -> None:
     done = run_drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "nothing", check=False)
-    assert done.returncode == 1
-    assert "CheckpointError" in done.stdout and "cannot be read" in done.stdout
+    assert done.returncode == 2
+    assert "--drafter" in done.stdout and "cannot be read" in done.stdout
+    about = json.loads((run / "fresh" / "config.json").read_text())
+    about["policy_fingerprint"]["embedding"] = "0" * 16
+    shutil.copytree(run / "fresh", run / "other")
+    (run / "other" / "config.json").write_text(json.dumps(about))
+    arguments = ["eval", run / "tiny.yaml", "--drafter", run / "other"]
+    done = run_drafter(1, *arguments, check=False)
+    assert done.returncode == 2
+    assert "was made for a policy with another embedding than" in done.stdout
+    run_drafter(1, *arguments, "rollout.speculation.allow_other_policy=true")
     done = run_drafter(
         1, "eval", run / "tiny.yaml", "--drafter", run / "fresh", "data.eval=null", check=False
     )

@@ -1,27 +1,29 @@
-"""README.md of an exported drafter: what it is, what it needs, how it is served, and that nobody has tried."""
+"""README.md of an exported drafter: what it is, what it needs, how it is served, and that it was not tried."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_tlt.drafter.export.files import ENGINES, Format
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+
 if TYPE_CHECKING:
     import torch
 
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
 
 _HEAD = """---
 tags:
 - speculative-decoding
-- {tag}
+- {kind}
 ---
-# {title}
+# {title} drafter
 
 A draft model for speculative decoding, trained by Megatron-TLT. It is no language model by itself.
 
 | | |
 |---|---|
-| kind | {kind} |
+| kind | {kind} ({paper}) |
 | policy | {policy} |
 | trained on hidden states of policy version | {version} |
 | optimizer steps | {steps} |
@@ -46,73 +48,6 @@ _TABLES = {
     "`lm_head.weight`).",
 }
 
-_EAGLE_SGLANG = """
-For SGLang ({architecture}). Embedding and LM head are the policy's and are not here; `fc.bias` is zero because SGLang
-gives fc a bias. Serve with
-
-    python -m sglang.launch_server --model-path POLICY --speculative-algorithm EAGLE \\
-        --speculative-draft-model-path THIS_DIRECTORY --speculative-num-steps 4 --speculative-eagle-topk 1 \\
-        --speculative-num-draft-tokens 5
-"""
-
-_EAGLE_VLLM = """
-For vLLM (EagleLlamaForCausalLM). Embedding and LM head are the policy's and are not here: run with pipeline parallel
-size 1. `method` must be given, as vLLM otherwise guesses it from the directory's name. Serve with
-
-    vllm serve POLICY --speculative-config \\
-        '{{"method": "eagle", "model": "THIS_DIRECTORY", "num_speculative_tokens": 4}}'
-"""
-
-_UNTRIED = """
-**Not tried**: names and keys follow {engine}'s loader as read; this layout has not been run in {engine}.
-"""
-
-
-def eagle_card(
-    config: ModelConfig, kind: str, dtype: torch.dtype, version: int, steps: int, tables: bool
-) -> str:
-    """The card of a drafter of kind eagle."""
-    head = card_head("EAGLE drafter", "eagle", "eagle (EAGLE-1)", config, kind, dtype, version, steps)
-    if kind == "hf":
-        return head + _EAGLE_HF.format(tables=_TABLES[tables])
-    if kind == "sglang":
-        architecture = "Qwen2ForCausalLMEagle" if config.qkv_bias else "LlamaForCausalLMEagle"
-        return head + _EAGLE_SGLANG.format(architecture=architecture) + _UNTRIED.format(engine="SGLang")
-    return head + _EAGLE_VLLM.format() + _UNTRIED.format(engine="vLLM")
-
-
-def card_head(
-    title: str,
-    tag: str,
-    kind: str,
-    config: ModelConfig,
-    form: str,
-    dtype: torch.dtype,
-    version: int,
-    steps: int,
-) -> str:
-    """The part that all cards share."""
-    policy = (
-        f"{config.family}, {config.num_layers} layers, hidden size {config.hidden_size}, "
-        f"vocabulary {config.vocab_size}"
-    )
-    return _HEAD.format(
-        title=title,
-        tag=tag,
-        kind=kind,
-        policy=policy,
-        version=version,
-        steps=steps,
-        dtype=str(dtype).removeprefix("torch."),
-        format=form,
-    )
-
-
-def untried(engine: str) -> str:
-    """The card's last line."""
-    return _UNTRIED.format(engine=engine)
-
-
 _EAGLE3_HF = """
 `drafter.safetensors` and `config.json` are a drafter directory of Megatron-TLT; `config.json` has the policy's shape.
 The policy's embedding E is not here.
@@ -126,43 +61,68 @@ The policy's embedding E is not here.
 To go on, draft token s+1 and use o_s in place of g_s.
 """
 
-_EAGLE3_SGLANG = """
-For SGLang (LlamaForCausalLMEagle3). Serve with
+_SGLANG = """
+For SGLang. {about}Serve with
 
-    python -m sglang.launch_server --model-path POLICY --speculative-algorithm EAGLE3 \\
+    python -m sglang.launch_server --model-path POLICY --speculative-algorithm {algorithm} \\
         --speculative-draft-model-path THIS_DIRECTORY --speculative-num-steps 4 --speculative-eagle-topk 1 \\
         --speculative-num-draft-tokens 5
 """
 
-_EAGLE3_VLLM = """
-For vLLM (Eagle3LlamaForCausalLM). Serve with
+_VLLM = """
+For vLLM. {about}Serve with
 
     vllm serve POLICY --speculative-config \\
-        '{"method": "eagle3", "model": "THIS_DIRECTORY", "num_speculative_tokens": 4}'
+        '{{"method": "{kind}", "model": "THIS_DIRECTORY", "num_speculative_tokens": 4}}'
 """
 
-_EAGLE3_TRTLLM = """
+_TRTLLM = """
 For TensorRT-LLM's PyTorch backend, EAGLE-3 one-model. The layers that the drafter reads are an argument there
 (`speculative.json`), and without `allow_advanced_sampling` the temperature is ignored:
 
     EagleDecodingConfig(max_draft_len=4, speculative_model="THIS_DIRECTORY", eagle3_one_model=True,
-                        allow_advanced_sampling=True, eagle3_layers_to_capture={layers})
+                        allow_advanced_sampling=True, eagle3_layers_to_capture={{{layers}}})
+"""
+
+_SHARED_TABLES = {
+    "sglang": "Embedding and LM head are the policy's and are not here; `fc.bias` is zero because SGLang gives fc a "
+    "bias. ",
+    "vllm": "Embedding and LM head are the policy's and are not here: run with pipeline parallel size 1. `method` must "
+    "be given, as vLLM otherwise guesses it from the directory's name. ",
+}
+
+_UNTRIED = """
+**Not tried**: names and keys follow {engine}'s loader as read; this layout has not been run in {engine}.
 """
 
 
-def eagle3_card(config: Eagle3Config, kind: str, dtype: torch.dtype, version: int, steps: int) -> str:
-    """The card of a drafter of kind eagle3."""
-    head = card_head(
-        "EAGLE-3 drafter", "eagle3", "eagle3 (EAGLE-3)", config.policy, kind, dtype, version, steps
+def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tables: bool = False) -> str:
+    """The card; `has_tables`: copies of the policy's embedding and LM head are among the files."""
+    shape = drafter.shape
+    is_eagle3 = isinstance(shape, Eagle3Config)
+    policy = shape.policy if isinstance(shape, Eagle3Config) else shape
+    kind = "eagle3" if is_eagle3 else "eagle"
+    head = _HEAD.format(
+        kind=kind,
+        title="EAGLE-3" if is_eagle3 else "EAGLE",
+        paper="EAGLE-3" if is_eagle3 else "EAGLE-1",
+        policy=f"{policy.family}, {policy.num_layers} layers, hidden size {policy.hidden_size}, "
+        f"vocabulary {policy.vocab_size}",
+        version=drafter.policy_version,
+        steps=drafter.trained_steps,
+        dtype=str(dtype).removeprefix("torch."),
+        format=form,
     )
-    size = config.draft_vocab_size
-    head += f"| reads the outputs of policy layers | {', '.join(map(str, config.layers))} (from 0) |\n"
-    head += f"| drafts | {size} of the policy's {config.policy.vocab_size} tokens |\n"
-    if kind == "hf":
-        return head + _EAGLE3_HF.format(layers=", ".join(map(str, config.layers)))
-    if kind == "sglang":
-        return head + _EAGLE3_SGLANG + untried("SGLang")
-    if kind == "vllm":
-        return head + _EAGLE3_VLLM + untried("vLLM")
-    captured = "{" + ", ".join(map(str, config.layers)) + "}"
-    return head + _EAGLE3_TRTLLM.format(layers=captured) + untried("TensorRT-LLM")
+    layers = ""
+    if isinstance(shape, Eagle3Config):
+        layers = ", ".join(map(str, shape.layers))
+        head += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
+        head += f"| drafts | {shape.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
+    if form == "hf":
+        return head + (_EAGLE3_HF if is_eagle3 else _EAGLE_HF).format(
+            layers=layers, tables=_TABLES[has_tables]
+        )
+    about = "" if is_eagle3 else _SHARED_TABLES[form]
+    usage = {"sglang": _SGLANG, "vllm": _VLLM, "trtllm": _TRTLLM}[form]
+    text = usage.format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
+    return head + text + _UNTRIED.format(engine=ENGINES[form])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.pretrain import policy_hidden
+from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
@@ -68,7 +68,7 @@ def main() -> None:
 
 def largest_difference(chunks: list[HiddenStateSample], decoder) -> float:
     texts = [c.token_ids.tolist() for c in chunks]
-    passed = policy_hidden(decoder, texts, 16, 512)
+    passed = read_hidden_states(decoder, texts, 16, 512)
     return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(chunks, passed, strict=True))
 
 

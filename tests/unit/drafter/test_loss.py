@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
-from megatron_tlt.drafter.loss import LossWeights, draft_loss
+from megatron_tlt.drafter.loss import eagle_loss
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
@@ -17,9 +18,9 @@ CONFIG = FAMILIES["qwen3"]
 STEPS = 3
 SEQUENCES = [random_sequence(CONFIG, n, p, seed=p) for n, p in ((9, 4), (4, 1), (14, 2), (6, 4))]
 CASES = [
-    LossWeights(),
-    LossWeights(hidden=0.3, ce=0.7, tv=0.2, gamma=0.5, temperature=0.6),
-    LossWeights(kind="lk", hidden=0.5, temperature=1.3),
+    (DrafterLossSection(), 1.0),
+    (DrafterLossSection(hidden_weight=0.3, ce_weight=0.7, tv_weight=0.2, step_decay=0.5), 0.6),
+    (DrafterLossSection(kind="lk", hidden_weight=0.5), 1.3),
 ]
 
 
@@ -33,7 +34,7 @@ def drafted(sequences: list[DraftSequence]) -> list[torch.Tensor]:
 
 
 def token_by_token(
-    sequences: list[DraftSequence], head: torch.Tensor, w: LossWeights
+    sequences: list[DraftSequence], head: torch.Tensor, w: DrafterLossSection, t: float
 ) -> tuple[torch.Tensor, list]:
     """The docstring's formula, one (base, step) at a time."""
     outputs = drafted(sequences)
@@ -44,32 +45,32 @@ def token_by_token(
             for base in range(s.first_base, s.length - 1):
                 place = base + step
                 if place <= s.length - 2:  # token place + 1 exists
-                    terms.append(one_token(output[row], s.hidden[place], head, w))
+                    terms.append(one_token(output[row], s.hidden[place], head, w, t))
                 row += 1
-        total = total + w.gamma**step * torch.stack(terms).mean()
+        total = total + w.step_decay**step * torch.stack(terms).mean()
     return total, outputs
 
 
-def one_token(o: torch.Tensor, h: torch.Tensor, head: torch.Tensor, w: LossWeights) -> torch.Tensor:
-    p, log_q = (head @ h / w.temperature).softmax(0), (head @ o / w.temperature).log_softmax(0)
+def one_token(o, h, head: torch.Tensor, w: DrafterLossSection, t: float) -> torch.Tensor:
+    p, log_q = (head @ h / t).softmax(0), (head @ o / t).log_softmax(0)
     near = torch.where((o - h).abs() < 1, 0.5 * (o - h) ** 2, (o - h).abs() - 0.5).mean()
     ce, tv = -(p * log_q).sum(), 0.5 * (p - log_q.exp()).abs().sum()
     if w.kind == "mix":
-        return w.hidden * near + w.ce * ce + w.tv * tv
+        return w.hidden_weight * near + w.ce_weight * ce + w.tv_weight * tv
     kl = ce + (p * p.log()).sum()
     share = math.exp(-3 * (1 - float(tv.detach())))
-    return w.hidden * near + share * kl + (1 - share) * tv
+    return w.hidden_weight * near + share * kl + (1 - share) * tv
 
 
-@pytest.mark.parametrize("weights", CASES, ids=["mix", "mix-cold", "lk"])
+@pytest.mark.parametrize(("weights", "t"), CASES, ids=["mix", "mix-cold", "lk"])
 @pytest.mark.parametrize("at_once", [1 << 25, 300], ids=["whole", "blocks"])
-def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights: LossWeights, at_once: int) -> None:
-    monkeypatch.setattr(module, "_ELEMENTS_AT_ONCE", at_once)
+def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: float, at_once: int) -> None:
+    monkeypatch.setattr(module, "_MAX_ELEMENTS", at_once)
     _, head = lookup_tables(CONFIG)
     batch = collate(SEQUENCES)
     outputs = drafted(SEQUENCES)
-    got, _ = draft_loss(outputs, batch, PairLayout(batch), head, weights)
-    want, theirs = token_by_token(SEQUENCES, head, weights)
+    got, _ = eagle_loss(outputs, batch, PairLayout(batch), head, weights, t)
+    want, theirs = token_by_token(SEQUENCES, head, weights, t)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     (2.0 * got).backward()
     (2.0 * want).backward()
@@ -77,41 +78,12 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights: LossW
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_the_packing_does_not_matter() -> None:
-    """One batch, or the row-weighted mean of two."""
-    _, head = lookup_tables(CONFIG)
-
-    def report(sequences):
-        batch = collate(sequences)
-        return draft_loss(drafted(sequences), batch, PairLayout(batch), head, LossWeights())[1]
-
-    whole, parts = report(SEQUENCES), [report(SEQUENCES[2:]), report(SEQUENCES[:2])]
-    for step in range(STEPS):
-        assert whole.counts[step] == sum(p.counts[step] for p in parts)
-        for name in ("hidden", "ce", "accept"):
-            total = sum(getattr(p, name)[step] * p.counts[step] for p in parts)
-            assert total / whole.counts[step] == pytest.approx(getattr(whole, name)[step], rel=1e-5)
-
-
 def test_a_perfect_drafter_is_always_accepted() -> None:
     _, head = lookup_tables(CONFIG)
     batch = collate(SEQUENCES)
     layout = PairLayout(batch)
     outputs = [batch.hidden[layout.rows(step)].clone().requires_grad_() for step in range(STEPS)]
-    loss, report = draft_loss(outputs, batch, layout, head, LossWeights(ce=0.0))
-    assert report.accept == pytest.approx([1.0] * STEPS, abs=1e-6)
-    assert report.hidden == [0.0] * STEPS
+    loss, parts = eagle_loss(outputs, batch, layout, head, DrafterLossSection(ce_weight=0.0))
+    assert parts["accept"] == pytest.approx([1.0] * STEPS, abs=1e-6)
+    assert parts["hidden"] == [0.0] * STEPS
     assert loss.item() == pytest.approx(0.0, abs=1e-5)
-
-
-def test_prompts_teach_nothing() -> None:
-    """Bases begin where the next token is the answer's first; the last position predicts nothing."""
-    batch = collate(SEQUENCES)
-    bases = PairLayout(batch).bases.tolist()
-    want = [
-        start + place
-        for start, s in zip(batch.starts, SEQUENCES, strict=False)
-        for place in range(s.length)
-        if place >= 1 and s.prompt_len <= place + 1 < s.length
-    ]
-    assert bases == want

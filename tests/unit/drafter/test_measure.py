@@ -131,7 +131,7 @@ def test_parts_add_up() -> None:
     sequences = answers((30, 6), (12, 1), (41, 20))
     whole, total = run(sequences, 1.0), Acceptance.empty(STEPS)
     for s in sequences:
-        total.add(run([s], 1.0))
+        total = total + run([s], 1.0)
     assert total.bases == whole.bases
     np.testing.assert_allclose(total.sums, whole.sums, rtol=1e-5)
     assert f"expected accepted length {whole.accepted_length:.2f} of 4" in whole.table()

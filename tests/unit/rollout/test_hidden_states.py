@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.pretrain import policy_hidden
+from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
@@ -63,7 +63,7 @@ def check(engine: Engine, jobs: list[Job], chunks: list[HiddenStateSample], exac
     assert len(told) == len(chunks) == len(expected)
     texts = [[*r.prompt.tolist(), *r.output] for r in expected]
     decoder = getattr(engine.runner.decoder, "inner", engine.runner.decoder)
-    for request, text, want in zip(expected, texts, policy_hidden(decoder, texts, 16, 512), strict=True):
+    for request, text, want in zip(expected, texts, read_hidden_states(decoder, texts, 16, 512), strict=True):
         chunk = told[request.prompt_id, request.sample_index]
         assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == text
         assert (chunk.prompt_len, chunk.key) == (len(request.prompt), request.key)
@@ -130,7 +130,7 @@ def test_short_answers_are_left_out() -> None:
         answer_all(engine, jobs)
         assert sorted(len(c.token_ids) - c.prompt_len for c in chunks) == lengths
         texts = [c.token_ids.tolist() for c in chunks]
-        for chunk, want in zip(chunks, policy_hidden(engine.runner.decoder, texts, 16, 512), strict=True):
+        for chunk, want in zip(chunks, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True):
             assert torch.equal(chunk.hidden, want[:-1])
 
 

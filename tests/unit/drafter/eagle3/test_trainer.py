@@ -6,8 +6,8 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.eagle3.loss import eagle3_loss
-from megatron_tlt.drafter.eagle3.trainer import Eagle3Trainer
 from megatron_tlt.drafter.measure import measure
+from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import lookup_tables
@@ -18,12 +18,12 @@ SEQUENCES = [random_sequence3(CONFIG, n, 3, seed=n) for n in (12, 20, 26)]
 BATCH = collate(SEQUENCES)
 
 
-def trainer(**fields) -> Eagle3Trainer:
+def trainer(**fields) -> DrafterTrainer:
     section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
     embed, head = lookup_tables(CONFIG.policy)
     model = Eagle3Model(CONFIG)
     model.initialise(0, head, torch.arange(10, 80))
-    return Eagle3Trainer(model, embed, head, section)
+    return DrafterTrainer(model, embed, head, section)
 
 
 def test_steps_learn_and_the_vocabulary_stays() -> None:
@@ -37,17 +37,6 @@ def test_steps_learn_and_the_vocabulary_stays() -> None:
     assert torch.equal(t.embed, before[0]) and torch.equal(t.head, before[1])
     assert torch.equal(t.model.token_ids(), vocabulary)
     assert t.trained_steps == 40
-
-
-def test_state_is_taken_back() -> None:
-    one, two = trainer(), trainer()
-    for _ in range(3):
-        one.step(BATCH)
-    two.load_state_dict(one.state_dict())
-    one.step(BATCH)
-    two.step(BATCH)
-    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_bf16_arithmetic_learns_too() -> None:
@@ -68,6 +57,5 @@ def test_measured_overlap_is_the_losses(temperature: float) -> None:
     layout = PairLayout(BATCH)
     with torch.no_grad():
         outputs = model.unroll(embed, BATCH, layout, 3)
-        _, report = eagle3_loss(model, outputs, BATCH, layout, head, temperature=temperature)
-    assert got.overlap == pytest.approx(report.accept, abs=1e-5)
-    assert got.bases == report.counts[0]
+        _, parts = eagle3_loss(model, outputs, BATCH, layout, head, temperature=temperature)
+    assert got.overlap == pytest.approx(parts["accept"], abs=1e-5)

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_tlt.drafter.batching import collate
-from megatron_tlt.drafter.checkpoint import check_drafter
-from megatron_tlt.drafter.export.eagle import FORMATS, Format, Origin
-from megatron_tlt.drafter.export.eagle3 import export_eagle3, load_eagle3
-from megatron_tlt.drafter.export.files import export_drafter, read_about, write_export
+from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.drafter.export.files import FORMATS, Format
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import RopeScaling
 from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model
@@ -65,8 +64,7 @@ def engine_logits(engine: engine_drafters.Drafter, config: Eagle3Config, base: i
 
 
 def export(tmp_path: Path, config: Eagle3Config, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
-    files = export_eagle3(config, random_eagle3(config), "hf", torch.float32, Origin(7, 30))
-    write_export(tmp_path / "drafter", files)
+    save_drafter(tmp_path / "drafter", config, random_eagle3(config), policy_version=7, trained_steps=30)
     export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
     return tmp_path / "out"
 
@@ -169,35 +167,19 @@ def test_exactly_these_tensors_and_files(kind: Format, name: str, tmp_path) -> N
     assert "has not been run" in (out / "README.md").read_text()
 
 
-def test_hf_is_what_the_other_exports_are_made_of(tmp_path) -> None:
-    config = CONFIGS["own layers"]
-    out = export(tmp_path, config, "hf")
-    got, weights, origin = load_eagle3(out, read_about(out))
-    assert (got, origin) == (config, Origin(7, 30))
-    assert all(torch.equal(weights[n], w) for n, w in random_eagle3(config).items())
-
-
-def test_the_rollouts_here_refuse_it(tmp_path) -> None:
-    out = export(tmp_path, CONFIGS["qwen3"], "hf")
-    with pytest.raises(
-        CheckpointError, match=r"describes a drafter of kind 'eagle3'; rollouts .* kind 'eagle' only"
-    ):
-        check_drafter(out, CONFIGS["qwen3"].policy)
-
-
 def test_what_does_not_fit_is_named(tmp_path) -> None:
     config = CONFIGS["qwen3"]
     given = random_eagle3(config)
     with pytest.raises(CheckpointError, match=r"midlayer\.hidden_norm\.weight is missing"):
-        export_eagle3(config, {n: t for n, t in given.items() if "hidden_norm" not in n}, "vllm")
+        save_drafter(tmp_path / "x", config, {n: t for n, t in given.items() if "hidden_norm" not in n})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is not part"):
-        export_eagle3(config, given | {"embed_tokens.weight": torch.zeros(1)}, "vllm")
+        save_drafter(tmp_path / "x", config, given | {"embed_tokens.weight": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(64, 128\), it must be \(64, 192\)"):
-        export_eagle3(config, given | {"fc.weight": torch.zeros(64, 128)}, "vllm")
+        save_drafter(tmp_path / "x", config, given | {"fc.weight": torch.zeros(64, 128)})
     with pytest.raises(CheckpointError, match=r"d2t\[i\] \+ i does not name"):
-        export_eagle3(config, given | {"d2t": given["d2t"] + 1}, "vllm")
+        save_drafter(tmp_path / "x", config, given | {"d2t": given["d2t"] + 1})
     with pytest.raises(CheckpointError, match="must be int64 and bool"):
-        export_eagle3(config, given | {"d2t": given["d2t"].int()}, "vllm")
+        save_drafter(tmp_path / "x", config, given | {"d2t": given["d2t"].int()})
     out = export(tmp_path, config, "hf")
     with pytest.raises(ConfigError, match="a drafter of kind eagle3 has a head of its own"):
         export_drafter(out, tmp_path / "x", "hf", policy=tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.drafter.pretrain import policy_hidden
+from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
 from megatron_tlt.models.eagle.eagle3_features import FeatureDecoder
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
@@ -33,7 +33,7 @@ def test_features_are_the_layers_outputs_and_the_final_state(family: str) -> Non
     decoder = FeatureDecoder(config, (0, 1, 2))
     decoder.load_weights(named_weights(model))
     texts = [[5, 9, 11, 2, 77, 30, 8], [3, 4], list(range(1, 40))]
-    for text, got in zip(texts, policy_hidden(decoder, texts, 16, 32), strict=True):
+    for text, got in zip(texts, read_hidden_states(decoder, texts, 16, 32), strict=True):
         final, outputs = hf_states(model, text)
         want = torch.cat([*outputs, final], -1)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
@@ -46,6 +46,6 @@ def test_only_the_wanted_layers_are_kept() -> None:
     h = config.hidden_size
     for decoder in (every, some):
         decoder.load_weights(named_weights(model))
-    (full,) = policy_hidden(every, [[1, 2, 3]], 16, 32)
-    (part,) = policy_hidden(some, [[1, 2, 3]], 16, 32)
+    (full,) = read_hidden_states(every, [[1, 2, 3]], 16, 32)
+    (part,) = read_hidden_states(some, [[1, 2, 3]], 16, 32)
     assert torch.equal(part, torch.cat([full[:, :h], full[:, 2 * h :]], -1))

@@ -1,0 +1,91 @@
+"""From a drafter directory to an export for a serving engine, with a model card.
+
+| format | drafter of kind eagle | of kind eagle3 |
+|---|---|---|
+| hf | our own directory with a card | the same |
+| sglang | Llama and Qwen2 policies | any policy |
+| vllm | Llama and Qwen2 policies | any policy |
+| trtllm | refused | any policy |
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.drafter.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    SavedDrafter,
+    cast_tensors,
+    load_drafter,
+    write_directory,
+)
+from megatron_tlt.drafter.export.eagle import eagle_engine_files
+from megatron_tlt.drafter.export.eagle3 import eagle3_engine_files
+from megatron_tlt.drafter.export.files import ExportFiles, Format
+from megatron_tlt.drafter.export.model_card import model_card
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+from megatron_tlt.models.loader import iter_weights
+
+
+def export_drafter(
+    directory: str | Path,
+    out: str | Path,
+    form: Format,
+    dtype: torch.dtype = torch.bfloat16,
+    policy: str | Path | None = None,
+) -> ExportFiles:
+    """Reads the drafter directory, writes the export to `out` and returns what was written.
+
+    `policy` is a Hugging Face directory. It must have the drafter's shape; format hf copies its embedding and LM head.
+    Everything that can be wrong is found before `out` appears: ConfigError for what the engine cannot run,
+    CheckpointError for a drafter or policy that is torn or does not fit, or an `out` that exists.
+    """
+    refuse_existing(Path(out))
+    drafter = load_drafter(directory)
+    if policy is not None and isinstance(drafter.shape, Eagle3Config):
+        allowed = "a drafter of kind eagle3 has a head of its own: give none"
+        raise ConfigError.of("policy", str(policy), allowed)
+    if policy is not None and form != "hf":
+        allowed = "engines share the policy's own embedding and LM head: only format hf takes copies"
+        raise ConfigError.of("policy", str(policy), allowed)
+    if form == "hf":
+        files = _hf_files(drafter, dtype, policy)
+    elif isinstance(drafter.shape, Eagle3Config):
+        files = eagle3_engine_files(drafter, form, dtype)
+    else:
+        files = eagle_engine_files(drafter, form, dtype)
+    card = model_card(drafter, form, dtype, has_tables=policy is not None)
+    write_directory(Path(out), files.tensors, {**files.json, "README.md": card})
+    return files
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises CheckpointError if `out` is there already."""
+    if out.exists() or out.is_symlink():
+        raise CheckpointError(
+            f"{out} exists: an export is never written over something, give a new directory"
+        )
+
+
+def _hf_files(drafter: SavedDrafter, dtype: torch.dtype, policy: str | Path | None) -> ExportFiles:
+    tensors = {WEIGHTS: cast_tensors(drafter.weights, dtype)}
+    if policy is not None:
+        assert isinstance(drafter.shape, ModelConfig)
+        tensors["policy_tables.safetensors"] = cast_tensors(_policy_tables(policy, drafter.shape), dtype)
+    return ExportFiles(tensors, {CONFIG: drafter.to_json(dtype)})
+
+
+def _policy_tables(policy: str | Path, shape: ModelConfig) -> dict[str, Tensor]:
+    """The policy's `embed_tokens.weight` and `lm_head.weight` [V, H]. Raises CheckpointError for another shape."""
+    own = ModelConfig.from_hf(policy)
+    if eagle_parameter_shapes(own) != eagle_parameter_shapes(shape) or own.vocab_size != shape.vocab_size:
+        raise CheckpointError(f"{policy} is not the drafter's policy: its shape is another")
+    found = {name: tensor for name, tensor in iter_weights(policy, own) if name in (EMBED, HEAD)}
+    return {"embed_tokens.weight": found[EMBED], "lm_head.weight": found.get(HEAD, found[EMBED])}
