@@ -10,7 +10,6 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor import distributed_optimizer
-from megatron_tlt.actor.checkpoint_files import Manifest, model_record
+from megatron_tlt.actor.checkpoint_files import Manifest, model_differences, model_record
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.safe_load import no_pickles
@@ -35,8 +34,6 @@ from megatron_tlt.models.config import ModelConfig
 # megatron comes after the device shim.
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-
-_log = logging.getLogger(__name__)
 
 
 def start_save(
@@ -177,18 +174,17 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     Names and shapes are compared with `config` first, and checksums if the checkpoint has our manifest. Raises
     CheckpointError.
     """
-    mine = None
+    own = None
     directory = Path(path)
     try:
         source = TorchDistReader(path)
         directory = source.directory
         source.check(config)
-        if (directory / files.MANIFEST).is_file():
-            damage = files.find_damage(directory, files.read_manifest(directory), world.rank, world.size)
-            mine = f"checkpoint {directory} is damaged: {'; '.join(damage)}" if damage else None
+        if source.manifest():
+            own = files.damage_of(directory, world.rank, world.size)
     except CheckpointError as error:
-        mine = str(error)
-    if problem := next((problem for problem in world.all_gather_object(mine) if problem), None):
+        own = str(error)
+    if problem := next((problem for problem in world.all_gather_object(own) if problem), None):
         raise CheckpointError(problem)
     with cpu_as_cuda():
         wanted = module.sharded_state_dict(metadata={**_metadata(groups), **source.sharding()})
@@ -203,67 +199,6 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
 
 def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, training: dict[str, str]) -> None:
     """Raises CheckpointError if a checkpoint is of another model, precision or optimizer."""
-    wanted = {**model_record(config), **training}
     found = {**manifest.model, **manifest.training}
-    wrong = [
-        f"{name} is {found.get(name)!r}, not {value!r}"
-        for name, value in wanted.items()
-        if found.get(name) != value
-    ]
-    if wrong:
+    if wrong := model_differences(found, {**model_record(config), **training}):
         raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
-
-
-def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
-    """The checkpoint to resume from, verified file by file; None to start anew. Collective.
-
-    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is passed
-    over, loudly, for the one before it. Raises CheckpointError when the one asked for by path is damaged (it
-    then names the newest good one), or when there are checkpoints and all are damaged.
-    """
-    if resume == "never":
-        return None
-    if resume != "auto":
-        asked = Path(resume)
-        problem = _problem(world, asked)
-        if problem is None:
-            return asked
-        others = [path for path in files.complete_steps(asked.parent) if path.name != asked.name]
-        good = next((path for path in others if _problem(world, path) is None), None)
-        offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
-        raise CheckpointError(f"{problem}; {offer}")
-    candidates = world.broadcast_object(_candidates(checkpoints) if world.is_main else None)
-    for place, candidate in enumerate(candidates):
-        problem = _problem(world, candidate)
-        if problem is None:
-            return Path(candidate)
-        if world.is_main:
-            last = place == len(candidates) - 1
-            _log.warning(
-                "REFUSED: %s. %s",
-                problem,
-                "There is none before it." if last else "Falling back to the checkpoint before it.",
-            )
-    if candidates:
-        raise CheckpointError(
-            f"every checkpoint in {checkpoints} is damaged; checkpoint.resume=never starts anew"
-        )
-    return None
-
-
-def _candidates(checkpoints: Path) -> list[Path]:
-    """What `latest` points to, then everything older, newest first (everything, if there is no pointer)."""
-    steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
-    if latest is None:
-        return steps
-    return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]
-
-
-def _problem(world: World, directory: Path) -> str | None:
-    """Why a checkpoint cannot be used, the same on every rank; None if it can. Ranks share the reading."""
-    try:
-        damage = files.find_damage(directory, files.read_manifest(directory), world.rank, world.size)
-        mine = f"checkpoint {directory} is damaged: {'; '.join(damage)}" if damage else None
-    except CheckpointError as error:
-        mine = str(error)
-    return next((problem for problem in world.all_gather_object(mine) if problem), None)

@@ -17,6 +17,7 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafter.checkpoint import drafter_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.observe.jsonl import write_atomically
 from megatron_tlt.types import Prompt
 
@@ -38,6 +39,9 @@ def generate_problems(
         problems.append(ConfigProblem("--model", str(model_dir), allowed))
     else:
         problems += drafter_problems(speculation, ModelConfig.from_hf(model_dir), model_dir)
+        problems += [
+            ConfigProblem("--model", str(model_dir), text) for text in safetensors_problems(model_dir)
+        ]
     if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
         problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
     return problems

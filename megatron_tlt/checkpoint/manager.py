@@ -1,4 +1,4 @@
-"""When a run saves and what it resumes from; the files themselves are `actor.checkpoint`'s."""
+"""When a run saves, and what it resumes from (the files: `actor.checkpoint`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.actor.checkpoint import SaveHandle, find_checkpoint
+from megatron_tlt.actor.checkpoint import SaveHandle
 from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory, step_of
+from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves every so many steps in the background, one save at a time. Every method but `latest` and `close` is
-    collective."""
+    """Saves every `checkpoint.every` steps in the background, one save at a time.
+
+    Every method but `latest` and `close` is collective.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class CheckpointManager:
         world: World,
         lock: RunLock | None = None,
     ):
-        """`lock`: held by rank 0 of a job that writes; looked at before each save, given back by `close`."""
+        """`lock`: on rank 0 of a job that writes; checked before each save, released by `close`."""
         self._lock = lock
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
@@ -39,20 +42,20 @@ class CheckpointManager:
         self._drafter = AsyncDrafterCheckpoint()
         self._resumed: Path | None = None
         self.newest: int | None = None
-        """Step of the newest one of this run, where it goes on from: the last one published, or loaded as `latest`."""
-        self._owed = False  # a save was due at a step that was not good
+        """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
+        self._is_overdue = False  # a save was due at a step that was not good
 
     def load_latest(self) -> dict[str, Any] | None:
-        """Loads what `checkpoint.resume` asks for; the loop's state in it, or None for a fresh start.
+        """Loads the checkpoint of `checkpoint.resume`; returns the loop's state in it, or None for a fresh start.
 
-        Raises CheckpointError when the checkpoint asked for is damaged or of another model.
+        Raises CheckpointError when it is damaged or of another model.
         """
         self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
         if self._world.is_main:
             note_start(0 if self._resumed is None else step_of(self._resumed))
         if self._resumed is None:
             return None
-        # One of another run, or from before this run's latest, is no progress of this one.
+        # A checkpoint of another run, or from before this run's latest, is no progress of this one.
         if self._world.broadcast_object(read_latest(self._directory) == self._resumed):
             self._note(self._resumed)
         return self._policy.load(self._resumed)
@@ -69,10 +72,10 @@ class CheckpointManager:
         drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
         good: bool = True,
     ) -> None:
-        """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is owed.
+        """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is overdue.
 
-        `drafter` gives the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint.
-        What is due at a step that is not `good` is owed.
+        `drafter` returns the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint. A
+        save that is due at a step that is not `good` waits for the next good one.
         """
         self._check_lock()
         if self._pending is not None:
@@ -81,14 +84,12 @@ class CheckpointManager:
                 self._note(self._pending.directory)
                 self._pending = None
         every = self._section.every
-        self._owed |= bool(every) and (step % every == 0 or step == self._num_steps)
-        if not self._owed or not good:
-            return
-        self._owed = False
-        self.wait()  # a writer slower than the interval holds the run up: better than ever more saves in memory
-        self._start(step, state(), drafter)
-        if not self._section.asynchronous:
-            self.wait()
+        self._is_overdue |= bool(every) and (step % every == 0 or step == self._num_steps)
+        if self._is_overdue and good:
+            self._is_overdue = False
+            self._start(step, state(), drafter)
+            if not self._section.asynchronous:
+                self.wait()
 
     def save_now(
         self,
@@ -97,9 +98,9 @@ class CheckpointManager:
         drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
         prune: bool = True,
     ) -> None:
-        """A checkpoint of `step` is on disk when this returns, whatever `checkpoint.every` says; see `maybe_save`.
+        """Saves `step` whatever `checkpoint.every` says, unless it is saved; returns when it is on disk.
 
-        Without `prune` it removes no older one.
+        Without `prune` no older checkpoint is removed.
         """
         self._check_lock()
         self.wait()
@@ -118,10 +119,11 @@ class CheckpointManager:
         drafter: Callable[[], Mapping[str, Any] | None],
         prune: bool = True,
     ) -> None:
+        self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None)
-        if self._world.is_main and (drafting := drafter()) is not None:
-            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafting)
+        if self._world.is_main and (drafter_state := drafter()) is not None:
+            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafter_state)
 
     def wait(self) -> None:
         """Publishes the save under way, if there is one."""
@@ -132,7 +134,7 @@ class CheckpointManager:
             self._pending = None
 
     def close(self) -> None:
-        """Gives the run directory back."""
+        """Releases the lock of the run directory."""
         if self._lock is not None:
             self._lock.release()
 

@@ -119,13 +119,13 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.sync.push import BucketedSync
-    from megatron_tlt.trainer.preflight import check_on, without_megatron
+    from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import open_backend, open_tokenizer, sampling_params
 
     may_be_other = args.action == "train" or config.rollout.speculation.allow_other_policy
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
-    config = without_megatron(config.model_copy(update={"rollout": plain, "idle": waiting}))
+    config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
     if config.rollout.backend != "embedded":
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)

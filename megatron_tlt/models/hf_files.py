@@ -14,6 +14,32 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+def safetensors_problems(directory: str | Path) -> list[str]:
+    """Weight files of a model directory that are missing, truncated or no safetensors, from headers and sizes alone."""
+    try:
+        found = shards(directory)
+    except CheckpointError as error:
+        return [str(error)]
+    files = sorted(set(found.values())) if found is not None else [Path(directory) / SINGLE]
+    return [problem for file in files if (problem := _problem_of(file))]
+
+
+def _problem_of(file: Path) -> str | None:
+    """A safetensors file is 8 bytes of header length, a JSON header with the tensors' offsets, the tensors' bytes."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if 8 + length <= size else None
+        if header is None:
+            return f"{file} is truncated, or no safetensors file: {size} bytes are less than its header"
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return f"{file} is no safetensors file: its header cannot be read"
+    expected = 8 + length + max(ends, default=0)
+    return f"{file} is truncated: {size} of {expected} bytes" if size < expected else None
+
+
 def shards(directory: str | Path) -> dict[str, Path] | None:
     """Tensor name -> file, from the index; None if the directory has a single file instead.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.tokenizer_files import has_tokenizer
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import shards
+from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.rewards.build import check_user_functions
 from megatron_tlt.rollout.spec.strategy import build_selector
 
@@ -30,7 +31,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
     problems = find_problems(config, shape, num_ranks, None, positions)
-    problems += tokenizer_problems(config) + weight_problems(config, shape)
+    problems += tokenizer_problems(config) + weight_problems(config, shape) + resume_problems(config)
     if isinstance(config, Config):
         problems += input_problems(config) + speculation_problems(config, shape)
     if problems:
@@ -49,16 +50,18 @@ def check_on(config: Config | SftConfig, world: World) -> None:
         problems += input_problems(config)
     found = []
     if world.is_main:  # it looks into many files, which a run that goes on may be removing
-        found = weight_problems(config, shape)
+        found = weight_problems(config, shape) + resume_problems(config)
         found += speculation_problems(config, shape) if isinstance(config, Config) else []
     problems += world.broadcast_object(found)
     if problems:
         raise ConfigError(problems)
 
 
-def without_megatron(config: Config) -> Config:
+def without_checkpoints(config: Config) -> Config:
     """For what starts from `model.path` in any case: evaluation, and the training of a drafter beforehand."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"megatron_path": None})})
+    model = config.model.model_copy(update={"megatron_path": None})
+    checkpoint = config.checkpoint.model_copy(update={"resume": "never"})
+    return config.model_copy(update={"model": model, "checkpoint": checkpoint})
 
 
 def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
@@ -85,11 +88,20 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         if config.rollout.backend == "trtllm":
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
             named["rollout.trtllm.drafter_path"] = config.rollout.trtllm.drafter_path
+        if config.checkpoint.resume not in ("auto", "never"):
+            named["checkpoint.resume"] = config.checkpoint.resume
     named["model.megatron_path"] = config.model.megatron_path
     for field, path in named.items():
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))
     return problems
+
+
+def resume_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A checkpoint on this machine that a run is to resume from and cannot. Reads no tensor."""
+    if isinstance(config, SftConfig) or not Path(config.checkpoint.resume).exists():
+        return []
+    return checkpoint_problems(config.checkpoint.resume)
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -115,7 +127,8 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
         return []
     try:
         if model.megatron_path is None:
-            shards(model.path)
+            if problems := safetensors_problems(model.path):
+                return [ConfigProblem("model.path", model.path, shortened(problems, separator="; "))]
         elif Path(model.megatron_path).exists():
             # Here, for it needs torch.
             from megatron_tlt.actor.torch_dist_reader import TorchDistReader

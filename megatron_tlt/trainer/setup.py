@@ -44,7 +44,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
-from megatron_tlt.trainer.preflight import check_on, without_megatron
+from megatron_tlt.trainer.preflight import check_on, without_checkpoints
 from megatron_tlt.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def run_evaluation(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the config's held-out prompts; prints and optionally writes JSON."""
     if config.data.eval is None:
         raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
-    check_on(without_megatron(config), world)
+    check_on(without_checkpoints(config), world)
     tokenizer = open_tokenizer(config)
     rewards = RewardPool(config.rewards)
     backend = open_backend(config, world, tokenizer)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatron_tlt.checkpoint.atomic import reveal, scratch_beside
+from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
 from megatron_tlt.errors import CheckpointError, TltError
 
 if TYPE_CHECKING:
@@ -54,35 +54,26 @@ def together(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def new_directory(out: Path, num_bytes: int, ranks: Ranks) -> Iterator[Path]:
-    """A scratch directory beside `out`, renamed to it when the block has ended well on every rank. Collective.
+    """`atomic_directory` that rank 0 makes, and renames when the block has ended well on every rank. Collective.
 
-    On an error it is removed; a killed process leaves `.NAME.unfinished-*` behind. Raises CheckpointError if `out`
-    exists or `num_bytes` do not fit on its disk.
+    Raises CheckpointError if `out` exists or `num_bytes` do not fit on its disk.
     """
-    scratch = out
-    with together(ranks):
-        if ranks.is_main:
-            check_room(out, num_bytes)
-            scratch = scratch_beside(out)
-    scratch = Path(ranks.broadcast_object(str(scratch)))
-    try:
-        with together(ranks):
-            yield scratch
+    with ExitStack() as stack:
+        scratch = out
         with together(ranks):
             if ranks.is_main:
-                reveal(scratch, out)
-    except BaseException:
-        if ranks.is_main:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise
+                check_room(out, num_bytes)
+                scratch = stack.enter_context(atomic_directory(out))
+        with together(ranks):
+            yield Path(ranks.broadcast_object(str(scratch)))
+        with together(ranks):
+            stack.close()
 
 
 def check_room(out: Path, num_bytes: int) -> None:
-    """Raises CheckpointError if `out` exists, has no parent directory, or would not fit on its disk."""
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists: name a new directory, or remove it first")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent} does not exist: make it first")
+    """Raises CheckpointError if `out` cannot be made or would not fit on its disk."""
+    if problem := problem_of(out):
+        raise CheckpointError(problem)
     free, needed = shutil.disk_usage(out.parent).free, num_bytes + _SPARE
     if free < needed:
         raise CheckpointError(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.actor.checkpoint_files import find_damage, sync
+from megatron_tlt.actor.checkpoint_files import damage_of, sync
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
 from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
-from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX, SINGLE
 
@@ -65,10 +65,8 @@ def plan(
     file = file if file.suffix == ".json" else file / "config.json"
     model = ModelConfig.from_hf(file)
     source.check(model)
-    if verify and (manifest := source.manifest()) and (damage := find_damage(source.directory, manifest)):
-        raise CheckpointError(
-            f"checkpoint {source.directory} is damaged: {shortened(damage, separator='; ')}"
-        )
+    if verify and source.manifest() and (damage := damage_of(source.directory)):
+        raise CheckpointError(damage)
     chosen = choose_dtype(source.dtypes(), dtype)
     return Plan(source, file, model, chosen, _pack(model, chosen.itemsize, max_file_bytes))
 

@@ -66,7 +66,7 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
 
 def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
     """The third update from the checkpoint."""
-    from megatron_tlt.actor.checkpoint import find_checkpoint
+    from megatron_tlt.checkpoint.resume import find_checkpoint
 
     after = torch.load(checkpoints / "after.pt", weights_only=False)
     policy = build(world, root, dict(layout))
@@ -100,7 +100,7 @@ def forever(world: World, root: Path, checkpoints: Path) -> None:
 
 def resume(world: World, root: Path, checkpoints: Path, how: str) -> None:
     """What find_checkpoint says, and whether what it found loads."""
-    from megatron_tlt.actor.checkpoint import find_checkpoint
+    from megatron_tlt.checkpoint.resume import find_checkpoint
 
     try:
         found = find_checkpoint(world, checkpoints, how)

@@ -125,10 +125,15 @@ def starting_from(folder, **model) -> Config:
     )
 
 
-def test_a_missing_shard_is_found_before_a_run(tmp_path):
+def test_missing_and_truncated_shards_are_found_before_a_run(tmp_path):
     config = starting_from(tmp_path)
     assert "Ranks: 1" in check_report(config, 1)
     shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    for size in (len(content) - 1, 20, 3):
+        shard.write_bytes(content[:size])
+        with pytest.raises(ConfigError, match=rf"^model\.path = .*{shard.name} is truncated"):
+            check_report(config, 1)
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"^model\.path = .*index\.json names .* missing: {shard.name}$"):
         check_report(config, 1)
@@ -177,3 +182,11 @@ def test_missing_files_are_named_by_their_fields():
     config = make(data={"train": source, "eval": {**source, "path": "no/held-out.jsonl"}})
     assert [p.path for p in missing_files(config)] == ["model.path", "data.train.path", "data.eval.path"]
     assert input_problems(config) == []
+
+
+def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
+    config = make(checkpoint={"resume": str(tmp_path / "step-000003")})
+    assert [p.path for p in missing_files(config)] == ["model.path", "checkpoint.resume"]
+    (tmp_path / "step-000003").mkdir()
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = .*never completed"):
+        check_report(config, 4)

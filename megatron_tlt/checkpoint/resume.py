@@ -1,0 +1,80 @@
+"""Which checkpoint a run resumes from (`checkpoint.resume`)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+
+_log = logging.getLogger(__name__)
+
+
+def checkpoint_problems(resume: str) -> list[ConfigProblem]:
+    """Why the checkpoint that `checkpoint.resume` names cannot be used, from names and sizes of its files alone."""
+    if resume in ("auto", "never"):
+        return []
+    directory = Path(resume)
+    try:
+        files.step_of(directory)
+        damage = files.find_damage(directory, files.read_manifest(directory), checksums=False)
+        problem = f"is damaged: {shortened(damage, separator='; ')}" if damage else ""
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    return [ConfigProblem("checkpoint.resume", resume, problem)] if problem else []
+
+
+def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
+    """The checkpoint to resume from, verified file by file; None to start anew. Collective.
+
+    `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is skipped with a
+    warning for the one before it. Raises CheckpointError when the one asked for by path is damaged (it then names the
+    newest good one), or when there are checkpoints and all are damaged.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        asked = Path(resume)
+        problem = _problem(world, asked)
+        if problem is None:
+            return asked
+        others = [path for path in files.complete_steps(asked.parent) if path.name != asked.name]
+        good = next((path for path in others if _problem(world, path) is None), None)
+        offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
+        raise CheckpointError(f"{problem}; {offer}")
+    candidates: list[Path] = world.broadcast_object(_candidates(checkpoints) if world.is_main else None)
+    for candidate in candidates:
+        problem = _problem(world, candidate)
+        if problem is None:
+            return candidate
+        if world.is_main:
+            is_last = candidate == candidates[-1]
+            after = "There is none before it." if is_last else "Falling back to the checkpoint before it."
+            _log.warning("REFUSED: %s. %s", problem, after)
+    if candidates:
+        raise CheckpointError(
+            f"every checkpoint in {checkpoints} is damaged; checkpoint.resume=never starts anew"
+        )
+    return None
+
+
+def _candidates(checkpoints: Path) -> list[Path]:
+    """What `latest` points to, then everything older, newest first (everything, if there is no pointer)."""
+    steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
+    if latest is None:
+        return steps
+    return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]
+
+
+def _problem(world: World, directory: Path) -> str | None:
+    """Why a checkpoint cannot be used, the same on every rank; None if it can. Ranks share the reading. Collective."""
+    try:
+        own = files.damage_of(directory, world.rank, world.size)
+    except CheckpointError as error:
+        own = str(error)
+    return next((problem for problem in world.all_gather_object(own) if problem), None)
