@@ -38,9 +38,9 @@ SAMPLES, TAIL = 8, 64
 # Name -> rollout.speculation. "ours" is what a user gets; the others are fixed strategies and the bandit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
-    "ours": {"drafter": "hybrid", "selector": "cost_aware"},
-    "eagle cost_aware": {"drafter": "eagle", "selector": "cost_aware"},
-    "suffix cost_aware": {"drafter": "suffix", "selector": "cost_aware"},
+    "ours": {"drafter": "hybrid", "selector": "cost_model"},
+    "eagle cost_model": {"drafter": "eagle", "selector": "cost_model"},
+    "suffix cost_model": {"drafter": "suffix", "selector": "cost_model"},
     "hybrid beg_mab": {"drafter": "hybrid", "selector": "beg_mab"},
     "suffix 4": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "suffix 8": {"drafter": "suffix", "selector": "fixed", "draft_len": 8},

@@ -55,10 +55,10 @@ BLOCK = 16
 # Name -> rollout.speculation. "ours" is what a user gets.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
-    "ours": {"drafter": "hybrid", "selector": "cost_aware"},
-    "eagle cost_aware": {"drafter": "eagle", "selector": "cost_aware"},
+    "ours": {"drafter": "hybrid", "selector": "cost_model"},
+    "eagle cost_model": {"drafter": "eagle", "selector": "cost_model"},
     "eagle beg_mab": {"drafter": "eagle", "selector": "beg_mab"},
-    "suffix cost_aware": {"drafter": "suffix", "selector": "cost_aware"},
+    "suffix cost_model": {"drafter": "suffix", "selector": "cost_model"},
     "eagle 2": {"drafter": "eagle", "selector": "fixed", "draft_len": 2},
     "eagle 4": {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
     "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},

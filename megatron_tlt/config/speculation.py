@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem
 
 
 class SuffixSection(Section):
@@ -50,9 +52,14 @@ class SpeculationSection(Section):
     allow_other_policy: bool = False
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
     says. Answers stay the same; drafts are accepted less."""
-    selector: Literal["fixed", "beg_mab", "cost_aware"] = "cost_aware"
-    """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_aware: each
-    request's draft length from estimated cumulative acceptance and measured step costs."""
+    selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
+    """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_model: the
+    draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
+    decoding is faster."""
+    hysteresis: float = Field(default=0.03, ge=0, lt=1)
+    """Expected gain in tokens per second from which on cost_model changes to another draft length."""
+    exploration: float = Field(default=0.01, gt=0, lt=1)
+    """Share of the time that cost_model may lose by trying other draft lengths."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
     topk: PositiveInt = Field(default=1, le=4)
@@ -60,7 +67,7 @@ class SpeculationSection(Section):
     window: PositiveInt = 256
     """Most positions that the eagle drafter catches up with when it starts late; it sees nothing before them."""
     min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
-    """Drafts stop where a token is less likely than this to be emitted (not for cost_aware, which finds its own)."""
+    """Drafts stop where a token is less likely than this to be emitted (not for cost_model, which finds its own)."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""
     bandit: BanditSection = BanditSection()
@@ -77,8 +84,40 @@ class SpeculationSection(Section):
         return self.drafter in ("suffix", "hybrid")
 
 
+def parse_arm(text: str) -> tuple[int, int, int]:
+    """`LENGTH_TOPK_VERIFY` as three numbers; 0_1_1 is plain decoding. Raises ConfigError for anything else."""
+    where = "rollout.speculation.bandit.arms"
+    match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", text)
+    if match is None:
+        raise ConfigError.of(where, text, "must be DRAFT-LENGTH_TOPK_TOKENS-TO-VERIFY, such as 4_1_5")
+    length, topk, verify = (int(group) for group in match.groups())
+    if length == 0:
+        if (topk, verify) != (1, 1):
+            raise ConfigError.of(where, text, "an arm that drafts nothing is written 0_1_1")
+        return 0, 1, 1
+    if not (length <= 32 and 1 <= topk <= 4):
+        raise ConfigError.of(where, text, "draft length must be at most 32 and topk 1 to 4")
+    if not 2 <= verify <= length * topk + 1:
+        most = length * topk + 1
+        raise ConfigError.of(where, text, f"tokens to verify, the last one included, must be 2 to {most}")
+    return length, topk, verify
+
+
+def _check_bandit(bandit: BanditSection) -> Iterator[ConfigProblem]:
+    at, arms = "rollout.speculation.bandit", []
+    for text in bandit.arms:
+        try:
+            arms.append(parse_arm(text))
+        except ConfigError as error:
+            yield from error.problems
+    if not bandit.arms or len(set(arms)) < len(arms):
+        yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
+    if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
+        yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
+
+
 def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Iterator[ConfigProblem]:
-    """What does not go together; arms are checked where they are parsed (`rollout.spec.strategy`).
+    """What does not go together.
 
     `has_drafter`: weights come from elsewhere than `drafter_path`.
     """
@@ -86,3 +125,5 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
     if section.uses_eagle and section.drafter_path is None and not has_drafter:
         allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
+    if section.selector == "beg_mab" and section.drafter != "none":
+        yield from _check_bandit(section.bandit)

@@ -1,9 +1,10 @@
 """What the production selector does at each number of running requests, and how fast that is. Torch-free.
 
 A selector's decisions depend on the number of running requests and on what it has measured. On one kind of GPU all
-replicas measure the same, so one selector is asked for all of them: it is run token by token (`speculation`), from many
-requests down to one as in a rollout, first until it has tried its arms and then for the mean of some steps (`_Window`),
-its trials included. Between the numbers that were asked, and between context lengths, seconds are interpolated.
+replicas measure the same, so one selector decides for all of them: it is run token by token (`speculation`), from many
+requests down to one as in a rollout, first until it has tried its strategies and then for the mean of some steps.
+Between these numbers of requests, and between context lengths, seconds are interpolated. Each table has a selector of
+its own, which measures contexts that only grow, as in a rollout.
 
 Legend: B running requests, K knots of B, X knots of context length.
 """
@@ -12,30 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.spec.selector import regime_of
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.speculation import Speculation, Tally
 
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Engine steps that are asked for at a knot, and how finely the drafter's quality is told apart."""
-
-    settled: int  # of a regime until its arms have been tried, the first time
-    again: int  # the same when the drafter has changed
-    measured: int
-    levels: int  # steps of quality from 0 to 1
-
-
-# This selector compares by whole spans of steps (`rollout.spec.race`): the mean is over some spans. It also
-# remembers what a plain step took: contexts only grow while it is asked, as in a rollout; each table has its own.
-_RESTING = _Window(256, 128, 512, 4)
-_PROMPT = _Window(192, 24, 48, 12)
-_CONTEXTS = 3
+_SETTLE = 192  # engine steps at a knot until the selector has tried its strategies there
+_MEASURED = 256  # engine steps that a rate is the mean of: some spans of the selector, its trials included
+_QUALITIES = 4  # steps of the drafter's quality from 0 to 1 that have a table each
+_CONTEXTS = 3  # context lengths
 
 
 def request_knots(most: int) -> np.ndarray:
@@ -85,37 +74,25 @@ class Decider:
         first = config.workload.prompt_tokens
         last = first + config.rollout.max_tokens
         self._contexts = np.unique(np.geomspace(max(1, first + last // 16), last, _CONTEXTS))
-        rests = config.rollout.speculation.selector == "cost_aware"
-        self._window = _RESTING if rests else _PROMPT
         self._tables: dict[int, RateTable] = {}
-        self._ask_anew()
-
-    def _ask_anew(self) -> None:
-        """A selector that knows nothing yet."""
-        self._speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
-        self._seen: set[int] = set()
 
     def table(self, quality: float) -> RateTable:
         """Rates at `quality`, rounded to one of some steps of it."""
-        spec, levels = self._config.rollout.speculation, self._window.levels
-        level = round(quality * levels) if spec.uses_eagle else 0
+        level = round(quality * _QUALITIES) if self._config.rollout.speculation.uses_eagle else 0
         table = self._tables.get(level)
         if table is None:
-            table = self._tables[level] = self._make(level / levels)
+            table = self._tables[level] = self._make(level / _QUALITIES)
         return table
 
     def _make(self, quality: float) -> RateTable:
         shape = len(self._requests), len(self._contexts)
         seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
         tallies: dict[int, Tally] = {}
-        cells = [(k, x) for k in range(shape[0])[::-1] for x in range(shape[1])]
-        if self._window is _RESTING:
-            cells.sort(key=lambda cell: cell[1])
-            self._ask_anew()
-        self._speculation.set_quality(quality)
-        for k, x in cells:
+        speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
+        speculation.set_quality(quality)
+        for x, k in product(range(shape[1]), range(shape[0])[::-1]):
             running = int(self._requests[k])
-            tally = self._measure(running, running * float(self._contexts[x]), x == 0)
+            tally = self._measure(speculation, running, running * float(self._contexts[x]))
             seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / _steps(tally)
             if x == shape[1] // 2:
                 tallies[running] = tally
@@ -130,25 +107,16 @@ class Decider:
             self._requests, self._contexts, columns, spread(speculating), spread(accepted), tallies
         )
 
-    def _measure(self, running: int, cached: float, first: bool) -> Tally:
-        """Means of some steps, after enough for the selector to know its arms."""
-        spec = self._speculation
+    def _measure(self, speculation: Speculation, running: int, cached: float) -> Tally:
+        """Means of some steps, after enough for the selector to have tried its strategies."""
         most = self._config.plain_above
-        if self._config.rollout.speculation.drafter == "none" or (most is not None and running > most):
-            settle, steps = 0, 1
-        else:
-            regime = regime_of(running)
-            window = self._window
-            first = first or window is _RESTING
-            settle = 0 if not first else window.again if regime in self._seen else window.settled
-            steps = window.measured
-            self._seen.add(regime)
-        for _ in range(settle):
-            spec.step(running, cached)
-        spec.tally = Tally()
-        for _ in range(steps):
-            spec.step(running, cached)
-        tally, spec.tally = spec.tally, Tally()
+        is_plain = self._config.rollout.speculation.drafter == "none" or (most is not None and running > most)
+        for _ in range(0 if is_plain else _SETTLE):
+            speculation.step(running, cached)
+        speculation.tally = Tally()
+        for _ in range(1 if is_plain else _MEASURED):
+            speculation.step(running, cached)
+        tally, speculation.tally = speculation.tally, Tally()
         return tally
 
 

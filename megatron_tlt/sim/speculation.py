@@ -2,7 +2,7 @@
 
     select -> draft -> prune -> record          the order of `rollout.spec.speculator.Speculator`
 
-The selector is `rollout.spec.strategy.build_selector`'s own, told virtual seconds; only the drafts are drawn
+The selector is `rollout.spec.selector.build_selector`'s own, told virtual seconds; only the drafts are drawn
 (`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows, N drafted nodes.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.spec.selector import StrategySelector
-from megatron_tlt.rollout.spec.strategy import build_selector
+from megatron_tlt.rollout.spec.draft import prune
+from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
 from megatron_tlt.sim.acceptance import Acceptance
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -117,9 +117,7 @@ class Speculation:
         emitted, fed = np.ones(running, np.int64), running
         reached = accepted = np.zeros(strategy.draft_len, np.int64)
         if draft.num_nodes:
-            keep = self._selector.prune(
-                strategy, running, draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents
-            )
+            keep = prune(strategy, draft.cumulative_acceptance, draft.counts)
             fed += int(np.count_nonzero(keep))
             emitted = draft.emitted(keep)
             reached, accepted = draft.by_position(keep, emitted, strategy.draft_len)

@@ -14,7 +14,6 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, Rew
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.rewards.build import check_user_functions
-from megatron_tlt.rollout.spec.strategy import build_selector
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.cluster import Device
@@ -148,10 +147,6 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
     """
     section = config.rollout.speculation
     problems: list[ConfigProblem] = []
-    try:
-        build_selector(section, section.drafter)
-    except ConfigError as error:
-        problems += error.problems
     path = section.drafter_path
     if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
         from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch

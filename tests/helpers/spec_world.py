@@ -1,37 +1,26 @@
-"""A small engine under a virtual clock: true costs with noise, drafts that match by confidence class.
+"""A small engine under a virtual clock: true costs with noise, drafts whose cumulative acceptance is known.
 
-Legend: B running requests, N drafted nodes.
+Legend: B running requests, T rows, L draft length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.survival import Calibrator
+from megatron_tlt.rollout.spec.draft import prune
+from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 
-DEPTHS, BUCKETS, WIDTH = 8, 32, 0.25
 
-# Demo policy on one CPU thread, seconds of a forward of B requests and T rows: about linear in both.
-CPU = (90e-6, 32e-6, 80e-6)
-
-
-def measured(strategy, B, rows, counts, drafting, seconds, reached=None, accepted=None):
+def measured(strategy, B, rows, counts, drafting, seconds):
     """A `StepMeasurement` of a step whose requests emitted `counts` [B] tokens."""
-    length = strategy.draft_len
-    reached = np.zeros(length, np.int64) if reached is None else reached
-    accepted = (np.array(counts)[:, None] - 1 > np.arange(length)).sum(0) if accepted is None else accepted
-    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), reached, accepted)
+    accepted = (np.array(counts)[:, None] - 1 > np.arange(strategy.draft_len)).sum(0)
+    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), accepted, accepted)
 
 
 def cpu_seconds(B, T):
-    """A forward on a CPU core: linear, in steps of four rows."""
-    return CPU[0] + CPU[1] * B + CPU[2] * (0.5 * T + 0.5 * 4 * np.ceil(T / 4))
-
-
-def tiled_seconds(B, T):
     """A forward on a CPU core whose kernels take six rows at a time: the last ones of a tile are almost free."""
     return 40e-6 + 30e-6 * B + 75e-6 * (0.3 * T + 0.7 * 6 * np.ceil(T / 6))
 
@@ -48,41 +37,33 @@ def gpu_seconds(B, T):
 
 @dataclass
 class SpecWorld:
-    """Requests decode until their lengths are used up; `run` keeps the batch full.
+    """Requests decode until their lengths are used up.
 
-    A drafted token's gap is drawn anew, with a memory along the answer (hard passages are hard for a while); it
-    matches with probability `quality * (1 - 0.55 exp(-gap))`. The drafter calibrates itself as the real one does.
-    Selectors read a noisy clock; `clock` itself runs true, so that strategies can be compared in few steps.
+    A drafted token matches with a probability that varies around `quality` and has a memory along the answer: hard
+    passages are hard for a while. Selectors read a noisy clock; `clock` itself runs true.
     """
 
     seed: int = 0
     step_seconds: object = cpu_seconds
     draft_call: float = 30e-6  # a draft call, however long
-    draft_row: float = 14e-6  # a drafted token
-    catch_up_row: float = 10e-6  # a token that was decoded without the drafter
-    overhead: float = 0.0  # a step with drafts, beyond its forward: bookkeeping
-    cold: tuple[float, ...] = ()  # factors of the plain steps that follow one with drafts, or the start
-    quality: float = 1.0
-    mean_gap: float = 3.0
-    window: int = 256  # tokens of each request that it catches up with at most
+    draft_node: float = 14e-6  # a drafted token
+    quality: float = 0.8
+    speed: float = 1.0  # factor on all seconds
+    cold: tuple[float, ...] = ()  # factors of the plain steps that follow one with drafts
     noise: float = 0.04
     outliers: float = 0.03
-    by_position: bool = False
     clock: float = 0.0
     tokens: int = 0
-    warm: int = 0  # plain steps in a row
-    behind: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    drafting_steps: int = 0
+    plain_steps: int = 0  # in a row
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
-        self.calibrator = Calibrator(DEPTHS, BUCKETS)
-        self.lengths = np.zeros(0, np.int64)
-        self.level = np.zeros(0)
+        self.start([])
 
     def start(self, lengths):
         """New requests with these many tokens to go, in place of all others."""
         self.lengths = np.array(lengths, np.int64)
-        self.behind = np.zeros(len(lengths), np.int64)
         self.level = self.rng.normal(size=len(lengths))
 
     def timed(self, seconds):
@@ -90,101 +71,57 @@ class SpecWorld:
         seconds *= self.rng.lognormal(0.0, self.noise)
         return seconds * self.rng.uniform(1.5, 6.0) if self.rng.random() < self.outliers else seconds
 
-    def chance(self, gap):
-        """True probability that a token with this gap matches."""
-        return self.quality * (1 - 0.55 * np.exp(-gap))
-
-    def propose(self, strategy: DraftStrategy):
-        """Chains as of the eagle drafter: gaps, cumulative acceptance float32 [B, L], lengths int [B], seconds."""
-        B, L = len(self.lengths), strategy.draft_len
-        most = np.minimum(L, np.maximum(self.lengths - 1, 0))
-        self.level = 0.8 * self.level + 0.6 * self.rng.normal(size=B)
-        gaps = self.mean_gap * np.exp(0.6 * self.level)[:, None] * self.rng.exponential(1.0, (B, L))
-        bucket = np.minimum(gaps / WIDTH, BUCKETS - 1).astype(np.int32)
-        place = np.minimum(np.arange(L), DEPTHS - 1)
-        cumulative_acceptance = np.cumprod(self.calibrator.rates[place, bucket], axis=1)
-        least = 0.0 if self.by_position else strategy.min_cumulative_acceptance
-        alive = (cumulative_acceptance >= least) & (np.arange(L) < most[:, None])
-        lengths = np.minimum.accumulate(alive, axis=1).sum(1)
-        if self.by_position:
-            cumulative_acceptance = np.broadcast_to(
-                np.cumprod(self.position_rates)[:L], cumulative_acceptance.shape
-            )
-        cost = self.draft_call + self.draft_row * (B + lengths.sum())
-        cost += self.catch_up_row * np.minimum(self.behind, self.window).sum()
-        self.behind[:] = 0
-        return gaps, bucket, cumulative_acceptance.astype(np.float32), lengths, float(cost)
-
-    position_rates = np.full(64, 0.7)
-
     def step(self, selector):
-        """One decoding step under `selector`. Returns its strategy and the mask of fed nodes (None if plain)."""
-        B = len(self.lengths)
-        strategy = selector.select(B)
+        """One decoding step under `selector`."""
+        B, strategy = len(self.lengths), selector.select(len(self.lengths))
+        counts, rows, drafting, factor = np.ones(B, np.int64), B, 0.0, self.speed
         if strategy.kind == "none":
-            seconds = self.plain_seconds(B)
-            seen = self.timed(seconds)
-            self.behind += 1
-            self._emit(np.ones(B, np.int32), seconds)
-            selector.record(measured(strategy, B, B, np.ones(B, np.int32), 0.0, seen))
-            return strategy, None
-        gaps, bucket, cumulative_acceptance, lengths, drafting = self.propose(strategy)
-        L = strategy.draft_len
-        node = np.arange(L) < lengths[:, None]
-        keep = np.zeros(0, bool)
-        if node.any():
-            depths = np.broadcast_to(np.arange(1, L + 1, dtype=np.int32), node.shape)[node]
-            keep = selector.prune(
-                strategy, B, cumulative_acceptance[node], depths, lengths.astype(np.int32), None
-            )
-        fed = np.zeros(node.shape, bool)
-        fed[node] = keep
-        matched = fed & (self.rng.random(node.shape) < self.chance(gaps))
-        accepted = np.minimum.accumulate(matched, axis=1) if L else matched
-        reached = fed.copy()
-        reached[:, 1:] &= accepted[:, :-1]
-        place = np.broadcast_to(np.minimum(np.arange(L), DEPTHS - 1), node.shape)
-        if reached.any():
-            self.calibrator.observe(place[reached], bucket[reached], accepted[reached])
-        counts = (accepted.sum(1) + 1).astype(np.int32)
-        rows = B + int(fed.sum())
-        seconds = float(self.step_seconds(B, rows)) + self.overhead
-        self.warm = 0
-        self._emit(counts, drafting + seconds)
-        times = self.timed(drafting), self.timed(seconds)
-        selector.record(measured(strategy, B, rows, counts, *times, reached.sum(0), accepted.sum(0)))
-        return strategy, keep
-
-    def plain_seconds(self, B):
-        """Of the next plain step."""
-        factor = self.cold[self.warm] if self.warm < len(self.cold) else 1.0
-        self.warm += 1
-        return float(self.step_seconds(B, B)) * factor
-
-    def _emit(self, counts, seconds):
-        self.clock += seconds
+            factor *= self.cold[self.plain_steps] if self.plain_steps < len(self.cold) else 1.0
+            self.plain_steps += 1
+        else:
+            counts, rows, drafting = self.draft(strategy)
+            self.plain_steps, self.drafting_steps = 0, self.drafting_steps + 1
+        seconds, drafting = float(self.step_seconds(B, rows)) * factor, drafting * factor
+        self.clock += seconds + drafting
         self.tokens += int(counts.sum())
         self.lengths = self.lengths - counts
-        going = self.lengths > 0
-        if not going.all():
-            self.lengths, self.behind, self.level = (
-                a[going] for a in (self.lengths, self.behind, self.level)
-            )
+        self.level, self.lengths = self.level[self.lengths > 0], self.lengths[self.lengths > 0]
+        selector.record(measured(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds)))
+
+    def draft(self, strategy: DraftStrategy):
+        """Emitted tokens [B], rows fed and drafting seconds of a step with drafts."""
+        B, L = len(self.lengths), strategy.draft_len
+        self.level = 0.8 * self.level + 0.6 * self.rng.normal(size=B)
+        chance = self.quality ** np.exp(0.6 * self.level)[:, None] * np.ones(L)
+        likely = np.cumprod(chance, axis=1)
+        drafted = (likely >= strategy.min_cumulative_acceptance) & (np.arange(L) < self.lengths[:, None] - 1)
+        fed = drafted.copy()
+        fed[drafted] = prune(strategy, likely[drafted].astype(np.float32), drafted.sum(1))
+        accepted = np.logical_and.accumulate(fed & (self.rng.random(fed.shape) < chance), axis=1)
+        seconds = self.draft_call + self.draft_node * (B + int(drafted.sum()))
+        return accepted.sum(1) + 1, B + int(fed.sum()), seconds
 
     def run(self, selector, steps, running=None):
-        """`steps` steps with `running` requests that never end. Returns (tokens, seconds)."""
+        """`steps` steps with `running` requests that never end (None: those that run). Returns tokens per second."""
         if running is not None:
             self.start([1 << 40] * running)
         tokens, clock = self.tokens, self.clock
         for _ in range(steps):
             self.step(selector)
-        return self.tokens - tokens, self.clock - clock
+        return (self.tokens - tokens) / (self.clock - clock)
 
-    def drain(self, selector, lengths):
-        """Answers of these lengths, all started at once. Returns the seconds, and those of plain decoding."""
-        self.start(lengths)
-        started = self.clock
-        while len(self.lengths):
-            self.step(selector)
-        running = (np.array(lengths)[:, None] > np.arange(max(lengths))).sum(0)
-        return self.clock - started, sum(float(self.step_seconds(B, B)) for B in running)
+    def plain_speed(self):
+        """Tokens per second of plain decoding with the present requests."""
+        B = len(self.lengths)
+        return B / float(self.step_seconds(B, B)) / self.speed
+
+
+def fixed_speeds(running, lengths, **world):
+    """Tokens per second of fixed draft lengths; 0 is plain decoding."""
+    speeds = {0: SpecWorld(**world)}
+    speeds[0].start([1 << 40] * running)
+    speeds[0] = speeds[0].plain_speed()
+    for length in lengths:
+        selector = FixedSelector(DraftStrategy("eagle", length))
+        speeds[length] = SpecWorld(**world).run(selector, 200 + 1000 // running, running)
+    return speeds

@@ -114,10 +114,10 @@ def test_equal_across_chunk_borders():
 
 DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
-    {"drafter": "suffix", "selector": "cost_aware", "topk": 2},
+    {"drafter": "suffix", "selector": "cost_model", "topk": 2},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16},
-    {"drafter": "eagle", "selector": "cost_aware"},
+    {"drafter": "eagle", "selector": "cost_model"},
     {"drafter": "hybrid", "selector": "beg_mab"},
     {"drafter": "hybrid", "selector": "fixed", "draft_len": 4, "topk": 2},
 ]

@@ -34,7 +34,7 @@ TORCH_FREE = [
     "megatron_tlt.rollout.request",
     "megatron_tlt.rollout.scheduler",
     "megatron_tlt.rollout.block_manager",
-    "megatron_tlt.rollout.spec.strategy",
+    "megatron_tlt.rollout.spec.selector",
     "megatron_tlt.idle.state",
     "megatron_tlt.idle.policy",
     "megatron_tlt.idle.coordinator",

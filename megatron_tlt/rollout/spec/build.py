@@ -14,8 +14,8 @@ from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
+from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
-from megatron_tlt.rollout.spec.strategy import build_selector
 
 if TYPE_CHECKING:
     from megatron_tlt.models.eagle.base import EagleDecoder

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_tlt.types import DraftStrategy
+
 
 @dataclass(slots=True)
 class Draft:
@@ -71,3 +73,24 @@ class Draft:
             None if self.feature is None else self.feature[keep],
             self.source,
         )
+
+
+def prune(strategy: DraftStrategy, cumulative_acceptance: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Mask bool [N] of the drafted nodes that are fed to the policy: closed under ancestors.
+
+    Nodes whose cumulative acceptance (float32 [N], never growing from parent to child, parents first) is at least the
+    strategy's, and of each request's (`counts` int32 [B]) the `num_verify_tokens - 1` likeliest at most. With costs
+    linear in rows and the price of a row as least cumulative acceptance, no other nodes are worth more less their price
+    (the greedy choice of DSpark, Algorithm 1).
+    """
+    keep: np.ndarray = cumulative_acceptance >= strategy.min_cumulative_acceptance
+    most = strategy.num_verify_tokens - 1
+    if most < 0 or len(counts) == 0 or int(counts.max()) <= most:
+        return keep
+    row_of = np.arange(len(counts)).repeat(counts)
+    order = np.lexsort(
+        (-cumulative_acceptance, row_of)
+    )  # stable: rows stay in place, parents before children
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - (np.cumsum(counts) - counts).repeat(counts)
+    return keep & (rank < most)

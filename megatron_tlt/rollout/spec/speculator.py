@@ -21,7 +21,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.draft import Draft, prune
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
 
@@ -95,8 +95,7 @@ class Speculator:
         draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy), strategy.topk)
         if not draft.num_nodes:
             return draft
-        columns = (draft.cumulative_acceptance, draft.depths, draft.counts, draft.parents)
-        return draft.select(self._agree(self.selector.prune(strategy, running, *columns)))
+        return draft.select(prune(strategy, draft.cumulative_acceptance, draft.counts))
 
     def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
         """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.

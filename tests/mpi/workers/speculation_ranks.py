@@ -20,7 +20,7 @@ from tests.helpers.tiny_models import random_weights
 
 CASES = {
     "none": {"drafter": "none"},
-    "suffix": {"drafter": "suffix", "selector": "cost_aware"},
+    "suffix": {"drafter": "suffix", "selector": "cost_model"},
     "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
     "eagle_tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
     "hybrid": {"drafter": "hybrid", "selector": "beg_mab"},

@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
     "tree": TREE,
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
-    "hybrid": {"drafter": "hybrid", "selector": "cost_aware"},
+    "hybrid": {"drafter": "hybrid", "selector": "cost_model"},
 }
 
 

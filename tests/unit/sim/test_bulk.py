@@ -16,7 +16,7 @@ SELECTORS = {
     "plain": ("rollout.speculation.drafter=none", 0.02),
     "fixed": ("rollout.speculation.selector=fixed", 0.08),
     "beg_mab": ("rollout.speculation.selector=beg_mab", 0.12),
-    "cost_aware": ("rollout.speculation.selector=cost_aware", 0.12),
+    "cost_model": ("rollout.speculation.selector=cost_model", 0.12),
 }
 
 

@@ -5,8 +5,7 @@ from megatron_tlt.sim.decisions import Decider
 from tests.helpers.sim import sim_config
 
 
-def test_a_selector_that_rests_is_never_much_slower_than_plain_decoding():
-    """It rests for up to 128 steps at once: means over fewer steps would be all drafts or none."""
+def test_the_cost_model_is_never_much_slower_than_plain_decoding():
     poor = ("drafters.eagle.rates=[0.6]", "drafters.eagle.stale_rates=[0.3]", "rollout.max_tokens=32768")
     config = sim_config("rollout.speculation.drafter=eagle", *poor)
     costs, most = build_costs(config), 96
@@ -17,5 +16,5 @@ def test_a_selector_that_rests_is_never_much_slower_than_plain_decoding():
         assert gains.min() > 0.85
         if quality:
             assert (gains[table.requests[table.requests > 8] - 1].max(axis=1) > 1.1).all()
-    assert all(sum(tally.steps.values()) == 512 for tally in table.tallies.values())
+    assert all(sum(tally.steps.values()) == 256 for tally in table.tallies.values())
     assert (np.diff(table.requests) > 0).all()

@@ -78,7 +78,7 @@ def test_the_document_has_its_parts():
     assert {"running", "lanes", "speculation_from", "step"} == set(point["shown"])
     assert any("lognormal" in text for text in document["assumptions"])
     names = [t["setting"] for t in document["thresholds"]]
-    assert "rollout.speculation.bandit.thresholds" not in names  # the selector is cost_aware
+    assert "rollout.speculation.bandit.thresholds" not in names  # the selector is cost_model
     assert "idle.min_tail_seconds" in names
 
 

@@ -1,33 +1,42 @@
-"""Fixed strategies."""
+"""Fixed strategies, and the configured selector."""
 
 import numpy as np
+import pytest
 
-from megatron_tlt.rollout.spec.selector import FixedSelector
-from megatron_tlt.types import DraftStrategy
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
+from megatron_tlt.rollout.spec.cost_model import CostModelSelector
+from megatron_tlt.rollout.spec.selector import FixedSelector, build_selector
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import measured
 
-SURVIVAL = np.array([0.9, 0.5, 0.8, 0.7, 0.6], np.float32)
-DEPTHS = np.array([1, 2, 1, 2, 3], np.int32)
-COUNTS = np.array([2, 3], np.int32)
+
+def test_the_configured_selector_is_built():
+    section = SpeculationSection(selector="fixed", draft_len=5, topk=2, min_cumulative_acceptance=0.2)
+    assert build_selector(section, "suffix").select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
+    bandit = build_selector(SpeculationSection(selector="beg_mab", min_cumulative_acceptance=0.1), "eagle")
+    assert isinstance(bandit, BucketedEpsilonGreedy)
+    assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1) and bandit.arms[-1] == NO_DRAFT
+    selector = build_selector(SpeculationSection(min_cumulative_acceptance=0.3), "hybrid")
+    assert isinstance(selector, CostModelSelector)
+    assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
 
 
-def test_fixed_always_drafts_and_feeds_everything():
-    strategy = DraftStrategy("eagle", 5)
-    selector = FixedSelector(strategy)
-    assert {selector.select(running).name for running in (1, 7, 64)} == {strategy.name}
-    assert selector.prune(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None).tolist() == [True] * 5
-
-
-def test_fixed_feeds_the_likeliest_nodes_up_to_its_number():
-    strategy = DraftStrategy("eagle", 3, 1, 3)
-    keep = FixedSelector(strategy).prune(strategy, 2, SURVIVAL, DEPTHS, COUNTS, None)
-    assert keep.tolist() == [True, True, True, True, False]
-
-
-def test_fixed_has_nothing_to_remember():
+def test_fixed_learns_nothing():
     selector = FixedSelector(DraftStrategy("eagle", 3))
     before = selector.state_dict()
     selector.record(measured(selector.select(2), 2, 8, np.array([1, 4], np.int32), 1e-5, 1e-3))
-    assert selector.state_dict() == before
     selector.load_state_dict(before)
-    assert selector.select(2).draft_len == 3
+    assert selector.state_dict() == before and selector.select(2).draft_len == 3
+
+
+@pytest.mark.parametrize("name", ["fixed", "beg_mab", "cost_model"])
+def test_states_are_restored_by_a_selector_of_the_same_configuration(name):
+    section = SpeculationSection(selector=name)
+    selector, other = build_selector(section, "eagle"), build_selector(section, "eagle")
+    for _ in range(60):
+        strategy = selector.select(2)
+        rows = 2 + strategy.draft_len
+        selector.record(measured(strategy, 2, rows, np.array([2, 1]), 5e-5, 3e-4 + 1e-5 * rows))
+    other.load_state_dict(selector.state_dict())
+    assert other.state_dict() == selector.state_dict()

@@ -13,7 +13,7 @@ from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.suffix_tables import make_request
 
-CHAIN = DraftStrategy("slow", 3)
+CHAIN = DraftStrategy("slow", 3, min_cumulative_acceptance=0.5)
 
 
 class World:
@@ -37,9 +37,6 @@ class World:
         self.now += 1.0
         return self.strategy
 
-    def prune(self, strategy, num_running, cumulative_acceptance, depths, counts, parents) -> np.ndarray:
-        return depths < 3
-
     def record(self, measurement: StepMeasurement) -> None:
         self.recorded.append(measurement)
 
@@ -50,7 +47,7 @@ class World:
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         self.now += 3.0
         three = np.arange(1, 4, dtype=np.int32)
-        return Draft(np.array([3], np.int32), three, np.ones(3, np.float32), three)
+        return Draft(np.array([3], np.int32), three, np.array([0.9, 0.8, 0.4], np.float32), three)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         pass

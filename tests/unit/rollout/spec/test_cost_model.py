@@ -1,0 +1,203 @@
+"""The cost-model selector in a simulated engine: near the best fixed draft length, never much below plain decoding."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+
+from megatron_tlt.rollout.spec.cost_model import CostModelSelector, least_squares
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from tests.helpers.spec_world import SpecWorld, fixed_speeds, gpu_seconds, linear_seconds, measured
+
+LENGTHS = (1, 2, 4, 8)
+GPU = {"step_seconds": gpu_seconds, "draft_call": 4e-4, "draft_node": 2e-6}
+COLD = (2.0, 1.9, 1.75, 1.55, 1.4, 1.3, 1.25, 1.2, 1.1, 1.03)  # as measured on a core with a small cache
+WORLDS = {
+    "cpu": {},
+    "gpu": GPU,
+    "cheap drafts": {"draft_call": 5e-6, "draft_node": 1e-6, "quality": 0.5},  # as of a suffix drafter
+    "noisy": {"noise": 0.15, "outliers": 0.05},
+}
+LOSING = {
+    "linear": {"step_seconds": linear_seconds},  # every row costs as much
+    "useless": {"quality": 0.02},
+    "useless gpu": {**GPU, "quality": 0.02},
+    "noisy": {"step_seconds": linear_seconds, "noise": 0.15, "outliers": 0.05},
+    "cold": {"step_seconds": linear_seconds, "cold": COLD},
+}
+
+
+@cache
+def best_fixed(name, running):
+    return max(fixed_speeds(running, LENGTHS, **WORLDS[name]).values())
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("running", [1, 4, 16, 64])
+def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **WORLDS[name])
+    world.run(selector, 1500, running)
+    assert world.run(selector, 2500) >= 0.95 * best_fixed(name, running)
+
+
+@pytest.mark.parametrize("name", LOSING)
+@pytest.mark.parametrize("running", [1, 4, 32])
+def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **LOSING[name])
+    first, later = world.run(selector, 3000, running), world.run(selector, 6000)
+    assert first >= 0.95 * world.plain_speed()  # with the price of finding out
+    assert later >= 0.95 * world.plain_speed()
+
+
+def test_trials_of_losing_drafts_become_rare_with_their_budget():
+    shares = {}
+    for exploration in (0.02, 0.002):
+        selector, world = CostModelSelector("eagle", 8, exploration=exploration), SpecWorld(quality=0.02)
+        world.run(selector, 20000, 4)
+        shares[exploration] = 1 - world.tokens / world.clock / world.plain_speed()
+    assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
+
+
+def test_whole_rollouts_with_a_long_tail():
+    """About 40 steps in each regime of each rollout."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.2, 0.7, (12, 64)), 10, 256).astype(int)
+    for world, least in ((GPU, 2.5), ({"quality": 0.02}, 0.96)):
+        selector, engine = CostModelSelector("eagle", 8), SpecWorld(**world)
+        for at, answers in enumerate(lengths):
+            if at == 4:
+                engine.clock, plain = 0.0, 0.0
+            engine.start(answers)
+            while len(engine.lengths):
+                engine.step(selector)
+            if at >= 4:
+                running = (answers[:, None] > np.arange(answers.max())).sum(0)
+                plain += sum(float(engine.step_seconds(B, B)) for B in running)
+        assert plain / engine.clock > least
+
+
+def test_adapts_to_a_change_of_acceptance_and_of_speeds():
+    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=3, **GPU)
+    assert world.run(selector, 1000, 4) > 2 * world.plain_speed()
+    world.quality = 0.02  # a drafter that turned bad ...
+    world.run(selector, 1500)
+    assert world.run(selector, 2000) > 0.96 * world.plain_speed()
+    world.quality = 0.8  # ... and good again
+    world.run(selector, 8000)
+    assert world.run(selector, 500) > 2 * world.plain_speed()
+    world.draft_call = 0.02  # a drafter that became slow: found out at the next trial of plain decoding
+    world.run(selector, 3000)
+    assert world.run(selector, 2000) > 0.94 * world.plain_speed()
+
+
+def test_a_machine_that_slows_down_changes_no_decision():
+    selector, world = CostModelSelector("eagle", 8), SpecWorld()
+    world.run(selector, 3000, 1)
+    best = world.run(selector, 1000)
+    world.speed = 1.5
+    assert world.run(selector, 1000) > 0.95 * best / 1.5
+
+
+def test_plain_decoding_comes_first_then_short_drafts():
+    selector, world = CostModelSelector("eagle", 8), SpecWorld()
+    world.start([1 << 40] * 4)
+    lengths = []
+    for _ in range(28):
+        lengths.append(selector.select(4).draft_len)
+        world.step(selector)
+    assert lengths == [0] * 12 + [2] * 12 + lengths[24:]
+
+
+def test_a_row_is_priced_by_its_seconds():
+    prices = {}
+    for name, world in (("linear", {"step_seconds": linear_seconds}), ("gpu", GPU)):
+        selector = CostModelSelector("eagle", 8, exploration=0.5)
+        SpecWorld(**world).run(selector, 1500, 16)
+        strategies = [selector.select(16)] + [
+            s for r in selector._regimes.values() for s in r.strategies.values()
+        ]
+        prices[name] = max(s.min_cumulative_acceptance for s in strategies)
+    assert prices["gpu"] < 0.15 and 0.6 < prices["linear"] < 1
+
+
+def test_least_squares_finds_the_costs_and_never_a_negative_one():
+    terms = [(1.0, b, b * (1 + length)) for b in (1.0, 4.0, 16.0) for length in (0.0, 2.0, 8.0)]
+    exact = least_squares([(t, 3e-4 * t[0] + 2e-5 * t[1] + 7e-5 * t[2], 1.0) for t in terms], 3)
+    np.testing.assert_allclose(exact, (3e-4, 2e-5, 7e-5), rtol=0.15)
+    falling = least_squares([(t, 1e-3 - 1e-5 * t[1] + 1e-5 * t[2], 1.0) for t in terms], 3)
+    assert min(falling) >= 0
+    flat = least_squares([(t, 1e-3, 1.0) for t in terms], 3)
+    assert flat[0] == pytest.approx(1e-3, rel=0.2) and 100 * flat[2] < 5e-4
+
+
+def test_measurements_of_a_strategy_that_another_rank_selected_are_learned_from():
+    """On tensor-parallel ranks rank 0 decides; the others' clocks may have led them elsewhere."""
+    leader, follower = CostModelSelector("eagle", 8), CostModelSelector("eagle", 8)
+    world, disagreed = SpecWorld(**GPU), 0
+    world.start([1 << 40] * 4)
+
+    class Both:
+        def select(self, running):
+            nonlocal disagreed
+            disagreed += leader.select(running) != follower.select(running)
+            return leader.select(running)
+
+        def record(self, m):
+            leader.record(m)
+            slow = 100 * m.draft_seconds
+            fields = (m.strategy, m.num_running, m.num_rows, slow, m.step_seconds, m.num_emitted)
+            follower.record(type(m)(*fields, m.reached, m.accepted))
+
+    assert world.run(Both(), 1500) > 2 * world.plain_speed()
+    assert disagreed > 10
+
+
+def test_drafts_without_a_token_count_as_not_accepted():
+    selector = CostModelSelector("suffix", 4)
+    empty = np.zeros(0, np.int64)
+    drafted = 0
+    for _ in range(1000):
+        strategy = selector.select(2)
+        drafted += strategy != NO_DRAFT
+        seconds = 1e-3 if strategy.kind == "none" else 1.2e-3
+        m = measured(strategy, 2, 2, np.ones(2, np.int64), 0.0, seconds)
+        selector.record(type(m)(strategy, 2, 2, 0.0, seconds, 2, empty, empty))
+    assert drafted < 150
+
+
+def test_equal_inputs_give_equal_decisions_and_states_survive_json():
+    selectors = [CostModelSelector("eagle", 8) for _ in range(2)]
+    for selector in selectors:
+        world = SpecWorld(seed=9, **GPU)
+        for running in (40, 5, 1):
+            world.run(selector, 500, running)
+    assert selectors[0].state_dict() == selectors[1].state_dict()
+    other = CostModelSelector("eagle", 8)
+    other.load_state_dict(json.loads(json.dumps(selectors[0].state_dict())))
+    assert other.state_dict() == selectors[0].state_dict()
+    speeds = [SpecWorld(seed=2, **GPU).run(s, 50, 1) for s in (other, CostModelSelector("eagle", 8))]
+    assert speeds[0] > 1.2 * speeds[1]  # it knows what the other must find out
+
+
+def test_the_state_of_another_selector_version_or_drafter_is_ignored():
+    trained = CostModelSelector("eagle", 8)
+    SpecWorld(**GPU).run(trained, 100, 2)
+    state = trained.state_dict()
+    for kind, length, saved in (
+        ("suffix", 8, state),
+        ("eagle", 6, state),
+        ("eagle", 8, {"selector": "beg_mab"}),
+        ("eagle", 8, {"selector": "cost_aware", "version": 4, "arms": []}),
+        ("eagle", 8, state | {"version": 0}),
+    ):
+        other = CostModelSelector(kind, length)
+        other.load_state_dict(saved)
+        assert other.state_dict() == CostModelSelector(kind, length).state_dict()
+
+
+def test_never_drafts_more_than_configured():
+    selector = CostModelSelector("suffix", 3, topk=2)
+    SpecWorld(**GPU).run(selector, 400, 2)
+    assert selector.select(2) == DraftStrategy(
+        "suffix", 3, 2, 0, selector.select(2).min_cumulative_acceptance
+    )
