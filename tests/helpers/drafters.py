@@ -115,21 +115,9 @@ class RandomSelector:
     def select(self, num_running: int) -> DraftStrategy:
         if self.random.random() < 0.2:
             return NO_DRAFT
-        return DraftStrategy(
-            self.kind, self.random.randint(1, self.longest), self.random.randint(1, self.topk)
-        )
-
-    def prune(self, strategy, num_running, cumulative_acceptance, depths, counts, parents) -> np.ndarray:
-        keep = np.ones(len(cumulative_acceptance), bool)
-        if self.random.random() < 0.5:
-            return keep
-        starts = np.cumsum(counts) - counts
-        for row, start in enumerate(starts.tolist()):
-            for i in range(int(counts[row])):
-                parent = i - 1 if parents is None else int(parents[start + i])
-                above = parent < 0 or keep[start + parent]
-                keep[start + i] = above and self.random.random() < 0.8
-        return keep
+        length, topk = self.random.randint(1, self.longest), self.random.randint(1, self.topk)
+        verified = self.random.choice((0, self.random.randint(2, length * topk + 1)))
+        return DraftStrategy(self.kind, length, topk, verified)
 
     def record(self, measurement: StepMeasurement) -> None:
         assert measurement.num_emitted >= measurement.num_running
