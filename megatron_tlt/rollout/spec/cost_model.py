@@ -18,7 +18,7 @@ Torch-free, no clock of its own. Legend: B running requests, T rows fed to the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -348,7 +348,7 @@ class CostModelSelector:
                 self._decide(regime)
 
 
-def least_squares(cells: list[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
+def least_squares(cells: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
     """Non-negative factors of each cell's `size` terms that give its seconds; cells are (terms, seconds, weight).
 
     Weighted least squares of relative errors. What the measurements leave open is decided by a weak prior, by which
