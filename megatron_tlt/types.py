@@ -90,7 +90,7 @@ class PastAnswer:
 
 @dataclass(slots=True)
 class RewardResult:
-    """The verdict on one sample. `failure` tells why a reward function gave none (the value is then its default)."""
+    """The reward of one sample. `failure`: why a reward function returned none (the value is then its default)."""
 
     value: float
     correct: bool
@@ -180,7 +180,7 @@ class HiddenStateSample:
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What a kind of rollout engine can be asked for; `check` refuses a configuration that asks for more."""
+    """What a kind of rollout engine supports; `check` refuses a configuration that needs more."""
 
     keyed_sampling: (
         bool  # an answer is a function of seed, prompt and policy: equal bit for bit with any drafter

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.cli.exit_codes import OK
+from megatron_tlt.cli.options import output_file_problems
+from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 
 def add_report(commands: Any) -> None:
@@ -45,28 +49,43 @@ def add_report(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.report import run_page
     from megatron_tlt.observe.report_compare import compare_page
+    from megatron_tlt.observe.runfiles import read_run
 
+    problems = output_file_problems("--out", args.out)
     if len(args.runs) > 2:
-        raise ConfigError.of("RUN_DIR", [str(run) for run in args.runs], "must be one run, or two to compare")
-    page = run_page(args.runs[0]) if len(args.runs) == 1 else compare_page(*args.runs)
+        value = [str(run) for run in args.runs]
+        problems.append(ConfigProblem("RUN_DIR", value, "must be one run, or two to compare"))
+    if problems:
+        raise ConfigError(problems)
+    runs = [read_run(run) for run in args.runs]
+    page = run_page(*runs) if len(runs) == 1 else compare_page(*runs)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(page.html(), encoding="utf-8")
+    _warn(page.warnings)
     if page.verdict:
         print(page.verdict)
     print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)", flush=True)
-    return 0
+    return OK
 
 
 def _timeline(args: argparse.Namespace) -> int:
+    from megatron_tlt.observe.runfiles import read_run
     from megatron_tlt.observe.timeline import write_timeline
 
     steps, ranks = (_numbers(name, getattr(args, name)) for name in ("steps", "ranks"))
-    count = write_timeline(args.run_dir, args.out, steps, ranks)
-    print(
-        f"wrote {args.out}: {count} events (open it in https://ui.perfetto.dev or chrome://tracing)",
-        flush=True,
-    )
-    return 0
+    if problems := output_file_problems("--out", args.out):
+        raise ConfigError(problems)
+    run = read_run(args.run_dir)
+    count = write_timeline(run, args.out, steps, ranks)
+    _warn(run.warnings)
+    hint = "open it in https://ui.perfetto.dev or chrome://tracing"
+    print(f"wrote {args.out}: {count} events ({hint})", flush=True)
+    return OK
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"megatron-tlt: {warning}", file=sys.stderr, flush=True)
 
 
 def _numbers(name: str, text: str | None) -> set[int] | None:
@@ -88,4 +107,4 @@ def _watch(args: argparse.Namespace) -> int:
     if not 0 < args.every < math.inf:
         raise ConfigError.of("--every", args.every, "must be a number of seconds above 0")
     watch(args.run_dir, once=args.once, every=args.every)
-    return 0
+    return OK

@@ -85,6 +85,6 @@ class RewardSection(Section):
     failure_value: float = 0.0
     """Value recorded for a failed reward."""
     worker_memory_mib: PositiveInt = 8192
-    """Memory of one worker process; a function that wants more costs that sample a recorded failure."""
+    """Memory of one worker process; a function that needs more fails on that sample, which is recorded."""
     workers: NonNegativeInt = 1
     """Worker processes per rank; 0 runs built-in rewards in the rank itself, without a timeout."""

@@ -62,7 +62,7 @@ class OnlineSection(Section):
     fp8: Literal["off", "te", "torchao", "emulate"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
     compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, nothing gets faster. What
-    is asked for and not there is an error."""
+    is configured and not installed is an error."""
 
 
 class DrafterSection(Section):

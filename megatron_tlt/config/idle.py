@@ -8,7 +8,7 @@ from megatron_tlt.config.base import Section
 
 
 class IdleSection(Section):
-    """Idle ranks: when they train the drafter, and how they tell each other. Answers never depend on it."""
+    """Idle ranks: when they train the drafter, and how ranks report their state. Answers never depend on it."""
 
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""

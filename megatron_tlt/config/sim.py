@@ -181,7 +181,7 @@ class SimConfig(Section):
     training: SimTrainingSection = SimTrainingSection()
     """What everything else takes."""
     plain_above: PositiveInt | None = None
-    """Running requests of a replica above which nothing is drafted, whatever the selector says: the fixed threshold of
+    """Running requests of a replica above which nothing is drafted, whatever the selector chooses: the threshold of
     engines that have one, TLT's among them. Default: the selector decides, as in a run."""
     engine: Literal["auto", "exact", "bulk"] = "auto"
     """exact: every token goes through the production scheduler and selector. bulk: they are asked where something

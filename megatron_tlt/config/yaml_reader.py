@@ -1,7 +1,7 @@
 """YAML as this project reads it: the YAML 1.2 core types, duplicate keys refused, `defaults:` inheritance.
 
 PyYAML follows YAML 1.1, where `on` and `no` are booleans, `1e-6` is text and `12:30` a number in base 60. A
-configuration full of learning rates and on/off choices wants none of that.
+configuration full of learning rates and on/off choices needs none of that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`wall_seconds`: the time of events and metrics, which a jump of the wall clock does not reach. Torch-free."""
+"""`wall_seconds`: the time of events and metrics, which does not follow jumps of the wall clock. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TRIES = 32
 
 
 def _read_both() -> tuple[float, float]:
-    """(`time`, `perf_counter`) of one moment: of the try in which least time went by, for any may be interrupted."""
+    """(`time`, `perf_counter`) of one moment: of the quickest of several tries, since any may be interrupted."""
     tries = []
     for _ in range(_TRIES):
         before = time.perf_counter()
@@ -23,9 +23,8 @@ _EPOCH, _STARTED = _read_both()
 
 
 def wall_seconds() -> float:
-    """Seconds since 1970, as the clock said when this process started, and counted on from there.
+    """Seconds since 1970 by the wall clock at the start of this process, plus the monotonic time since then.
 
-    So it never goes back, and differences of two of them are durations: someone setting the clock, or a
-    leap of NTP, changes nothing until the next start.
+    It never goes back, so differences are durations, whatever sets the wall clock meanwhile.
     """
     return _EPOCH + (time.perf_counter() - _STARTED)

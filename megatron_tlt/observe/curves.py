@@ -34,7 +34,7 @@ def curve_attrs(stats: EngineStats) -> dict[str, Any] | None:
 
 
 def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
-    """At most `most` points: half of them even in number (where much happens), half even in time (the tail)."""
+    """At most `most` points: half evenly by index (dense where much changes), half evenly in time (the tail)."""
     if len(curve) <= most:
         return list(curve)
     half = most // 2

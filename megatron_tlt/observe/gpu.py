@@ -1,8 +1,7 @@
-"""What NVML says of this rank's GPU: reported beside the coordinator's view, never decided by.
+"""NVML's readings of this rank's GPU, for the metrics only: no decision depends on them.
 
 Utilisation is the share of NVML's last sample period with a kernel running, not how full the GPU was: a spinning
-collective reads 100 %. Energy is the whole board's. Where NVML cannot say something (MIG, older boards) the metric is
-absent.
+collective reads 100 %. Energy is the whole board's. What NVML does not support (MIG, older boards) is absent.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pynvml
@@ -19,31 +17,17 @@ _GIB = 2**30
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSample:
-    """One reading; None: NVML does not say."""
-
-    at: float
-    """Seconds of the monitor's clock."""
-    utilization: float | None
-    """Percent of the last sample period (a sixth of a second to a second) with a kernel running."""
-    memory_bytes: float | None
-    """In use on the board, by whomever."""
-    energy_mj: float | None
-    """Millijoules since the driver was loaded."""
-
-
 class GpuMonitor:
     """Reads one GPU at the start and at the end of a window. Without driver or GPU it reports nothing."""
 
     def __init__(self, uuid: str | None, nvml: Any = pynvml, clock: Callable[[], float] = time.perf_counter):
-        """`uuid` as the driver writes it ("GPU-...", "MIG-..."); torch's has no prefix and is understood, too.
+        """`uuid` as NVML writes it ("GPU-...", "MIG-...") or as torch does, without the prefix; None: no GPU.
 
-        None: this rank has no GPU. Indices are not taken: CUDA_VISIBLE_DEVICES renumbers CUDA's, not NVML's.
+        An index would not do: CUDA_VISIBLE_DEVICES renumbers CUDA's devices, not NVML's.
         """
         self._nvml, self._clock = nvml, clock
         self._handle: Any = None
-        self._start: GpuSample | None = None
+        self._start: dict[str, float] = {}
         if uuid is None:
             return
         try:
@@ -52,56 +36,44 @@ class GpuMonitor:
         except nvml.NVMLError as error:
             _log.warning("no GPU metrics: NVML says %s", error)
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there is anything to report."""
-        return self._handle is not None
-
-    def sample(self) -> GpuSample | None:
-        """A reading now; None where there is nothing to read."""
-        if self._handle is None:
-            return None
-        nvml, handle = self._nvml, self._handle
-        return GpuSample(
-            at=self._clock(),
-            utilization=self._read(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            memory_bytes=self._read(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-            energy_mj=self._read(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
-        )
-
     def start(self) -> None:
-        """A window begins."""
-        self._start = self.sample()
+        """Begins a window."""
+        self._start = self._readings()
 
     def stop(self) -> dict[str, float]:
-        """Metrics of the window since `start`; empty without a GPU, or without a start."""
-        start, end = self._start, self.sample()
-        self._start = None
-        return {} if start is None or end is None else window_metrics(start, end)
+        """Metrics of the window since `start`; empty without a GPU, or without a start.
 
-    def close(self) -> None:
-        """Lets go of NVML. A second call does nothing."""
-        if self._handle is not None:
-            self._handle = None
-            self._read(self._nvml.nvmlShutdown)
+        `gpu/utilization` (percent, mean of both ends), `gpu/memory_gib` (at the end), `gpu/energy_j`, `gpu/power_w`.
+        """
+        start, self._start, end = self._start, {}, self._readings()
+        if not start or not end:
+            return {}
+        metrics: dict[str, float] = {}
+        if "utilization" in start and "utilization" in end:
+            metrics["gpu/utilization"] = (start["utilization"] + end["utilization"]) / 2
+        if "memory_bytes" in end:
+            metrics["gpu/memory_gib"] = end["memory_bytes"] / _GIB
+        if "energy_mj" in start and "energy_mj" in end:
+            metrics["gpu/energy_j"] = (end["energy_mj"] - start["energy_mj"]) / 1e3
+            if end["at"] > start["at"]:
+                metrics["gpu/power_w"] = metrics["gpu/energy_j"] / (end["at"] - start["at"])
+        return metrics
 
-    def _read(self, call: Callable[[], Any]) -> float | None:
-        try:
-            value = call()
-        except self._nvml.NVMLError:  # not supported here: the metric is absent
-            return None
-        return None if value is None else float(value)
-
-
-def window_metrics(start: GpuSample, end: GpuSample) -> dict[str, float]:
-    """`gpu/utilization` (percent, mean of both ends), `gpu/memory_gib` (at the end), `gpu/energy_j`, `gpu/power_w`."""
-    metrics: dict[str, float] = {}
-    if start.utilization is not None and end.utilization is not None:
-        metrics["gpu/utilization"] = (start.utilization + end.utilization) / 2
-    if end.memory_bytes is not None:
-        metrics["gpu/memory_gib"] = end.memory_bytes / _GIB
-    if start.energy_mj is not None and end.energy_mj is not None:
-        metrics["gpu/energy_j"] = (end.energy_mj - start.energy_mj) / 1e3
-        if end.at > start.at:
-            metrics["gpu/power_w"] = metrics["gpu/energy_j"] / (end.at - start.at)
-    return metrics
+    def _readings(self) -> dict[str, float]:
+        """Readings now, with the time; those that NVML does not support are absent, without a GPU all are."""
+        if self._handle is None:
+            return {}
+        nvml, handle = self._nvml, self._handle
+        found = {"at": self._clock()}
+        for name, read in (
+            ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            ("memory_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            ("energy_mj", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+        ):
+            try:
+                value = read()
+            except nvml.NVMLError:
+                continue
+            if value is not None:
+                found[name] = float(value)
+        return found

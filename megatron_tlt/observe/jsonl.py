@@ -1,32 +1,36 @@
-"""JSON lines that survive a crash: whole lines only, torn tails ignored, cut back on resume. Torch-free."""
+"""JSON lines that survive a crash: whole lines only, broken ones skipped, cut back on resume. Torch-free."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
+SkippedLines = dict[Path, set[int]]
+"""Numbers, from 1, of the lines of each file that could not be read."""
 
 
 def to_line(row: Mapping[str, Any]) -> str:
     """One line with its end. Numbers that JSON does not know (nan, inf) become null."""
-    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    """What json can write: numpy and torch scalars through `item()`, paths and the rest as text."""
+def to_json(value: Any) -> Any:
+    """The value as json can write it: nan and inf as None, numpy and torch values as lists, the rest as text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return to_json(value.tolist())
     return str(value)
 
 
@@ -60,22 +64,52 @@ class LineFile:
             self._fd = -1
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without torn or empty lines; nothing if there is no file."""
+class StepFile:
+    """A file of rank 0 with rows by step. A resumed run drops the rows after the step that it continues from."""
+
+    def __init__(self, path: Path, start_step: int = 0):
+        """Opens or creates `path`; with `start_step` 0 without its rows."""
+        cut_back(path, start_step)
+        self._file = LineFile(path)
+
+    def write(self, step: int, *rows: Mapping[str, Any]) -> None:
+        """Appends rows of a step; at once on disk."""
+        self._file.write(to_line({"step": step, **row}) for row in rows)
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The JSON object of a line; None if it holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # of JSON or of UTF-8
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_rows(
+    path: Path, skipped: SkippedLines | None = None, is_valid: Callable[[Row], bool] = bool
+) -> Iterator[Row]:
+    """The rows of a file; nothing if there is no file.
+
+    Lines that hold no JSON object, or one that is not valid, are left out; their numbers are added to `skipped`.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(row, dict):
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = parse_row(line)
+            if row is not None and is_valid(row):
                 yield row
+            elif skipped is not None and line.strip():
+                skipped.setdefault(path, set()).add(number)
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a neighbour and renames it: readers see the old file or the whole new one."""
+    """Writes lines to a temporary file beside `path` and renames it: readers see the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -89,9 +123,9 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
 
 
 def cut_back(path: Path, start_step: int) -> int:
-    """Prepares a file for a run that goes on after `start_step` steps: later rows and torn lines go.
+    """Prepares a file for a run that continues after `start_step` steps: removes later rows and torn lines.
 
-    With 0 the run is a new one, so everything goes. Returns how many rows went. Replaces the file at once.
+    With 0 the run is a new one and all rows are removed. Returns how many were. Replaces the file atomically.
     """
     if not path.exists():
         return 0

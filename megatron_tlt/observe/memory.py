@@ -1,8 +1,8 @@
-"""The most memory that each phase of a step took on this rank.
+"""The peak of memory in each phase of a step on this rank.
 
-On CUDA it is the allocator's peak: tensors, not the CUDA context, NCCL's channels or other processes. On CPU
-it is the peak of the process's resident memory (VmHWM, reset through /proc/self/clear_refs), the interpreter and its
-libraries included, pages that nobody has touched left out. Where the kernel refuses the reset nothing is reported.
+On CUDA it is the allocator's peak: tensors, not the CUDA context, NCCL's channels or other processes. On CPU it is the
+peak of the process's resident memory (VmHWM, reset through /proc/self/clear_refs), with the interpreter and its
+libraries. Where the kernel refuses the reset nothing is reported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 MIB = 2**20
 _PROC = Path("/proc/self")
-_before_resets: dict[int, int] = {}  # CUDA device: the peak before somebody inside a phase reset the counter
+_before_resets: dict[int, int] = {}  # CUDA device: the phase's peak before a reset inside the phase
 
 
 class PeakCounter(Protocol):
     """A counter of the highest memory since the last reset, in bytes."""
 
     def reset(self) -> None:
-        """Starts anew. Mutates the counter."""
+        """Restarts from the present memory. Mutates the counter."""
 
     def peak(self) -> int:
         """The highest since the last reset. Mutates nothing."""
@@ -65,10 +65,8 @@ class ResidentPeak:
 
 
 def reset_cuda_peak(device: torch.device) -> None:
-    """For whoever measures inside a phase: resets the allocator's peak and keeps what the phase had so far."""
-    index = _index(device)
-    seen = int(torch.cuda.max_memory_allocated(device))
-    _before_resets[index] = max(seen, _before_resets.get(index, 0))
+    """Resets the allocator's peak for a measurement inside a phase, and keeps what the phase had so far."""
+    _before_resets[_index(device)] = CudaPeak(device).peak()
     torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -86,7 +84,7 @@ class PhasePeaks:
 
     @classmethod
     def of(cls, device: torch.device) -> PhasePeaks:
-        """For this process on `device`; without figures where the system gives none."""
+        """For this process on `device`; measures nothing where the system gives no figures."""
         counter: PeakCounter = CudaPeak(device) if device.type == "cuda" else ResidentPeak()
         try:
             counter.reset()
@@ -97,7 +95,7 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures what is inside; of a phase that comes again the highest counts."""
+        """Measures the block; of a phase that comes again the highest peak counts."""
         if self._counter is None:
             yield
             return

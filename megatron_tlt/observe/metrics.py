@@ -1,7 +1,7 @@
 """Numbers of every step: JSON lines always, TensorBoard and Weights & Biases as configured. Rank 0 writes.
 
-run_dir/metrics.jsonl holds a row for each call of `log`: `{"step", "time", <name>: number, ...}`. A resumed
-run first drops the rows after the step it resumes from, so that no step stands there twice.
+run_dir/metrics.jsonl holds a row for each call of `log`: `{"step", "time", <name>: number, ...}`. A resumed run first
+drops the rows after the step it resumes from, so that no step is there twice.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import numpy as np
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.observe.clock import wall_seconds
-from megatron_tlt.observe.jsonl import LineFile, cut_back, to_line
+from megatron_tlt.observe.jsonl import StepFile
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
+Scalars = Mapping[str, float]
+Histograms = Mapping[str, Sequence[float]]  # the values, one list of at least one value each
+
 
 class Sink(Protocol):
-    """One place that metrics go to."""
+    """One destination of metrics."""
 
-    def write(
-        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
-    ) -> None:
+    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
         """Adds the numbers of one step."""
 
     def close(self) -> None:
@@ -38,17 +39,14 @@ class JsonlSink:
     """run_dir/metrics.jsonl. Histograms are kept as their values' quartiles and extremes."""
 
     def __init__(self, run_dir: Path, start_step: int):
-        path = run_dir / METRICS_FILE
-        cut_back(path, start_step)
-        self._file = LineFile(path)
+        self._file = StepFile(run_dir / METRICS_FILE, start_step)
 
-    def write(
-        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
-    ) -> None:
-        """Appends one row, at once on disk."""
-        row: dict[str, Any] = {"step": step, "time": round(wall_seconds(), 3), **scalars}
-        row |= {f"{name}/quartiles": quartiles(values) for name, values in histograms.items() if len(values)}
-        self._file.write([to_line(row)])
+    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
+        """Appends one row."""
+        row: dict[str, Any] = {"time": round(wall_seconds(), 3), **scalars}
+        quartiles = np.linspace(0.0, 1.0, 5)
+        row |= {f"{name}/quartiles": np.quantile(values, quartiles) for name, values in histograms.items()}
+        self._file.write(step, row)
 
     def close(self) -> None:
         """Closes the file."""
@@ -64,15 +62,12 @@ class TensorBoardSink:
         purge_step = start_step + 1 if start_step else 0
         self._writer = tensorboard.SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)
 
-    def write(
-        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
-    ) -> None:
+    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
         """Adds scalars and histograms."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         for name, values in histograms.items():
-            if len(values):
-                self._writer.add_histogram(name, np.asarray(values, dtype=np.float64), step)
+            self._writer.add_histogram(name, np.asarray(values, dtype=np.float64), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -105,13 +100,9 @@ class WandbSink:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(
-        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]
-    ) -> None:
+    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
         """Logs one row."""
-        shapes = {
-            name: self._wandb.Histogram(list(values)) for name, values in histograms.items() if len(values)
-        }
+        shapes = {name: self._wandb.Histogram(list(values)) for name, values in histograms.items()}
         self._run.log({"step": step, **scalars, **shapes})
 
     def close(self) -> None:
@@ -145,30 +136,14 @@ class MetricsLogger:
         if section.tensorboard:
             self._sinks.append(TensorBoardSink(directory, start_step))
 
-    def log(
-        self,
-        step: int,
-        scalars: Mapping[str, float],
-        histograms: Mapping[str, Sequence[float]] | None = None,
-    ) -> None:
-        """Writes the numbers of a step; names look like `reward/mean`. Histograms are lists of values."""
+    def log(self, step: int, scalars: Scalars, histograms: Histograms | None = None) -> None:
+        """Writes the numbers of a step; names look like `reward/mean`. Empty histograms are left out."""
+        shapes = {name: values for name, values in (histograms or {}).items() if len(values)}
         for sink in self._sinks:
-            sink.write(step, scalars, histograms or {})
+            sink.write(step, scalars, shapes)
 
     def close(self) -> None:
         """Closes every sink; a second call does nothing."""
         for sink in self._sinks:
             sink.close()
         self._sinks = []
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Minimum, quartiles and maximum of some values (linear interpolation)."""
-    ordered = sorted(float(v) for v in values)
-    points = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        position = share * (len(ordered) - 1)
-        low = int(position)
-        high = min(low + 1, len(ordered) - 1)
-        points.append(ordered[low] + (ordered[high] - ordered[low]) * (position - low))
-    return points

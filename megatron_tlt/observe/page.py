@@ -1,20 +1,19 @@
-"""Building blocks of a self-contained HTML page: figures, tables, tiles. Knows nothing of runs. Torch-free.
+"""Building blocks of a self-contained HTML page: charts, tables, tiles; for any data. Torch-free.
 
     page = Page("A title", "a line under it")
     page.tiles.append(Tile("speed-up", "1.8x", "over plain decoding"))
-    parts = [Chart("by phase", traces=[...]), Table(["phase", "seconds"], [["update", 3.1]])]
+    parts = [Chart("by phase", [bar("update", steps, seconds, "@1")]), Table(["phase", "seconds"], [["update", 3.1]])]
     page.sections.append(Section("Step time", parts))
     Path("out.html").write_text(page.html(), encoding="utf-8")
 
 A trace is a plotly.js trace as a dict (https://plotly.com/javascript/reference/). Colours may be written as roles,
 which follow the light or dark theme: "@1" to "@8", "@ink", "@muted", "@line", "@busy", "@idle", "@training".
-plotly.js comes from the installed package `plotly`, of which only that file is used, and goes into the page: nothing
-is fetched.
+plotly.js comes from the installed package `plotly`, of which only that file is used, and is copied into the page:
+nothing is fetched.
 """
 
 from __future__ import annotations
 
-import html
 import importlib.util
 import json
 import math
@@ -24,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
 from megatron_tlt.errors import TltError
 
 Trace = dict[str, Any]
@@ -32,16 +34,30 @@ Cell = str | float | int | None
 _FIGURE = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
 _HERE = Path(__file__).parent
 _NAME, _SENTENCE = 24, 40
-"""Characters up to which a cell is a name that stays on one line, and beyond which it is text that needs room."""
+"""Characters up to which a cell is a name that stays on one line, and above which it is text that may wrap."""
+_MARKED_POINTS = 40
+"""Points up to which each point of a line has a marker."""
 
 
 class ReportError(TltError):
     """A page cannot be made."""
 
 
+def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
+    """A line; with markers too while there are few points. `more` replaces keys of the trace."""
+    mode = "lines+markers" if len(x) <= _MARKED_POINTS else "lines"
+    style = {"color": colour, "width": 2}
+    return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), "line": style} | more
+
+
+def bar(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
+    """Bars of one colour. `more` replaces keys of the trace."""
+    return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": colour}} | more
+
+
 @dataclass
 class Tile:
-    """One number that a reader should see first."""
+    """One number at the top of the page."""
 
     label: str
     value: str
@@ -50,10 +66,10 @@ class Tile:
 
 @dataclass
 class Chart:
-    """One figure. With `choices` (name to traces) a reader picks which of them is shown, `traces` being in all."""
+    """One figure: `traces`, and those of one of the `choices` (name to traces), which a reader picks."""
 
     title: str
-    traces: list[Trace] = field(default_factory=list)
+    traces: Sequence[Trace] = ()
     x: str = ""
     y: str = ""
     note: str = ""
@@ -68,20 +84,14 @@ class Chart:
     log_switch: bool = False
     """Whether a button changes the y axis between linear and logarithmic."""
 
-    def spec(self) -> dict[str, Any]:
-        """What the page's script needs."""
-        return {
-            "traces": self.traces,
-            "choices": {name: list(traces) for name, traces in self.choices.items()},
-            "x": self.x,
-            "y": self.y,
-            "layout": self.layout,
-        }
+    def render(self) -> Markup:
+        """The figure without its traces, which the page's script draws."""
+        return render_template("chart.html", part=self)
 
 
 @dataclass
 class Table:
-    """Rows of text and numbers. Numbers stand to the right."""
+    """Rows of text and numbers. Columns of numbers are aligned to the right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -89,16 +99,30 @@ class Table:
     note: str = ""
     wide: bool = False
 
+    @property
+    def has_text(self) -> bool:
+        """Whether a cell is text that wraps."""
+        return any(isinstance(cell, str) and len(cell) > _SENTENCE for row in self.rows for cell in row)
+
+    def render(self) -> Markup:
+        """The table's HTML."""
+        columns = [[row[i] for row in self.rows] for i in range(len(self.head))]
+        kinds = [_column_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
+        return render_template("table.html", part=self, kinds=kinds)
+
 
 @dataclass
-class Markup:
-    """HTML as it is; whoever makes it has escaped what is not his own."""
+class Html:
+    """HTML over the whole width, from `render_template`."""
 
-    html: str
-    wide: bool = True
+    html: Markup
+
+    def render(self) -> Markup:
+        """The HTML in its frame."""
+        return Markup('<div class="block wide">{}</div>').format(self.html)
 
 
-Part = Chart | Table | Markup
+Part = Chart | Table | Html
 
 
 @dataclass
@@ -106,7 +130,7 @@ class Section:
     """A heading, a sentence, and parts side by side where there is room."""
 
     title: str
-    parts: list[Part] = field(default_factory=list)
+    parts: Sequence[Part] = ()
     text: str = ""
 
     @property
@@ -125,179 +149,77 @@ class Page:
     """One sentence that answers the question the page was made for."""
     tone: str = ""
     """Of the verdict: "good", "bad" or neither."""
+    warnings: Sequence[str] = ()
+    """What the page lacks and why, one sentence each."""
     tiles: list[Tile] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
     footer: str = ""
 
     def html(self) -> str:
         """The document. Raises ReportError where plotly is not installed."""
-        charts: list[dict[str, Any]] = []
-        sections = [s for s in self.sections if s.parts]
-        body = "".join(_section(section, charts) for section in sections)
-        links = "".join(f'<a href="#{s.anchor}">{_text(s.title)}</a>' for s in sections)
-        return _DOCUMENT.format(
-            title=_text(self.title),
-            css=(_HERE / "page.css").read_text(encoding="utf-8"),
-            subtitle=_text(self.subtitle),
-            links=links,
-            verdict=_verdict(self.verdict, self.tone),
-            tiles=_tiles(self.tiles),
-            body=body,
-            footer=_text(self.footer),
-            data=_json(charts),
+        sections = [section for section in self.sections if section.parts]
+        charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
+        fields = ("traces", "choices", "x", "y", "layout")
+        return render_template(
+            "page.html",
+            page=self,
+            sections=sections,
+            css=_file("page.css"),
+            data=_json([{name: getattr(chart, name) for name in fields} for chart in charts]),
             plotly=plotly_script(),
-            script=(_HERE / "page.js").read_text(encoding="utf-8"),
+            script=_file("page.js"),
         )
 
 
-def plotly_script() -> str:
+def render_template(name: str, **values: Any) -> Markup:
+    """HTML of a template of this folder. Text in it is escaped, `Markup` is not."""
+    return Markup(_TEMPLATES.get_template(name).render(values))
+
+
+def plotly_script() -> Markup:
     """plotly.js, ready to stand in a <script>. Raises ReportError where the package is not installed."""
     found = importlib.util.find_spec("plotly")
-    places = list(found.submodule_search_locations or []) if found is not None else []
-    for place in places:
+    for place in (found.submodule_search_locations or ()) if found is not None else ():
         path = Path(place) / "package_data" / "plotly.min.js"
         if path.is_file():
-            return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
+            return Markup(path.read_text(encoding="utf-8").replace("</script", "<\\/script"))
     raise ReportError("reports need the package plotly (pip install plotly), which is not installed")
 
 
-def _json(value: Any) -> str:
+def _file(name: str) -> Markup:
+    return Markup((_HERE / name).read_text(encoding="utf-8"))
+
+
+def _json(value: Any) -> Markup:
     """JSON that may stand in a <script>; numbers that JSON lacks become null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    text = json.dumps(_rounded(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
 
 
-def _finite(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_rounded(item) for item in value]
     return value
 
 
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
-
-
-def _verdict(text: str, tone: str) -> str:
-    return f'<p class="verdict {_text(tone)}" id="verdict">{_text(text)}</p>' if text else ""
-
-
-def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = [
-        f"<div class=tile><dt>{_text(t.label)}</dt><dd>{_text(t.value)}<small>{_text(t.note)}</small></dd></div>"
-        for t in tiles
-    ]
-    return f"<dl class=tiles>{''.join(cells)}</dl>" if cells else ""
-
-
-def _section(section: Section, charts: list[dict[str, Any]]) -> str:
-    parts = []
-    for part in section.parts:
-        if isinstance(part, Chart):
-            parts.append(_chart(part, len(charts)))
-            charts.append(part.spec())
-        elif isinstance(part, Table):
-            parts.append(_table(part))
-        else:
-            parts.append(f'<div class="block{" wide" if part.wide else ""}">{part.html}</div>')
-    text = f"<p class=lead>{_text(section.text)}</p>" if section.text else ""
-    return (
-        f'<section id="{section.anchor}"><h2>{_text(section.title)}</h2>{text}'
-        f"<div class=grid>{''.join(parts)}</div></section>"
-    )
-
-
-def _chart(chart: Chart, index: int) -> str:
-    controls = ""
-    if len(chart.choices) > 1:
-        options = "".join(
-            f'<option value="{_text(name)}"{" selected" if name == chart.chosen else ""}>{_text(name)}</option>'
-            for name in chart.choices
-        )
-        controls += f"<label>{_text(chart.choice_label)} <select data-choice>{options}</select></label>"
-    if chart.log_switch:
-        controls += '<button type=button data-log aria-pressed="false">log scale</button>'
-    note = f"<p class=note>{_text(chart.note)}</p>" if chart.note else ""
-    return (
-        f'<figure class="block{" wide" if chart.wide else ""}"><figcaption><h3>{_text(chart.title)}</h3>'
-        f"<span class=controls>{controls}</span></figcaption>"
-        f'<div class=chart id="chart-{index}" data-chart="{index}" style="height:{chart.height}px"></div>'
-        f"{note}</figure>"
-    )
-
-
-def _table(table: Table) -> str:
-    title = f"<h3>{_text(table.title)}</h3>" if table.title else ""
-    columns = [[row[i] for row in table.rows] for i in range(len(table.head))]
-    kinds = [_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
-    head = "".join(
-        f"<th{_class(kind)}>{_text(name)}</th>" for name, kind in zip(table.head, kinds, strict=True)
-    )
-    rows = "".join(
-        f"<tr>{''.join(_cell(*cell) for cell in zip(row, kinds, table.head, strict=True))}</tr>"
-        for row in table.rows
-    )
-    note = f"<p class=note>{_text(table.note)}</p>" if table.note else ""
-    words = any(isinstance(cell, str) and len(cell) > _SENTENCE for cells in columns for cell in cells)
-    return (
-        f'<div class="block{" wide" if table.wide else ""}">{title}<div class=scroll><table{_class("words" * words)}>'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}</div>"
-    )
-
-
-def _kind(cells: Sequence[Cell], is_first: bool) -> str:
-    """How a column is shown: figures to the right, names on one line, all else as it fits."""
-    if _is_number_column(cells):
+def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:
+    """CSS class of a column: figures (perhaps with their unit) to the right, names on one line, else none."""
+    if all(c in (None, "") or not isinstance(c, str) or _FIGURE.fullmatch(c) for c in cells):
         return "number"
     longest = max((len(cell) for cell in cells if isinstance(cell, str)), default=0)
     return "name" if longest <= (_SENTENCE if is_first else _NAME) else ""
 
 
-def _class(name: str) -> str:
-    return f" class={name}" if name else ""
-
-
-def _is_number_column(cells: Sequence[Cell]) -> bool:
-    """Whether everything in a column is a figure, perhaps with its unit."""
-    return all(c in (None, "") or not isinstance(c, str) or _FIGURE.fullmatch(c) for c in cells)
-
-
-def _cell(value: Cell, kind: str, head: str) -> str:
+def _cell(value: Cell) -> str:
     if isinstance(value, float):
         digits = next((n for limit, n in ((1000, 0), (100, 1), (1, 2)) if abs(value) >= limit), 3)
-        value = f"{value:,.{digits}f}"
-    elif isinstance(value, int):
-        value = f"{value:,}"
-    return f'<td{_class(kind)} data-head="{_text(head)}">{_text(value or "")}</td>'
+        return f"{value:,.{digits}f}"
+    return f"{value:,}" if isinstance(value, int) else value or ""
 
 
-_DOCUMENT = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{css}</style>
-</head>
-<body>
-<header>
-<div><h1>{title}</h1><p class=subtitle>{subtitle}</p></div>
-<button type=button id=theme aria-label="change between light and dark">light / dark</button>
-</header>
-<nav>{links}</nav>
-<main>
-{verdict}
-{tiles}
-{body}
-</main>
-<footer>{footer}</footer>
-<script type="application/json" id="charts">{data}</script>
-<script>{plotly}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+_TEMPLATES = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True)
+_TEMPLATES.filters["cell"] = _cell

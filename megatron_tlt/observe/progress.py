@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere, or nothing.
+"""What rank 0 shows of a run in progress: a live table on a terminal, plain lines elsewhere, or nothing.
 
-Only rank 0 shows anything. No thread draws: the table is redrawn, at most four times a second, when the loop
-or the engine reports, so that drawing never competes with a kernel in the middle of its work.
+No thread draws: the table is redrawn, at most four times a second, when the loop or the engine reports, so that drawing
+never competes with a kernel.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Literal, TextIO
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -24,11 +24,11 @@ Mode = Literal["auto", "rich", "plain", "none"]
 TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_COLUMNS"
 
 _REDRAW_S = 0.25
-_PLAIN_HEARTBEAT_S = 30.0
+_PLAIN_LINE_S = 30.0  # least time between two lines of a rollout
 _ROWS = 12
 
 # (heading, metric, format) of the columns, where the metric is there
-COLUMNS = (
+_COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("length", "length/mean", "{:.0f}"),
@@ -41,54 +41,74 @@ COLUMNS = (
 )
 
 
+class StepRow(NamedTuple):
+    """A step as the tables show it; what is None is left empty."""
+
+    step: int
+    seconds: float | None
+    tokens_per_s: float | None
+    metrics: Mapping[str, float | None]
+
+
+def steps_table(rows: Sequence[StepRow], without: Collection[str] = (), **style: Any) -> Table:
+    """A table of steps with a column for each metric that a step has, but those in `without`."""
+    shown = [
+        column
+        for column in _COLUMNS
+        if column[1] not in without and any(row.metrics.get(column[1]) is not None for row in rows)
+    ]
+    table = Table("step", "seconds", "tokens/s", *(head for head, _, _ in shown), **style)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        values = [("{:.1f}", row.seconds), ("{:.0f}", row.tokens_per_s)]
+        values += [(form, row.metrics.get(metric)) for _, metric, form in shown]
+        table.add_row(str(row.step), *("" if value is None else form.format(value) for form, value in values))
+    return table
+
+
 class Progress:
-    """The silent one, and what all of them understand."""
+    """Shows nothing; the interface of the others."""
 
     def phase(self, name: str, step: int) -> None:
-        """The run entered phase `name` of step `step` (steps done so far)."""
+        """The run enters phase `name`, with `step` steps done."""
 
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
-        """Live figures of this rank's engine: requests, and tokens since the rollout began."""
+        """Counts of this rank's engine: requests, and tokens since the rollout began."""
 
     def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) took `seconds` and generated `tokens` over all ranks."""
 
     def note(self, text: str) -> None:
-        """Something worth a line: an evaluation, a checkpoint."""
+        """A line of its own: an evaluation, a checkpoint."""
 
     def close(self) -> None:
         """Leaves the terminal as it was."""
 
 
 class PlainProgress(Progress):
-    """One line a step; during a long phase one every half minute."""
+    """One line a step; during a long rollout one every half minute."""
 
     def __init__(self, num_steps: int, stream: TextIO):
         self.num_steps, self.stream = num_steps, stream
         self._step = 0
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
 
     def phase(self, name: str, step: int) -> None:
-        """Remembers the step."""
         self._step = step
 
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
-        """A line if the last one is long ago."""
-        if time.monotonic() - self._spoke >= _PLAIN_HEARTBEAT_S:
-            self.note(
-                f"step {self._step + 1}/{self.num_steps} rollout: {running} running, {waiting} waiting, "
-                f"{generated_tokens} tokens"
-            )
+        if time.monotonic() - self._last_line >= _PLAIN_LINE_S:
+            counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens"
+            self.note(f"step {self._step + 1}/{self.num_steps} rollout: {counts}")
 
     def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
-        """The step's line."""
-        figures = "  ".join(f"{name} {text}" for name, text in step_figures(metrics))
-        speed = tokens / max(seconds, 1e-9)
-        self.note(f"step {step}/{self.num_steps}  {seconds:.1f} s  {speed:.0f} tokens/s  {figures}")
+        figures = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
+        speed = f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
+        self.note("  ".join([f"step {step}/{self.num_steps}", f"{seconds:.1f} s", speed, *figures]))
 
     def note(self, text: str) -> None:
-        """Prints and flushes one line."""
-        self._spoke = time.monotonic()
+        self._last_line = time.monotonic()
         print(text.rstrip(), file=self.stream, flush=True)
 
 
@@ -98,40 +118,33 @@ class RichProgress(Progress):
     def __init__(self, num_steps: int, console: Console):
         self.num_steps = num_steps
         self._console = console
-        self._rows: deque[tuple[int, float, float, Mapping[str, float]]] = deque(maxlen=_ROWS)
-        self._step, self._phase = 0, "start"
-        self._live_text = ""
+        self._rows: deque[StepRow] = deque(maxlen=_ROWS)
+        self._step, self._phase, self._counts = 0, "start", ""
         self._phase_start = time.monotonic()
         self._drawn = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
     def phase(self, name: str, step: int) -> None:
-        """Shows the phase."""
-        self._step, self._phase, self._live_text = step, name, ""
+        self._step, self._phase, self._counts = step, name, ""
         self._phase_start = time.monotonic()
         self._draw()
 
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
-        """Shows requests and speed."""
         seconds = max(time.monotonic() - self._phase_start, 1e-9)
         queue = f" + {waiting} waiting" if waiting else ""
-        self._live_text = f"{running} requests{queue}, {generated_tokens / seconds:.0f} tokens/s on this rank"
+        self._counts = f"{running} requests{queue}, {generated_tokens / seconds:.0f} tokens/s on this rank"
         self._draw()
 
     def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Adds a row."""
-        self._step = step
-        self._rows.append((step, seconds, tokens / max(seconds, 1e-9), metrics))
+        self._rows.append(StepRow(step, seconds, tokens / max(seconds, 1e-9), metrics))
         self._draw(force=True)
 
     def note(self, text: str) -> None:
-        """Prints above the table."""
         self._console.print(text, highlight=False)
 
     def close(self) -> None:
-        """Stops the live display; the table stays."""
-        self._phase, self._live_text = "done", ""
+        self._phase, self._counts = "done", ""
         self._draw(force=True)
         self._live.stop()
 
@@ -139,41 +152,20 @@ class RichProgress(Progress):
         now = time.monotonic()
         if force or now - self._drawn >= _REDRAW_S:
             self._drawn = now
-            self._live.update(self._render(), refresh=True)
-
-    def _render(self) -> RenderableType:
-        shown = [(head, key, form) for head, key, form in COLUMNS if any(key in row[3] for row in self._rows)]
-        table = Table("step", "seconds", "tokens/s", *[head for head, _, _ in shown], expand=False)
-        for column in table.columns:
-            column.justify = "right"
-        for step, seconds, speed, metrics in self._rows:
-            cells = [form.format(metrics[key]) if key in metrics else "" for _, key, form in shown]
-            table.add_row(str(step), f"{seconds:.1f}", f"{speed:.0f}", *cells)
-        now = Text(
-            f"step {min(self._step + 1, self.num_steps)}/{self.num_steps}  {self._phase}  {self._live_text}"
-        )
-        return Group(table, now) if self._rows else now
-
-
-def step_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Heading and text of the figures that a step has."""
-    return [(head, form.format(metrics[key])) for head, key, form in COLUMNS if key in metrics]
-
-
-def terminal_columns(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream`, 0 if it has one of unknown width, None if it has none."""
-    told = os.environ.get(TERMINAL_VARIABLE, "")
-    if told.isdigit():
-        return int(told)
-    return 0 if stream.isatty() else None
+            step = min(self._step + 1, self.num_steps)
+            text = Text(f"step {step}/{self.num_steps}  {self._phase}  {self._counts}")
+            table = [steps_table(self._rows)] if self._rows else []
+            self._live.update(Group(*table, text), refresh=True)
 
 
 def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None = None) -> Progress:
     """The display for `observe.progress`; silent on ranks other than 0. `stream` defaults to stdout."""
     stream = stream if stream is not None else sys.stdout
-    columns = terminal_columns(stream)
+    columns = os.environ.get(TERMINAL_VARIABLE, "")
+    is_terminal = columns.isdigit() or stream.isatty()
     if rank != 0 or mode == "none":
         return Progress()
-    if mode == "plain" or (mode == "auto" and columns is None):
+    if mode == "plain" or (mode == "auto" and not is_terminal):
         return PlainProgress(num_steps, stream)
-    return RichProgress(num_steps, Console(file=stream, force_terminal=True, width=columns or None))
+    width = int(columns) or None if columns.isdigit() else None  # None: as wide as the terminal
+    return RichProgress(num_steps, Console(file=stream, force_terminal=True, width=width))

@@ -1,16 +1,15 @@
-"""`megatron-tlt report RUN_DIR`: a run as one page. Torch-free; reads files only, also of a run in progress."""
+"""`megatron-tlt report RUN_DIR`: a run as one page, finished or in progress. Torch-free."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, Section, Table, Tile
 from megatron_tlt.observe.report_rollout import rollout, step_views
 from megatron_tlt.observe.report_samples import samples
 from megatron_tlt.observe.report_speculation import speculation
-from megatron_tlt.observe.runfiles import RunData, read_run
+from megatron_tlt.observe.runfiles import RunData, require_metrics
 
 _SETTINGS = (
     "model.path",
@@ -33,61 +32,58 @@ _SETTINGS = (
 )
 
 
-def run_page(run_dir: str | Path) -> Page:
-    """The report of one run. Raises ConfigError where there is none."""
-    run = read_run(run_dir)
+def run_page(run: RunData) -> Page:
+    """The report of one run. Raises ConfigError where none of its metrics can be read."""
+    require_metrics(run)
     page = Page(f"Run {run.name}", subtitle(run), tiles=tiles(run))
     if not run.steps:
-        page.verdict = "No step is done yet: charts appear with the first one. " + _evaluated(run)
-    views = step_views(run)
+        before = f" Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
+        page.verdict = f"No step is done yet: charts appear with the first one.{before}"
     page.sections = [
         charts.learning(run),
         charts.time(run),
-        rollout(run, views),
+        rollout(run, step_views(run)),
         speculation(run),
         charts.drafter(run),
         charts.lengths(run),
         charts.idle(run),
         samples(run),
-        settings(run),
+        _settings(run),
     ]
-    page.footer = (
-        f"{run.run_dir.resolve()} · written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by megatron-tlt report"
-    )
+    page.warnings = run.warnings
+    page.footer = f"{run.run_dir.resolve()} · {written_now()}"
     return page
 
 
-def _evaluated(run: RunData) -> str:
-    return f"Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
+def written_now() -> str:
+    """The end of a report: when it was written, and by which command."""
+    return f"written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by megatron-tlt report"
 
 
 def state_of(run: RunData) -> str:
-    """ "finished", or how far it is."""
-    steps = f"{run.last_step} of {run.num_steps} steps" if run.num_steps else f"{run.last_step} steps"
-    return f"finished, {run.last_step} steps" if run.is_finished else f"in progress or stopped, {steps}"
+    """ "finished", or how many steps are done."""
+    if run.is_finished:
+        return f"finished, {run.last_step} steps"
+    of = f" of {run.num_steps}" if run.num_steps else ""
+    return f"in progress or stopped, {run.last_step}{of} steps"
 
 
 def subtitle(run: RunData) -> str:
-    """What ran where, in a line."""
+    """Model, algorithm, ranks and state in a line."""
     model = str(run.config.get("model", {}).get("path", "")).rstrip("/").rpartition("/")[2]
     algorithm = str(run.config.get("algorithm", {}).get("name", ""))
-    ranks = f"{len(run.ranks)} rank{'s' if len(run.ranks) != 1 else ''}"
+    ranks = f"{len(run.ranks)} rank{'s' * (len(run.ranks) != 1)}"
     return " · ".join(part for part in (model, algorithm, ranks, state_of(run)) if part)
 
 
 def accuracy(run: RunData, at: int) -> str:
     """Held-out accuracy of an evaluation, with its standard error."""
     row = run.evals[at]
-    return f"{row.get('eval/pass@1', 0):.3f} ± {row.get('eval/stderr', 0):.3f}"
-
-
-def mean(values: list[float]) -> float:
-    """The mean; 0 of nothing."""
-    return sum(values) / len(values) if values else 0.0
+    return f"{row.get('eval/pass@1') or 0:.3f} ± {row.get('eval/stderr') or 0:.3f}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Seconds as "12.3 s", "2 min 5 s" or "2 h 1 min"."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -96,40 +92,35 @@ def seconds_text(seconds: float) -> str:
 
 
 def tiles(run: RunData) -> list[Tile]:
-    """The numbers to see first."""
+    """The numbers at the top of the page."""
     found = []
-    step_times = run.column("time/step")[1]
-    if step_times:
+    if step_time := run.mean("time/step"):
         label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
-        found.append(
-            Tile("steps", label, f"{seconds_text(mean(step_times))} each, {seconds_text(sum(step_times))}")
-        )
+        total = seconds_text(run.total("time/step"))
+        found.append(Tile("steps", label, f"{seconds_text(step_time)} each, {total}"))
     if run.evals:
-        first = f"from {accuracy(run, 0)}" if len(run.evals) > 1 else "before the first step"
-        found.append(Tile("held-out accuracy", f"{run.evals[-1].get('eval/pass@1', 0):.3f}", first))
-    reward = run.column("reward/mean")[1]
-    if reward:
+        before = f"from {accuracy(run, 0)}" if len(run.evals) > 1 else "before the first step"
+        found.append(Tile("held-out accuracy", accuracy(run, -1).partition(" ")[0], before))
+    if reward := run.column("reward/mean")[1]:
         found.append(Tile("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step"))
-    speed = run.column("engine/tokens_per_s")[1]
-    if speed:
-        found.append(Tile("rollout", f"{mean(speed):,.0f}", "tokens/s, all ranks"))
-    rows, emitted = (sum(run.column(f"engine/spec_{n}")[1]) for n in ("row_steps", "emitted_tokens"))
-    if rows:
-        share = emitted / max(1.0, sum(run.column("engine/generated_tokens")[1]))
+    if speed := run.mean("engine/tokens_per_s"):
+        found.append(Tile("rollout", f"{speed:,.0f}", "tokens/s, all ranks"))
+    emitted = run.total("engine/spec_emitted_tokens")
+    if rows := run.total("engine/spec_row_steps"):
+        share = emitted / max(1.0, run.total("engine/generated_tokens"))
         found.append(
             Tile("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps")
         )
-    idle, used = sum(run.column("idle/seconds")[1]), sum(run.column("idle/recovered_seconds")[1])
-    if idle:
+    if idle := run.total("idle/seconds"):
+        used = run.total("idle/recovered_seconds")
         note = f"of {seconds_text(idle)} idle, all ranks: {seconds_text(used)}"
         found.append(Tile("idle time recovered", f"{used / idle:.0%}", note))
-    stolen = sum(run.column("idle/stolen_requests")[1])
-    if stolen:
+    if stolen := run.total("idle/stolen_requests"):
         found.append(Tile("stolen requests", f"{stolen:,.0f}", "answered for other ranks"))
     return found
 
 
-def settings(run: RunData) -> Section:
+def _settings(run: RunData) -> Section:
     """The settings that shape a run, and where to find the others."""
     rows = []
     for path in _SETTINGS:

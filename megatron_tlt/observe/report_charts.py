@@ -1,12 +1,12 @@
-"""The charts of a run that need a row a step and no more: learning, time, lengths, idle time, drafter. Torch-free."""
+"""The charts of a run that need its rows a step only: learning, time, lengths, idle time, drafter. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_tlt.observe.page import Chart, Part, Section, Table, Trace
-from megatron_tlt.observe.runfiles import RunData
+from megatron_tlt.observe.page import Chart, Part, Section, Table, Trace, bar, line
+from megatron_tlt.observe.runfiles import Row, RunData
 
 # Phases in the order of a step, each with its colour; others share the last one.
 PHASES = {
@@ -21,71 +21,77 @@ PHASES = {
     "log": "@6",
     "checkpoint": "@6",
 }
-_BARS = 120  # steps beyond it are shown as means of equal numbers of them
-_SHOWN_RANKS = 32
-_NAMED = 8
+_BARS = 120  # steps up to which each has a bar; of more, a bar is the mean of several
+_SHOWN_RANKS = 32  # ranks up to which each has a bar
+_NAMED_RANKS = 8  # ranks in the table of the slowest ones
+_STRAGGLERS = (
+    "The rank that waits least holds the others up: it had the longest answers or did work of others, or its machine "
+    "is slow."
+)
 
 
-def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
-    """A line; with markers too while there are few points."""
-    mode = "lines+markers" if len(x) <= 40 else "lines"
-    style = {"color": colour, "width": 2}
-    return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), "line": style} | more
+def metric_chart(
+    run: RunData, title: str, unit: str, metrics: Sequence[tuple[str, str, str]], note: str = "", **more: Any
+) -> list[Part]:
+    """A chart by step of metrics (name, label, colour); nothing if the run has none of them."""
+    columns = [(label, run.column(name), colour) for name, label, colour in metrics]
+    lines = [line(label, *column, colour) for label, column, colour in columns if column[0]]
+    return [Chart(title, lines, "step", unit, note, **more)] if lines else []
 
 
-def grouped(
-    steps: Sequence[int], values: Sequence[float], most: int = _BARS
-) -> tuple[list[float], list[float]]:
-    """Means of equal numbers of neighbours, so that at most `most` are left."""
-    every = -(-len(steps) // most) if steps else 1
-    parts = range(0, len(steps), every)
-    xs = [sum(steps[i : i + every]) / len(steps[i : i + every]) for i in parts]
-    return xs, [sum(values[i : i + every]) / len(values[i : i + every]) for i in parts]
+def stacked_chart(
+    title: str, unit: str, steps: Sequence[int], bars: Mapping[tuple[str, str], Sequence[float]], **more: Any
+) -> Chart:
+    """Bars by step on top of each other, by (label, colour)."""
+    traces = [bar(label, *grouped(steps, values), colour) for (label, colour), values in bars.items()]
+    layout = {"barmode": "stack", "bargap": 0.15, "legend": {"traceorder": "normal"}} | more.pop("layout", {})
+    return Chart(title, traces, "step", unit, layout=layout, **more)
+
+
+def groups_of_steps(count: int, most: int = _BARS) -> Iterator[slice]:
+    """At most `most` slices of equal length that cover `count` steps."""
+    size = max(1, -(-count // most))
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def grouped(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Steps and values as means over `groups_of_steps`."""
+    parts = list(groups_of_steps(len(steps)))
+    return [_mean(steps[part]) for part in parts], [_mean(values[part]) for part in parts]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def learning(run: RunData) -> Section:
     """Reward and accuracy, by step and held out."""
-    parts: list[Part] = []
-    reward = [
-        line(label, *run.column(name), colour)
-        for name, label, colour in (("reward/mean", "reward", "@1"), ("reward/accuracy", "accuracy", "@3"))
-        if run.column(name)[0]
-    ]
-    if reward:
-        parts.append(Chart("Reward and accuracy of the rollouts", reward, "step", "mean over answers"))
-    if run.evals:
-        parts.append(_evaluation(run))
-    return Section("Learning", parts)
+    metrics = (("reward/mean", "reward", "@1"), ("reward/accuracy", "accuracy", "@3"))
+    parts = metric_chart(run, "Reward and accuracy of the rollouts", "mean over answers", metrics)
+    return Section("Learning", parts + ([_evaluation(run)] if run.evals else []))
 
 
 def _evaluation(run: RunData) -> Chart:
-    ks = sorted({name for row in run.evals for name in row if name.startswith("eval/pass@")}, key=_k_of)
+    names = {name for row in run.evals for name in row if name.startswith("eval/pass@")}
     traces = []
-    for at, name in enumerate(ks):
+    for at, name in enumerate(sorted(names, key=lambda name: (len(name), name))):
         rows = [row for row in run.evals if row.get(name) is not None]
-        trace = line(
-            name.removeprefix("eval/"), [r["step"] for r in rows], [r[name] for r in rows], f"@{at % 8 + 1}"
-        )
-        trace["mode"] = "lines+markers"
+        steps, values = [row["step"] for row in rows], [row[name] for row in rows]
+        trace = line(name.removeprefix("eval/"), steps, values, f"@{at % 8 + 1}", mode="lines+markers")
         if name == "eval/pass@1":
-            errors = [r.get("eval/stderr") or 0.0 for r in rows]
+            errors = [row.get("eval/stderr") or 0.0 for row in rows]
             trace["error_y"] = {"type": "data", "array": errors, "thickness": 1.2, "width": 4}
         traces.append(trace)
     note = "Bars: one standard error. The same held-out prompts every time."
     return Chart("Held-out accuracy", traces, "steps done", "share of prompts", note)
 
 
-def _k_of(name: str) -> int:
-    digits = name.partition("@")[2]
-    return int(digits) if digits.isdigit() else 0
-
-
-def phases_of(run: RunData) -> dict[str, tuple[list[int], list[float]]]:
-    """Seconds of each phase by step, means over the ranks, in the order of a step."""
+def phases_of(run: RunData) -> dict[str, list[float]]:
+    """Seconds of each phase in each step (0 where it did not run), means over the ranks, in the order of a step."""
     names = {name.removeprefix("time/") for row in run.steps for name in row if name.startswith("time/")}
-    names -= {"step", "eval", "checkpoint"}  # these two are counted to the step after theirs
+    names -= {"step", "eval", "checkpoint"}  # the last two are counted to the step after theirs
     ordered = [name for name in PHASES if name in names] + sorted(names - PHASES.keys())
-    return {name: run.column(f"time/{name}") for name in ordered}
+    return {name: [row.get(f"time/{name}") or 0.0 for row in run.steps] for name in ordered}
 
 
 def time(run: RunData) -> Section:
@@ -93,62 +99,46 @@ def time(run: RunData) -> Section:
     phases = phases_of(run)
     if not phases:
         return Section("Time")
-    bars, rows = [], []
-    total = sum(run.column("time/step")[1])
-    for name, (steps, seconds) in phases.items():
-        x, y = grouped(steps, seconds)
-        marker = {"color": PHASES.get(name, "@6")}
-        bars.append({"type": "bar", "name": name, "x": x, "y": y, "marker": marker})
-        spent = sum(seconds)
-        rows.append((name, spent, spent / max(1, len(seconds)), f"{spent / total:.1%}" if total else ""))
-    rows.sort(key=lambda row: -row[1])
-    speed = run.column("engine/tokens_per_s")
-    layout = {"barmode": "stack", "bargap": 0.15, "legend": {"traceorder": "normal"}}
-    parts: list[Part] = [
-        Chart(
-            "Step time by phase",
-            bars,
-            "step",
-            "seconds, mean of the ranks",
-            "Idle: a rank has nothing left to answer and waits for the slowest one.",
-            layout=layout,
-            wide=True,
-            height=340,
-        ),
-        Table(["phase", "seconds", "a step", "share"], rows, "All steps together"),
+    bars = {(name, PHASES.get(name, "@6")): seconds for name, seconds in phases.items()}
+    chart = stacked_chart(
+        "Step time by phase",
+        "seconds, mean of the ranks",
+        [row["step"] for row in run.steps],
+        bars,
+        note="Idle: the rank has no request left and waits for the slowest one.",
+        wide=True,
+        height=340,
+    )
+    total = run.total("time/step")
+    rows = [
+        (name, sum(seconds), _mean(seconds), f"{sum(seconds) / total:.1%}" if total else "")
+        for name, seconds in sorted(phases.items(), key=lambda item: -sum(item[1]))
     ]
-    if speed[0]:
-        chart = Chart("Rollout speed", [line("tokens/s", *speed, "@1")], "step", "tokens/s, all ranks")
-        parts.append(chart)
-    return Section("Time", parts)
+    table = Table(["phase", "seconds", "a step", "share"], rows, "All steps together")
+    metrics = [("engine/tokens_per_s", "tokens/s", "@1")]
+    return Section(
+        "Time", [chart, table, *metric_chart(run, "Rollout speed", "tokens/s, all ranks", metrics)]
+    )
 
 
 def lengths(run: RunData) -> Section:
-    """How long answers are, and how that changes."""
-    parts: list[Part] = []
+    """How long answers are, by step."""
     rows = [row for row in run.rollouts if row.get("lengths") and row.get("samples")]
-    if rows:
-        parts.append(_heat(rows))
-    lines = [
-        line(label, *run.column(f"length/{name}"), colour)
-        for name, label, colour in (
-            ("median", "median", "@3"),
-            ("mean", "mean", "@1"),
-            ("p95", "95 %", "@2"),
-            ("max", "longest", "@6"),
-        )
-        if run.column(f"length/{name}")[0]
-    ]
-    if lines:
-        parts.append(Chart("Response length", lines, "step", "tokens", log_switch=True))
-    return Section("Response lengths", parts, "The long tail is what holds a rollout up.")
+    metrics = (
+        ("length/median", "median", "@3"),
+        ("length/mean", "mean", "@1"),
+        ("length/p95", "95 %", "@2"),
+        ("length/max", "longest", "@6"),
+    )
+    chart = metric_chart(run, "Response length", "tokens", metrics, log_switch=True)
+    parts = [*([_length_heatmap(rows)] if rows else []), *chart]
+    return Section("Response lengths", parts, "The longest answers decide how long a rollout takes.")
 
 
-def _heat(rows: Sequence[dict[str, Any]]) -> Chart:
-    every = -(-len(rows) // _BARS)
-    groups = [rows[i : i + every] for i in range(0, len(rows), every)]
+def _length_heatmap(rows: Sequence[Row]) -> Chart:
+    groups = [rows[part] for part in groups_of_steps(len(rows))]
     longest, bins = max(row["longest"] for row in rows), len(rows[0]["lengths"])
-    shares = []  # by group, then by bin
+    shares = []  # by group, then by bin: percent of the answers
     for group in groups:
         total = sum(row["samples"] for row in group)
         shares.append([100 * sum(row["lengths"][b] for row in group) / total for b in range(bins)])
@@ -156,7 +146,7 @@ def _heat(rows: Sequence[dict[str, Any]]) -> Chart:
         "type": "heatmap",
         "x": [group[-1]["step"] for group in groups],
         "y": [round(longest * (b + 0.5) / bins, 1) for b in range(bins)],
-        # No colour where there was no answer: the tail must not drown in the background.
+        # No colour where there was no answer: the few longest ones must stay visible.
         "z": [[share[b] ** 0.5 if share[b] else None for share in shares] for b in range(bins)],
         "customdata": [[share[b] for share in shares] for b in range(bins)],
         "hovertemplate": "step %{x}<br>about %{y} tokens: %{customdata:.2f} % of the answers<extra></extra>",
@@ -164,101 +154,58 @@ def _heat(rows: Sequence[dict[str, Any]]) -> Chart:
         "showscale": False,
     }
     note = "Darker: a larger share of the step's answers (square root); empty: none."
-    layout: dict[str, Any] = {"hovermode": "closest"}
-    return Chart("Distribution by step", [trace], "step", "tokens", note, layout=layout)
+    return Chart("Distribution by step", [trace], "step", "tokens", note, layout={"hovermode": "closest"})
 
 
 def idle(run: RunData) -> Section:
     """What waiting cost and how much of it was used."""
-    waited = run.column("idle/seconds")
-    if not waited[0] or not any(waited[1]):
+    steps, waited = run.column("idle/seconds")
+    if not any(waited):
         return Section("Idle time")
-    bars = []
-    used = dict(zip(*run.column("idle/recovered_seconds"), strict=True))
-    recovered = [used.get(step, 0.0) for step in waited[0]]
-    lost = [max(0.0, a - b) for a, b in zip(waited[1], recovered, strict=True)]
-    for name, values, colour in (("trained in it", recovered, "@training"), ("waited", lost, "@idle")):
-        x, y = grouped(waited[0], values)
-        bars.append({"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": colour}})
-    parts: list[Part] = [
-        Chart(
-            "Idle and recovered seconds",
-            bars,
-            "step",
-            "seconds, sum of the ranks",
-            "The upper end of a bar is all that ranks waited in the step.",
-            layout={"barmode": "stack", "bargap": 0.15},
-        )
-    ]
-    return Section("Idle time", parts + _by_rank(run))
+    by_step = dict(zip(*run.column("idle/recovered_seconds"), strict=True))
+    recovered = [by_step.get(step, 0.0) for step in steps]
+    lost = [max(0.0, a - b) for a, b in zip(waited, recovered, strict=True)]
+    bars = {("trained in it", "@training"): recovered, ("waited", "@idle"): lost}
+    note = "The upper end of a bar is all that ranks waited in the step."
+    chart = stacked_chart("Idle and recovered seconds", "seconds, sum of the ranks", steps, bars, note=note)
+    return Section("Idle time", [chart, *_idle_by_rank(run)])
 
 
-def _by_rank(run: RunData) -> list[Part]:
+def _idle_by_rank(run: RunData) -> list[Part]:
     waited = run.idle_by_rank()
     if len(waited) < 2:
         return []
-    ordered = sorted(waited.items(), key=lambda item: item[1])
-    if len(ordered) <= _SHOWN_RANKS:
-        ranks = sorted(waited)
-        values = [waited[r] for r in ranks]
-        bar: Trace = {
-            "type": "bar",
-            "x": [f"rank {r}" for r in ranks],
-            "y": values,
-            "marker": {"color": "@3"},
-        }
-        bar |= {"name": "idle seconds", "showlegend": False}
-        return [Chart("Idle seconds by rank", [bar], "", "seconds, all steps", _STRAGGLERS)]
-    every = list(range(len(ordered)))
-    sorted_line = line("idle seconds", every, [value for _, value in ordered], "@3", showlegend=False)
-    sorted_line |= {"mode": "lines", "fill": "tozeroy", "fillcolor": "@3/0.2"}
-    sorted_line["text"] = [f"rank {rank}" for rank, _ in ordered]
-    sorted_line["hovertemplate"] = "%{text}: %{y:.1f} s<extra></extra>"
-    steps = max(1, len(run.steps))
-    worst = [(f"rank {rank}", value, value / steps) for rank, value in ordered[:_NAMED]]
-    most = [(f"rank {rank}", value, value / steps) for rank, value in ordered[: -_NAMED - 1 : -1]]
-    head = ["rank", "idle seconds", "a step"]
-    layout: dict[str, Any] = {"hovermode": "closest", "xaxis": {"showticklabels": False}}
+    unit = "seconds, all steps"
+    if len(waited) <= _SHOWN_RANKS:
+        bars = bar(
+            "idle seconds", [f"rank {r}" for r in sorted(waited)], [waited[r] for r in sorted(waited)], "@3"
+        )
+        return [Chart("Idle seconds by rank", [bars], "", unit, _STRAGGLERS)]
+    ranks = sorted(waited, key=lambda rank: waited[rank])
+    curve = line("idle seconds", range(len(ranks)), [waited[r] for r in ranks], "@3", mode="lines")
+    curve |= {"fill": "tozeroy", "fillcolor": "@3/0.2", "text": [f"rank {r}" for r in ranks]}
+    curve["hovertemplate"] = "%{text}: %{y:.1f} s<extra></extra>"
+    layout = {"hovermode": "closest", "xaxis": {"showticklabels": False}}
+    slowest = [(f"rank {r}", waited[r], waited[r] / max(1, len(run.steps))) for r in ranks[:_NAMED_RANKS]]
     return [
-        Chart(
-            f"Idle seconds of {len(ordered)} ranks, least first",
-            [sorted_line],
-            "",
-            "seconds, all steps",
-            layout=layout,
-        ),
-        Table(head, worst, "The slowest ranks", _STRAGGLERS),
-        Table(head, most, "The ranks that waited most"),
+        Chart(f"Idle seconds of {len(ranks)} ranks, least first", [curve], "", unit, layout=layout),
+        Table(["rank", "idle seconds", "a step"], slowest, "The slowest ranks", _STRAGGLERS),
     ]
-
-
-_STRAGGLERS = (
-    "Who waits least holds the others up: it had the longest answers, helped others, or its machine is slow."
-)
 
 
 def drafter(run: RunData) -> Section:
     """How training the drafter goes."""
-    parts: list[Part] = []
-    loss = run.column("drafter/loss_mean")
-    if loss[0]:
-        trace = line("loss", *loss, "@2", showlegend=False)
-        parts.append(Chart("Drafter loss", [trace], "step", "loss, mean of the ranks", log_switch=True))
-    overlap = run.column("drafter/accept/1_mean")
-    if overlap[0]:
-        trace = line("1 − TV", *overlap, "@1", showlegend=False)
-        note = (
-            "1 − total variation distance between drafter and policy, at the first drafted token: how often it would "
-            "be accepted by rejection sampling. On the answers that it trains on."
-        )
-        layout = {"yaxis": {"rangemode": "normal"}}
-        parts.append(Chart("1 − TV", [trace], "step", "share", note, layout=layout))
-    updates = run.column("drafter/steps")
-    if updates[0] and any(updates[1]):
-        x, y = grouped(*updates)
-        bar: Trace = {"type": "bar", "name": "updates", "x": x, "y": y, "marker": {"color": "@training"}}
-        bar["showlegend"] = False
-        parts.append(
-            Chart("Updates of the drafter", [bar], "step", "updates, sum of the ranks", wide=True, height=240)
-        )
+    overlap = (
+        "1 − total variation distance between drafter and policy, at the first drafted token: how often it would be "
+        "accepted by rejection sampling. On the answers that it trains on."
+    )
+    loss = [("drafter/loss_mean", "loss", "@2")]
+    parts = metric_chart(run, "Drafter loss", "loss, mean of the ranks", loss, log_switch=True)
+    metrics = [("drafter/accept/1_mean", "1 − TV", "@1")]
+    parts += metric_chart(run, "1 − TV", "share", metrics, overlap, layout={"yaxis": {"rangemode": "normal"}})
+    steps, updates = run.column("drafter/steps")
+    if any(updates):
+        bars: Trace = bar("updates", *grouped(steps, updates), "@training")
+        unit = "updates, sum of the ranks"
+        parts.append(Chart("Updates of the drafter", [bars], "step", unit, wide=True, height=240))
     return Section("Drafter", parts, "Trained in idle time, on the rollouts of the step.")

@@ -3,126 +3,104 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from megatron_tlt.observe.page import Chart, Part, Section, Trace
-from megatron_tlt.observe.report_charts import grouped, line
+from megatron_tlt.observe.page import Chart, Part, Section, Trace, bar
+from megatron_tlt.observe.report_charts import metric_chart, stacked_chart
+from megatron_tlt.observe.rollouts import column_sums
 from megatron_tlt.observe.runfiles import Row, RunData
+
+PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1]}
+_SHOWN_STRATEGIES = 7  # the most used ones; the others are one
 
 
 def speculation(run: RunData) -> Section:
-    """What drafts did."""
+    """How many drafted tokens were accepted, and by which strategies they were drafted."""
+    metrics = [("spec/accept_length", "accepted length", "@1")]
+    note = "Tokens that a request emits in a speculative step, its own next token included: 1 is no gain."
+    parts = metric_chart(run, "Accepted length by step", "tokens", metrics, note)
     rows = [row for row in run.rollouts if row.get("strategies")]
-    parts: list[Part] = []
-    length = run.column("spec/accept_length")
-    if length[0]:
-        trace = line("accepted length", *length, "@1", showlegend=False)
-        note = "Tokens that a request emits in a speculative step, its own next token included: 1 is no gain."
-        parts.append(Chart("Accepted length by step", [trace], "step", "tokens", note))
     if rows:
-        parts += [*_by_position(rows), *_by_batch(rows), _shares(rows)]
+        parts += _chart_of_spans(
+            rows,
+            _position_bars,
+            "Accepted by draft position",
+            x="draft position",
+            y="share",
+            note="Of the drafts that reach a position, those that are right up to and with it.",
+            layout={"yaxis": PERCENT, "hovermode": "closest"},
+        )
+        parts += _chart_of_spans(
+            rows,
+            _batch_bars,
+            "Accepted length by batch size",
+            x="running requests of a rank",
+            y="tokens",
+            layout={"xaxis": {"type": "category"}, "hovermode": "closest"},
+        )
+        parts.append(_strategies(rows))
     return Section("Speculation", parts)
 
 
-def _spans(rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
-    """All steps together, and the beginning and end of the run, where it is long enough to differ."""
+def _chart_of_spans(
+    rows: Sequence[Row], bars_of: Callable[[Sequence[Row]], Trace], title: str, **more: Any
+) -> list[Part]:
+    """Bars of all steps, and of the first and the last quarter of a run that is long enough, to choose from."""
     spans: dict[str, Sequence[Row]] = {"all steps": rows}
     if len(rows) >= 4:
-        part = max(1, len(rows) // 4)
-        spans[f"steps {rows[0]['step']} to {rows[part - 1]['step']}"] = rows[:part]
-        spans[f"steps {rows[-part]['step']} to {rows[-1]['step']}"] = rows[-part:]
-    return spans
+        for part in (rows[: len(rows) // 4], rows[-(len(rows) // 4) :]):
+            spans[f"steps {part[0]['step']} to {part[-1]['step']}"] = part
+    choices = {name: [bars] for name, span in spans.items() if (bars := bars_of(span))["x"]}
+    return [Chart(title, choices=choices, choice_label="of", **more)] if choices else []
 
 
-def _by_position(rows: Sequence[Row]) -> list[Part]:
-    choices = {}
-    for name, span in _spans(rows).items():
-        drafted, accepted = (
-            _column_sums([row[key] for row in span]) for key in ("drafted_at", "accepted_at")
-        )
-        accepted += [0] * (len(drafted) - len(accepted))
-        shares = [a / d if d else None for a, d in zip(accepted, drafted, strict=False)]
-        positions = list(range(1, len(drafted) + 1))
-        bar: Trace = {
-            "type": "bar",
-            "x": positions,
-            "y": shares,
-            "marker": {"color": "@1"},
-            "name": "accepted",
-        }
-        bar |= {"customdata": drafted, "showlegend": False}
-        bar["hovertemplate"] = "position %{x}: %{y:.1%} of %{customdata} drafts<extra></extra>"
-        if positions:
-            choices[name] = [bar]
-    if not choices:
-        return []
-    note = "Of the drafts that reach a position, those that are right up to and with it."
-    layout = {"yaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest"}
-    title = "Accepted by draft position"
-    return [Chart(title, [], "draft position", "share", note, choices, choice_label="of", layout=layout)]
+def acceptance_by_position(rows: Sequence[Row]) -> tuple[list[float | None], list[int]]:
+    """For each draft position, from 1: the share of drafts accepted up to it, and the number of drafts."""
+    drafted, accepted = (column_sums([row[key] for row in rows]) for key in ("drafted_at", "accepted_at"))
+    accepted += [0] * (len(drafted) - len(accepted))
+    return [a / d if d else None for a, d in zip(accepted, drafted, strict=False)], drafted
 
 
-def _by_batch(rows: Sequence[Row]) -> list[Part]:
-    choices = {}
-    for name, span in _spans(rows).items():
-        sums: dict[int, list[int]] = {}
-        for row in span:
-            for bucket, (count, emitted) in row["by_batch"].items():
-                total = sums.setdefault(int(bucket), [0, 0])
-                total[0] += count
-                total[1] += emitted
-        buckets = [b for b in sorted(sums) if sums[b][0]]
-        labels = [str(b) if b <= 2 else f"{b // 2 + 1}–{b}" for b in buckets]
-        bar: Trace = {"type": "bar", "x": labels, "y": [sums[b][1] / sums[b][0] for b in buckets]}
-        bar |= {"marker": {"color": "@3"}, "customdata": [sums[b][0] for b in buckets], "showlegend": False}
-        bar["hovertemplate"] = "%{x} running: %{y:.2f} tokens (%{customdata} row steps)<extra></extra>"
-        if buckets:
-            choices[name] = [bar]
-    if not choices:
-        return []
-    layout = {"xaxis": {"type": "category"}, "hovermode": "closest"}
-    return [
-        Chart(
-            "Accepted length by batch size",
-            [],
-            "running requests of a rank",
-            "tokens",
-            choices=choices,
-            choice_label="of",
-            layout=layout,
-        )
-    ]
+def _position_bars(rows: Sequence[Row]) -> Trace:
+    shares, drafted = acceptance_by_position(rows)
+    hover = "position %{x}: %{y:.1%} of %{customdata} drafts<extra></extra>"
+    positions = range(1, len(drafted) + 1)
+    return bar("accepted", positions, shares, "@1", customdata=drafted, hovertemplate=hover)
 
 
-def _shares(rows: Sequence[Row]) -> Chart:
+def _batch_bars(rows: Sequence[Row]) -> Trace:
+    sizes = sorted({int(size) for row in rows for size in row["by_batch"]})
+    sums = {size: column_sums([row["by_batch"].get(str(size), [0, 0]) for row in rows]) for size in sizes}
+    sums = {size: both for size, both in sums.items() if both[0]}
+    labels = [str(size) if size <= 2 else f"{size // 2 + 1}–{size}" for size in sums]
+    lengths, counts = [emitted / steps for steps, emitted in sums.values()], [n for n, _ in sums.values()]
+    hover = "%{x} running: %{y:.2f} tokens (%{customdata} row steps)<extra></extra>"
+    return bar("accepted length", labels, lengths, "@3", customdata=counts, hovertemplate=hover)
+
+
+def _strategies(rows: Sequence[Row]) -> Chart:
     """Share of decoding steps by strategy; the rarest are one."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["strategies"])
-    names = [name for name, _ in counts.most_common(8) if name != "none"][:7]
-    named = {**({"none": "plain"} if "none" in counts else {}), **{name: name for name in names}}
-    if set(counts) - named.keys():
-        named[""] = "others"
-    steps = [row["step"] for row in rows]
-    traces = []
-    for at, (name, label) in enumerate(named.items()):
-        values = []
-        for row in rows:
-            total = sum(row["strategies"].values())
-            others = sum(n for s, n in row["strategies"].items() if s not in named)
-            values.append((row["strategies"].get(name, 0) if name else others) / total)
-        x, y = grouped(steps, values)
-        colour = "@idle" if name == "none" else f"@{at % 8 + 1}"
-        traces.append({"type": "bar", "name": label, "x": x, "y": y, "marker": {"color": colour}})
-    note = "Of steps that only decode. Names: drafter_length_siblings_tokens to verify (0: all that were drafted)."
-    layout = {"barmode": "stack", "bargap": 0.1, "yaxis": {"tickformat": ".0%", "range": [0, 1]}}
-    layout["legend"] = {"traceorder": "normal"}
-    return Chart("Strategies", traces, "step", "share of steps", note, layout=layout)
-
-
-def _column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
-    total = [0] * max(map(len, lists), default=0)
-    for values in lists:
-        for at, value in enumerate(values):
-            total[at] += value
-    return total
+    drafting = [name for name, _ in counts.most_common() if name != "none"]
+    shown = [*(["none"] if "none" in counts else []), *drafting[:_SHOWN_STRATEGIES]]
+    totals = [sum(row["strategies"].values()) for row in rows]
+    bars = {}
+    for at, name in enumerate(shown):
+        label, colour = ("plain", "@idle") if name == "none" else (name, f"@{at % 8 + 1}")
+        values = [row["strategies"].get(name, 0) / n for row, n in zip(rows, totals, strict=True)]
+        bars[label, colour] = values
+    if len(drafting) > _SHOWN_STRATEGIES:
+        bars["others", f"@{len(shown) % 8 + 1}"] = [
+            1 - sum(shares) for shares in zip(*bars.values(), strict=True)
+        ]
+    return stacked_chart(
+        "Strategies",
+        "share of steps",
+        [row["step"] for row in rows],
+        bars,
+        note="Of steps that only decode. Names: drafter_length_siblings_tokens to verify (0: all that were drafted).",
+        layout={"bargap": 0.1, "yaxis": PERCENT},
+    )

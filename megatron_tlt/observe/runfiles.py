@@ -1,6 +1,7 @@
 """Reading a run directory: of a run in progress, of one without speculation, of hundreds of ranks. Torch-free.
 
-Everything but the events is a row a step. Of the events, a few kilobytes a rank and step, only chosen steps are parsed.
+All files but the events hold a row a step; events are read a rank at a time, since there are a few kilobytes of them a
+rank and step. Lines that cannot be read are skipped, and `RunData.warnings` names them.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.errors import ConfigError, shortened
+from megatron_tlt.observe.events import events_path
+from megatron_tlt.observe.jsonl import Row, SkippedLines, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
 from megatron_tlt.observe.samples import SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
-Row = dict[str, Any]
-_STEP = re.compile(rb'"step":(\d+|null)')
-_OPEN = b'"name":"open"'
+CONFIG_FILE = "config.json"
 _IDLE_RANK = re.compile(r"idle/rank(\d+)")
 
 
@@ -36,9 +35,11 @@ class RunData:
     evals: list[Row]
     """Rows that are evaluations, by step."""
     rollouts: list[Row]
-    samples: list[Row] = field(default_factory=list)
-    summary: Row | None = None
-    ranks: list[int] = field(default_factory=list)
+    samples: list[Row]
+    summary: Row | None
+    ranks: list[int]
+    skipped: SkippedLines = field(default_factory=dict)
+    """Grows as events are read."""
 
     @property
     def name(self) -> str:
@@ -57,13 +58,31 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has come to its end. A summary of before a resume does not count."""
+        """Whether the run has made all its steps. A summary from before a resume does not count."""
         return self.summary is not None and (self.num_steps is None or self.last_step >= self.num_steps)
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each file of which lines were skipped, with their numbers."""
+        return [
+            f"{path}: skipped {len(lines)} line{'s' * (len(lines) > 1)} that cannot be read: "
+            f"{shortened(sorted(lines))}"
+            for path, lines in sorted(self.skipped.items())
+        ]
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it is there."""
         found = [(row["step"], row[name]) for row in self.steps if row.get(name) is not None]
         return [step for step, _ in found], [float(value) for _, value in found]
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over all steps."""
+        return sum(self.column(name)[1])
+
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the steps that have it; 0 where none has."""
+        values = self.column(name)[1]
+        return sum(values) / len(values) if values else 0.0
 
     def idle_by_rank(self) -> dict[int, float]:
         """Seconds that each rank waited, over all steps."""
@@ -76,95 +95,96 @@ class RunData:
                     totals[rank] = totals.get(rank, 0.0) + value
         return totals
 
+    def events(self, rank: int) -> Iterator[Row]:
+        """All events of one rank, in the order they were written."""
+        return read_rows(events_path(self.run_dir, rank), self.skipped, is_event)
+
+    def events_of_steps(self, rank: int, steps: Collection[int]) -> dict[int, list[Row]]:
+        """A rank's events of `steps` (0 is the first). Of a step done again after a resume, the later ones."""
+        found: dict[int, list[Row]] = {}
+        repeated: set[int] = set()  # steps begun before the last restart
+        for row in self.events(rank):
+            step = row["step"]
+            if row["name"] == "open":
+                repeated = set(found)
+            elif step in steps:
+                if step in repeated:
+                    repeated.discard(step)
+                    found[step] = []
+                found.setdefault(step, []).append(row)
+        return found
+
+
+def is_event(row: Row) -> bool:
+    """Whether a row has an event's fields, of the right types."""
+    name, kind, attrs = row.get("name"), row.get("kind"), row.get("attrs", {})
+    numbers = [row.get("ts"), *([row.get("dur")] if kind in ("span", "state") else [])]
+    return (
+        all(isinstance(number, int | float) for number in numbers)
+        and isinstance(name, str)
+        and isinstance(row.get("step", ""), int | None)
+        and isinstance(attrs, dict)
+        and (name != "curve" or {"start", "running"} <= attrs.keys())
+    )
+
 
 def read_run(run_dir: str | Path) -> RunData:
     """All but the events. Raises ConfigError where there is no run."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        raise ConfigError.of(
-            "RUN_DIR", str(run_dir), "must be a directory that `megatron-tlt train` has written"
-        )
+        allowed = "must be a directory that `megatron-tlt train` has written"
+        raise ConfigError.of("RUN_DIR", str(run_dir), allowed)
     if not (folder / METRICS_FILE).exists() and not (folder / "events").is_dir():
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
+    skipped: SkippedLines = {}
+
+    def rows(name: str) -> list[Row]:
+        return list(read_rows(folder / name, skipped, lambda row: isinstance(row.get("step"), int)))
+
     steps: dict[int, Row] = {}
     evals: dict[int, Row] = {}
-    for row in read_rows(folder / METRICS_FILE):
-        if isinstance(row.get("step"), int):
-            part = evals if any(name.startswith("eval/") for name in row) else steps
-            part[row["step"]] = row
+    for row in rows(METRICS_FILE):
+        kind = evals if any(name.startswith("eval/") for name in row) else steps
+        kind[row["step"]] = row
     return RunData(
         folder,
-        _object(folder / "config.json") or {},
+        _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        list(read_rows(folder / ROLLOUTS_FILE)),
-        list(read_rows(folder / SAMPLES_FILE)),
-        _object(folder / SUMMARY_FILE),
+        rows(ROLLOUTS_FILE),
+        rows(SAMPLES_FILE),
+        _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
+        skipped,
     )
 
 
-def _object(path: Path) -> Row | None:
-    """A JSON object; None where there is none, or half of one (the run may be writing it)."""
+def require_metrics(run: RunData) -> None:
+    """Raises ConfigError where metrics.jsonl has lines and none of them can be read."""
+    if run.run_dir / METRICS_FILE in run.skipped and not run.steps and not run.evals:
+        raise ConfigError.of("RUN_DIR", str(run.run_dir), f"nothing could be read: {'; '.join(run.warnings)}")
+
+
+def _object(path: Path, skipped: SkippedLines) -> Row | None:
+    """The JSON object in a file; None where there is no file or, added to `skipped`, no whole object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        skipped[path] = {getattr(error, "lineno", 1)}
         return None
     return value if isinstance(value, dict) else None
 
 
-def ranks_of(run_dir: str | Path) -> list[int]:
+def ranks_of(run_dir: Path) -> list[int]:
     """Ranks that have an event log."""
-    names = (path.stem.removeprefix("rank-") for path in (Path(run_dir) / "events").glob("rank-*.jsonl"))
+    names = (path.stem.removeprefix("rank-") for path in (run_dir / "events").glob("rank-*.jsonl"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def step_rows(path: Path, steps: Collection[int]) -> dict[int, list[Row]]:
-    """A rank's events of `steps` (0 is the first). Of a step done twice, before and after a resume, the second time."""
-    wanted = {str(step).encode() for step in steps}
-    found: dict[int, list[Row]] = {}
-    reopened: set[int] = set()  # steps that the rank had begun when it was started again
-    for line in _lines(path):
-        match = _STEP.search(line)
-        if match is None:
-            continue
-        if match[1] == b"null":
-            if _OPEN in line:
-                reopened = set(found)
-            continue
-        if match[1] not in wanted:
-            continue
-        row = parse(line)
-        if row is None:
-            continue
-        if row["step"] in reopened:
-            reopened.discard(row["step"])
-            found[row["step"]] = []
-        found.setdefault(row["step"], []).append(row)
-    return found
-
-
-def parse(line: bytes) -> Row | None:
-    """A line's row; None for a torn one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "ts" in row and "name" in row else None
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except FileNotFoundError:
-        return
-
-
 def chosen_steps(run: RunData, most: int) -> list[int]:
-    """At most `most` steps (0 is the first) to look at closely: first, last, the longest rollout, and between them."""
-    if not run.steps:
-        return []
+    """At most `most` steps (0 is the first) to show in detail: first, last, the longest rollout, others evenly."""
     every = [row["step"] - 1 for row in run.steps]
     if len(every) <= most:
         return every

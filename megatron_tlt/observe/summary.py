@@ -1,4 +1,4 @@
-"""The last thing a run says: did accuracy rise, where did the time go, where is everything. Torch-free."""
+"""The tables at the end of a run, and summary.json: accuracy, seconds by phase, paths. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from megatron_tlt.observe.jsonl import to_json
+
 SUMMARY_FILE = "summary.json"
-_SHOWN = 10
+_SHOWN = 10  # accepted lengths in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,10 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the final table shows. Seconds are of rank 0 unless a name says otherwise."""
+    """The figures of the final tables. Seconds are of rank 0 unless a name says otherwise."""
 
     num_steps: int
-    """RL steps done in this run."""
+    """RL steps done since this start."""
     seconds: float
     """Wall time of the loop."""
     phases: Mapping[str, float]
@@ -51,7 +53,7 @@ class RunSummary:
     drafter_steps: int = 0
     """Optimizer steps of the drafter over all ranks."""
     stolen_requests: int = 0
-    """Answers that ranks gave for others."""
+    """Requests that another rank answered than the one they were assigned to."""
     accept_lengths: Sequence[float] = ()
     """Tokens a request emitted in a speculative step, mean by RL step; steps without speculation are left out."""
     before: Accuracy | None = None
@@ -78,90 +80,65 @@ def phase_shares(summary: RunSummary) -> list[tuple[str, float, float]]:
 
 def render_summary(summary: RunSummary) -> RenderableType:
     """The tables, for `rich.console.Console.print`."""
-    parts: list[RenderableType] = []
-    if summary.before is not None and summary.after is not None:
-        parts.append(_accuracy_table(summary.before, summary.after))
-    parts += [_phase_table(summary), _figures_table(summary)]
-    if summary.paths:
-        parts.append(_paths_table(summary.paths))
-    return Group(*parts)
+    phases = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
+    for name, seconds, share in phase_shares(summary):
+        phases.add_row(name, f"{seconds:.1f}", f"{share:.1%}")
+    for column in phases.columns[1:]:
+        column.justify = "right"
+    figures = Table("figure", "value", show_header=False)
+    for figure in _figures(summary):
+        figures.add_row(*figure)
+    paths = Table("what", "where", show_header=False)
+    paths.columns[1].overflow = "fold"
+    for path in summary.paths.items():
+        paths.add_row(*path)
+    accuracy = (
+        [] if summary.before is None or summary.after is None else [_accuracy(summary.before, summary.after)]
+    )
+    return Group(*accuracy, phases, figures, *([paths] if summary.paths else []))
 
 
-def _accuracy_table(before: Accuracy, after: Accuracy) -> Table:
+def _accuracy(before: Accuracy, after: Accuracy) -> Table:
     table = Table("held-out accuracy", "before", "after", "change")
-    rise = after.mean - before.mean
-    # Both evaluations ask the same prompts, so their errors are not independent: this is on the safe side.
-    error = math.hypot(before.standard_error, after.standard_error)
-    if before.step == after.step:  # a resumed run that had one evaluation: nothing to compare it with
+    if before.step == after.step:  # a resumed run with one evaluation: nothing to compare it with
         table.add_row(f"{after.count} prompts, after {after.step} steps", "", str(after), "")
         return table
+    # Both evaluations have the same prompts, so their errors are not independent: this is an upper bound.
+    error = math.hypot(before.standard_error, after.standard_error)
     steps = f"{after.count} prompts, after {before.step} and {after.step} steps"
-    table.add_row(steps, str(before), str(after), f"{rise:+.3f} ± {error:.3f}")
+    table.add_row(steps, str(before), str(after), f"{after.mean - before.mean:+.3f} ± {error:.3f}")
     return table
 
 
-def _phase_table(summary: RunSummary) -> Table:
-    table = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, seconds, share in phase_shares(summary):
-        table.add_row(name, f"{seconds:.1f}", f"{share:.1%}")
-    return table
-
-
-def _figures_table(summary: RunSummary) -> Table:
-    table = Table("rollout", "", show_header=False)
-    table.add_row("generated tokens", str(summary.generated_tokens))
-    table.add_row("tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}")
+def _figures(summary: RunSummary) -> list[tuple[str, str]]:
     idle = "  ".join(f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions))
-    table.add_row("idle share of the run", idle)
+    rows = [
+        ("generated tokens", str(summary.generated_tokens)),
+        ("tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"),
+        ("idle share of the run", idle),
+    ]
     if summary.idle_seconds:
         share = summary.recovered_seconds / summary.idle_seconds
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
-        table.add_row("drafter training in idle time", f"{text}, {summary.drafter_steps} steps")
+        rows.append(("drafter training in idle time", f"{text}, {summary.drafter_steps} steps"))
     if summary.stolen_requests:
-        table.add_row("requests stolen", f"{summary.stolen_requests} from the queues of other ranks")
-    if summary.accept_lengths:
-        table.add_row(
-            "accepted length by step", " ".join(f"{x:.2f}" for x in _thinned(summary.accept_lengths))
-        )
-    return table
+        rows.append(("requests stolen", f"{summary.stolen_requests} from the queues of other ranks"))
+    if lengths := summary.accept_lengths:
+        count = min(len(lengths), _SHOWN)
+        shown = [lengths[round(i * (len(lengths) - 1) / max(1, count - 1))] for i in range(count)]
+        rows.append(("accepted length by step", " ".join(f"{length:.2f}" for length in shown)))
+    return rows
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
-    """At most `_SHOWN` of them, evenly, the first and the last included."""
-    if len(values) <= _SHOWN:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (_SHOWN - 1))] for i in range(_SHOWN)]
-
-
-def _paths_table(paths: Mapping[str, str]) -> Table:
-    table = Table("what", "where", show_header=False)
-    for what, where in paths.items():
-        table.add_row(what, where, style=None)
-    table.columns[1].overflow = "fold"
-    return table
-
-
-def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Shows the tables, by default on stdout."""
-    (console or Console(highlight=False)).print(render_summary(summary))
+def print_summary(summary: RunSummary) -> None:
+    """Prints the tables on stdout."""
+    Console(highlight=False).print(render_summary(summary))
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:
     """Writes run_dir/summary.json; numbers that JSON lacks become null. Returns its path."""
-    values = asdict(summary) | {"tokens_per_second": summary.tokens_per_second}
+    values = to_json(asdict(summary) | {"tokens_per_second": summary.tokens_per_second})
     path = Path(run_dir) / SUMMARY_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace
-from megatron_tlt.observe.report_charts import line
+from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 from megatron_tlt.sim.verdict import largest, nodes_text, verdict
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.batch_assembly import StepTable
     from megatron_tlt.trainer.evaluation import Evaluator
-    from megatron_tlt.trainer.observer import Observer
+    from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.types import Prompt, Sample, TrainSequence
 
 
@@ -66,7 +66,7 @@ class RLTrainer:
         upkeep: OnlineDrafterController,
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager,
-        observer: Observer,
+        metrics: RunMetrics,
         rollout_cache: RolloutCache | NoRolloutCache,
         stop: GracefulShutdown | None = None,
         takeover: RequestStealing | None = None,
@@ -76,7 +76,7 @@ class RLTrainer:
         self.config, self.world, self.rollout_cache = config, world, rollout_cache
         self.prompts, self.rewards, self.algorithm = prompts, rewards, algorithm
         self.policy, self.backend, self.upkeep = policy, backend, upkeep
-        self.evaluator, self.checkpoints, self.observer = evaluator, checkpoints, observer
+        self.evaluator, self.checkpoints, self.metrics = evaluator, checkpoints, metrics
         self.assembler = BatchAssembler(world, policy.dims, algorithm, config.rollout.temperature)
         self.replica, self.tp_rank = rollout_replica(world.rank, config.rollout.tp)
         self.num_replicas = world.size // config.rollout.tp
@@ -91,7 +91,7 @@ class RLTrainer:
         """Trains to `train.num_steps`; True if a signal ended it before, saved. Collective."""
         self._resume()
         if self.progress.step >= self.config.train.num_steps and not self._evaluation_due():
-            self.observer.note(
+            self.metrics.note(
                 f"nothing to do: {self.config.train.run_dir} is already at step {self.progress.step} of "
                 f"train.num_steps = {self.config.train.num_steps} (another train.run_dir starts a new run)"
             )
@@ -109,7 +109,7 @@ class RLTrainer:
                 return True
         self._save_last()
         self.rollout_cache.clear()
-        self.observer.finish(self.progress.evaluations, self.checkpoints.latest())
+        self.metrics.finish(self.progress.evaluations, self.checkpoints.latest())
         return False
 
     def _train_one(self) -> None:
@@ -138,7 +138,7 @@ class RLTrainer:
             figures = {**self.upkeep.take_figures(), **cached}
             if self.takeover is not None:
                 figures["idle/stolen_requests"] = self.takeover.take_count()
-            self.observer.log_step(self.progress.step, seconds, metrics, stats, groups, figures)
+            self.metrics.log(self.progress.step, seconds, metrics, stats, groups, figures)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._evaluate()
         with self._phase("checkpoint"):
@@ -154,21 +154,21 @@ class RLTrainer:
         step, told = self.progress.step, f"{self.stop.reason()}: {leaving}; "
         ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
-            self.observer.note(f"{told}there was no update yet, the next start begins anew")
+            self.metrics.note(f"{told}there was no update yet, the next start begins anew")
             self.world.ends_early(False, f"{ended}, before the first update; the same command begins anew")
             return
         if self._before is not None:
             self.upkeep.drop_window()
         if self.nonfinite.in_a_row:
             self.checkpoints.wait()
-            self.observer.note(
+            self.metrics.note(
                 f"{told}not saved, for updates were not finite; the next start goes on before them"
             )
             self.world.ends_early(False, f"{ended}, not saved; the same command goes on before it")
             return
         with self._phase("checkpoint"):
             self.checkpoints.save_now(step, self._before or self._state(), self.upkeep.drafter_state)
-        self.observer.note(f"{told}saved after step {step}, the next start goes on there")
+        self.metrics.note(f"{told}saved after step {step}, the next start goes on there")
         self.world.ends_early(True, f"{ended}; saved, the same command goes on")
 
     def _save_last(self) -> None:
@@ -193,7 +193,7 @@ class RLTrainer:
             asked = self.prompts.next_batch(wanted)
             prompts = asked[self.replica :: self.num_replicas]
             with self._holding():
-                with self._phase("rollout"), self.upkeep.rollout(self.observer.on_rollout) as on_progress:
+                with self._phase("rollout"), self.upkeep.rollout(self.metrics.on_rollout) as on_progress:
                     generate = partial(self.rollout_cache.generate, prompts)
                     samples, dropped = self.stop.interruptible(generate, on_progress)
                 if self.takeover is not None and not dropped:
@@ -229,14 +229,14 @@ class RLTrainer:
         prompts = {prompt.prompt_id: prompt for prompt in asked}
         dropped = False
         while not dropped:
-            with self.observer.span("idle", self.progress.step):
+            with self.metrics.span("idle", self.progress.step):
                 pieces = self.upkeep.take_over()
             if not pieces:
                 break
             keep = self.rollout_cache.writer_for([prompts[piece.prompt_id] for piece in pieces])
             answer = partial(takeover.answer, prompts, pieces, keep)
-            rollout = self.observer.span("rollout", self.progress.step)
-            with rollout, self.upkeep.helping(self.observer.on_rollout) as on_progress:
+            rollout = self.metrics.span("rollout", self.progress.step)
+            with rollout, self.upkeep.helping(self.metrics.on_rollout) as on_progress:
                 taken, dropped = self.stop.interruptible(answer, on_progress)
             samples += taken
         return dropped
@@ -286,7 +286,7 @@ class RLTrainer:
             result = self.evaluator.run(step, self.stop)
         self.backend.take_stats()  # what evaluation generated is not counted as rollout
         done.append(result)
-        self.observer.log_eval(result)
+        self.metrics.log_eval(result)
 
     def _evaluation_due(self) -> bool:
         step, every, done = self.progress.step, self.config.eval.every, self.progress.evaluations
@@ -306,19 +306,19 @@ class RLTrainer:
         state = self.checkpoints.load_latest()
         self.rollout_cache.start(0 if state is None else state["step"])
         if state is None:
-            self.observer.start(0)
+            self.metrics.start(0)
             return
         self.prompts.load_state_dict(state["prompts"])
         self.backend.load_state_dict(state.get("engine", {}))
         self.upkeep.load_state_dict(state.get("upkeep", {}), self.checkpoints.load_drafter())
         self.progress = Progress(state["step"], [EvalResult.from_json(e) for e in state["evaluations"]])
-        self.observer.start(self.progress.step)
+        self.metrics.start(self.progress.step)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Marks the phase on the world's board (for error messages) and in the event log (for people)."""
         self.world.enter(name, self.progress.step)
-        with self.observer.span(name, self.progress.step):
+        with self.metrics.span(name, self.progress.step):
             yield
 
     def close(self) -> None:
@@ -328,7 +328,7 @@ class RLTrainer:
         self.upkeep.close()
         self.backend.close()
         self.rewards.close()
-        self.observer.close()
+        self.metrics.close()
         self.checkpoints.close()  # last: from here on another job may use the run directory
 
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.eagle.model import EagleModel
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
-    from megatron_tlt.trainer.observer import Observer
+    from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.sft import SftTrainer
 
 
@@ -71,7 +71,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.trainer.loop import RLTrainer
-    from megatron_tlt.trainer.observer import Observer
+    from megatron_tlt.trainer.metrics import RunMetrics
 
     check_on(config, world)
     lock = _prepare(config, world)
@@ -94,12 +94,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         keep_reference=algorithm.needs_reference,
         seed=config.train.seed,
     )
-    observer = Observer(config, world)
+    drafts_of = None
     takeover = _takeover(config, world, backend, params)
     if world.is_main and isinstance(backend, EmbeddedBackend):
         # Samples are written in pairs of one prompt: its best answer and its worst.
         backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
-        observer.drafts_of = backend.drafts_of
+        drafts_of = backend.drafts_of
+    metrics = RunMetrics(config, world, drafts_of)
     return RLTrainer(
         config,
         world,
@@ -108,12 +109,12 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         algorithm=algorithm,
         policy=policy,
         backend=backend,
-        upkeep=_upkeep(config, world, backend, tp, trainer, observer, takeover),
+        upkeep=_upkeep(config, world, backend, tp, trainer, metrics, takeover),
         evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
         checkpoints=CheckpointManager(
             config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world, lock
         ),
-        observer=observer,
+        metrics=metrics,
         rollout_cache=_rollout_cache(config, world, tokenizer, backend, params),
         stop=GracefulShutdown(
             world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
@@ -285,7 +286,7 @@ def _upkeep(
     backend: RolloutBackend,
     tp: TensorParallel,
     trainer: OnlineDrafterTrainer | None,
-    observer: Observer,
+    metrics: RunMetrics,
     takeover: RequestStealing | None,
 ) -> OnlineDrafterController:
     """What this rank does while it waits for others. Collective."""
@@ -300,7 +301,7 @@ def _upkeep(
         IdlePolicy.of(config.idle),
         unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
         samples=None if trainer is None else lambda: len(trainer.buffer),
-        on_span=observer.state,
+        on_span=metrics.state,
         on_look=lambda state: world.pulse(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM is told, by its version: arguments of the engine, of speculation, of one request. Pure.
+"""Arguments for TensorRT-LLM by version: of the engine, of speculation, of one request. Pure functions.
 
 Everything is plain data that crosses the socket; `{CLASS: "KvCacheConfig", ...}` stands for an instance of that class
 of `tensorrt_llm.llmapi`, which only the other process can make. Names and defaults are held to the recorded contracts
@@ -152,8 +152,8 @@ def build_sampling_params(
 ) -> dict[str, Any]:
     """Arguments of `SamplingParams` beside the seed. Raises ValueError.
 
-    top-k and top-p are always said (0 and 1: off), for an engine that is told nothing decodes greedily. Log-probs are
-    never asked for: with speculation there are none, and without it the engine's are not of the scaled logits that we
+    top-k and top-p are always passed (0 and 1: off), for without them the engine decodes greedily. Log-probs are
+    never requested: with speculation there are none, and without it the engine's are not of the scaled logits that we
     mean; the actor computes them. `end_id` -1 with stop ids that stay in the output keeps the end token.
     """
     series(version)

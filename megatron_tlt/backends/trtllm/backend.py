@@ -255,7 +255,7 @@ class TrtllmBackend:
     def _abandon(self, pending: dict[int, tuple[int, int]]) -> None:
         """Aborts what is in flight and waits for its end, unless the engine is gone."""
         try:
-            if not pending or not self.process.alive:
+            if not pending or not self.process.is_alive:
                 return
             self.process.call("abort")
             while pending:

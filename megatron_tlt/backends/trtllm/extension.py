@@ -1,8 +1,8 @@
-"""What we add to TensorRT-LLM's workers: weights from another process, and the drafter's.
+"""The extension of TensorRT-LLM's workers: loads the policy's and the drafter's weights from another process.
 
-Imported by name in each worker, in TensorRT-LLM's own environment, where this package is called `tlt_trtllm`; it must
-not import megatron_tlt. An *entry* is one tensor as plain data: name, dtype, shape, and either `data` (its bytes),
-`file` and `offset` (shared memory), or `ipc` (a CUDA handle of the process that trains).
+Imported by name in each worker, in TensorRT-LLM's own environment, where `backends/` is the package `tlt_backends`;
+it must not import megatron_tlt. An *entry* is one tensor as plain data: name, dtype, shape, and either `data` (its
+bytes), `file` and `offset` (shared memory), or `ipc` (a CUDA handle of the process that trains).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _from_ipc(*args: Any) -> torch.Tensor:
 
 
 def _ipc_args(entry: Entry) -> tuple[Any, ...]:
-    """The arguments of torch's `rebuild_cuda_tensor`, from the plain data of `trtllm_weights.ipc_entry`."""
+    """The arguments of torch's `rebuild_cuda_tensor`, from the plain data of `weights.ipc_entry`."""
     ipc = entry["ipc"]
     head = (torch.Tensor, torch.Size(entry["shape"]), tuple(ipc["stride"]), ipc["offset"])
     storage = (torch.storage.TypedStorage, _dtype(entry), None)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""The engine's process as the rank sees it: starting, talking, watching, ending.
+"""The engine's child process on the rank's side: start, messages, liveness, end.
 
-The rank listens on a Unix socket in a directory that nobody else may enter; the child connects, says which protocol
-and engine it is, and then gives a sign of life every few seconds. A dead or silent child, or one that sends anything
-but whole messages, is killed with its process group and reported with the end of its log.
+The rank listens on a Unix socket in a directory that only this user may enter; the child connects, sends its protocol
+and engine version, and then a heartbeat every few seconds. A dead or silent child, or one that sends anything but
+whole messages, is killed with its process group and reported with the end of its log.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
 MODULE = f"{PACKAGE}.trtllm.server"
-# What a launcher tells its ranks: the engine starts MPI or Ray of its own and must not believe it is one of them.
+# Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
 # From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
 _ENGINE = {
     "TLLM_DISABLE_MPI": "1",
-    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not a cluster that somebody else started on this machine
+    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not another Ray cluster on this machine
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
 }
@@ -54,7 +54,7 @@ def child_environment(ours: Mapping[str, str], package: str, section: TrtllmSect
 
 
 class EngineProcess:
-    """The child and the socket to it. One thread of the rank uses it."""
+    """The child process and the socket to it. Used by one thread of the rank."""
 
     def __init__(self, section: TrtllmSection, devices: str | None = None):
         """Starts the child and shakes hands. `devices`: its CUDA_VISIBLE_DEVICES. Raises BackendError."""
@@ -72,7 +72,7 @@ class EngineProcess:
         try:
             self._child = self._spawn(section.python, devices)
             self._socket = self._accept(listener)
-            self.engine_version = self._shake_hands()
+            self.engine_version = self._handshake()
         finally:
             listener.close()
 
@@ -115,35 +115,33 @@ class EngineProcess:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                self._must_live("before it said hello")
+                self._check_alive("before its hello")
                 if time.monotonic() > deadline:
-                    raise self.failure(f"did not say hello within {self._section.start_s:g} s") from None
+                    raise self.failure(f"sent no hello within {self._section.start_s:g} s") from None
                 continue
             connection.settimeout(_TICK_S)
             return connection
 
-    def _shake_hands(self) -> str:
+    def _handshake(self) -> str:
         hello = self._next(self._section.start_s)
         if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
-            told = f"speaks protocol {hello.get('protocol')!r}, {PROTOCOL} is spoken here"
-            raise self.failure(told)
+            raise self.failure(f"has protocol {hello.get('protocol')!r}, this side has {PROTOCOL}")
         engine = str(hello.get("engine"))
         if engine != self._section.version:
-            told = f"is TensorRT-LLM {engine}, rollout.trtllm.version is {self._section.version}"
-            raise self.failure(told)
+            raise self.failure(f"is TensorRT-LLM {engine}, rollout.trtllm.version is {self._section.version}")
         self.send({"type": "hello", "protocol": PROTOCOL, "heartbeat_s": self._section.heartbeat_s})
         return engine
 
     @property
     def pid(self) -> int:
-        """The child's process id. Raises BackendError once it is given up."""
+        """The child's process id. Raises BackendError once it is killed or closed."""
         if self._child is None:
-            raise BackendError("the TensorRT-LLM engine has been given up or closed")
+            raise BackendError("the TensorRT-LLM engine has been killed or closed")
         return self._child.pid
 
     @property
-    def alive(self) -> bool:
-        """Whether the child has not been given up or closed."""
+    def is_alive(self) -> bool:
+        """Whether the child has not been killed or closed."""
         return self._child is not None
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -164,7 +162,7 @@ class EngineProcess:
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; answers that come meanwhile are kept in `answers`.
 
-        `patience`: seconds without a sign of life, where it is not the usual. Raises BackendError.
+        `patience`: seconds without a heartbeat in place of `rollout.trtllm.silence_s`. Raises BackendError.
         """
         self._calls += 1
         number = self._calls
@@ -183,7 +181,7 @@ class EngineProcess:
                 raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
 
     def next_answer(self) -> Message:
-        """The next answer, or a beat between them. Raises BackendError."""
+        """The next answer, or a heartbeat between answers. Raises BackendError."""
         if self.answers:
             return self.answers.pop(0)
         message = self._next(None, beats=True)
@@ -192,7 +190,7 @@ class EngineProcess:
         return message
 
     def _next(self, patience: float | None, beats: bool = False) -> Message:
-        """The next message; beats are passed over unless asked for. Silence counts from now at the earliest."""
+        """The next message; heartbeats are skipped without `beats`. Silence counts from now at the earliest."""
         assert self.pid and self._socket is not None
         limit = patience or self._section.silence_s
         self._seen = time.monotonic()
@@ -200,7 +198,7 @@ class EngineProcess:
             try:
                 message = self._reader.next()
             except WireError as error:
-                raise self.failure(f"sent no message of ours: {error}") from error
+                raise self.failure(f"sent no valid message: {error}") from error
             if message is not None:
                 if beats or message["type"] != "beat":
                     return message
@@ -212,23 +210,23 @@ class EngineProcess:
         try:
             data = self._socket.recv(1 << 20)
         except TimeoutError:
-            self._must_live("without a word")
+            self._check_alive("without a message")
             if time.monotonic() - self._seen > limit:
-                raise self.failure(f"gave no sign of life for {limit:g} s") from None
+                raise self.failure(f"sent no heartbeat for {limit:g} s") from None
             return
         except OSError as error:
             raise self.failure("hung up") from error
         if not data:
-            raise self.failure(self._how_it_ended("hung up"))
+            raise self.failure(self._exit_text("hung up"))
         self._seen = time.monotonic()
         self._reader.feed(data)
 
-    def _must_live(self, when: str) -> None:
+    def _check_alive(self, when: str) -> None:
         assert self._child is not None
         if self._child.poll() is not None:
-            raise self.failure(f"{self._how_it_ended('ended')} {when}")
+            raise self.failure(f"{self._exit_text('ended')} {when}")
 
-    def _how_it_ended(self, otherwise: str) -> str:
+    def _exit_text(self, otherwise: str) -> str:
         assert self._child is not None
         try:
             code = self._child.wait(timeout=5.0)
@@ -237,7 +235,7 @@ class EngineProcess:
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def failure(self, what: str) -> BackendError:
-        """Kills the child and says what it did, with the end of its log. The log stays on disk."""
+        """Kills the child; returns the error with what it did and the end of its log. The log stays on disk."""
         pid = self._child.pid if self._child is not None else None
         self._kill()
         tail = self._tail()
@@ -262,7 +260,7 @@ class EngineProcess:
             self._socket = None
 
     def close(self) -> None:
-        """Ends the child in order, or by force after a while, and removes its directory. A second call does nothing."""
+        """Shuts the child down, by force if that takes too long; removes its directory. A second call does nothing."""
         if self._child is None:
             return
         try:

@@ -1,10 +1,11 @@
-"""The TensorRT-LLM engine's process: runs alone in TensorRT-LLM's own environment, where this package is `tlt_trtllm`.
+"""The TensorRT-LLM engine's process: runs alone in TensorRT-LLM's own environment, where `backends/`
+is the package `tlt_backends`.
 
     rank (megatron_tlt)                          this process (tensorrt_llm)
     trtllm.TrtllmBackend --- Unix socket --- Host: requests, pushes, sleep --- Ray workers of the engine
 
-It must not import megatron_tlt, whose torch is another one: standard library, tensorrt_llm, and this package's `wire`
-and `trtllm_args`. Python 3.10 must do. One client; when it goes, so does this process. Messages (maps with "type"):
+It must not import megatron_tlt, whose torch is another one: only the standard library, tensorrt_llm, `wire` and
+`args`, all of which run on Python 3.10. One client; when it goes, so does this process. Messages (maps with "type"):
 
 | from the client | answer |
 |---|---|
@@ -35,12 +36,12 @@ from .args import CLASSES, EXTENSION, instantiate
 Message = dict[str, Any]
 _STATS_S = 2.0  # the engine keeps the last 1,000 iterations only
 _STATS_WAIT_S = 0.2
-_END_S = 20.0  # for the engine's own end when nobody waits for it any more
+_END_S = 20.0  # for the engine's shutdown after the client has gone
 _DRAFTING = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")
 
 
 class Host:
-    """One engine and what is asked of it. `send` takes messages for the client."""
+    """One engine and the requests in it. `send` queues messages for the client."""
 
     def __init__(self, send: Callable[[Message], None]):
         self._send = send
@@ -60,7 +61,7 @@ class Host:
 
     @property
     def in_flight(self) -> int:
-        """Requests without an answer: our own count, the engine's may be stale."""
+        """Requests without an answer, counted here: the engine's count may be stale."""
         return len(self._tasks)
 
     @staticmethod
@@ -71,7 +72,7 @@ class Host:
         return str(tensorrt_llm.__version__)
 
     async def handle(self, message: Message) -> Message:
-        """Does what is asked and returns the reply's fields. Raises whatever the engine raises."""
+        """Executes one message and returns the reply's fields. Raises whatever the engine raises."""
         operations = {
             "start": self._start,
             "abort": self._abort,
@@ -116,7 +117,7 @@ class Host:
             self._live[number] = output
             first = (await output).outputs[0]
             answer = {"token_ids": list(first.token_ids), "finish_reason": first.finish_reason}
-        except Exception as error:  # noqa: BLE001 - the client decides: it gets every failure under its request
+        except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its request
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         self._live.pop(number, None)
@@ -154,8 +155,8 @@ class Host:
         return {}
 
     async def _take(self, version: int, entries: Sequence[Message], drafter: bool) -> None:
-        self._must_be_open(version)
-        if drafter:  # held: it must be loaded whole, and after the policy whose embedding it shares
+        self._check_open(version)
+        if drafter:  # kept until the end: it is loaded as a whole, after the policy whose embedding it shares
             self._drafter += entries
         else:
             self._sums |= agreed(
@@ -163,7 +164,7 @@ class Host:
             )
 
     async def _finish_update(self, message: Message) -> Message:
-        self._must_be_open(message["version"])
+        self._check_open(message["version"])
         drafter: dict[str, int] = {}
         await self._llm.update_weights(None)  # finalises the layers and resets the prefix cache
         if self._drafter:
@@ -172,7 +173,7 @@ class Host:
         self._open, self._drafter = None, []
         return {"checksums": self._sums, "drafter_checksums": drafter}
 
-    def _must_be_open(self, version: int) -> None:
+    def _check_open(self, version: int) -> None:
         if self._open != version:
             raise RuntimeError(f"tensors of version {version} came into the push of {self._open}")
 
@@ -191,13 +192,13 @@ class Host:
         return {"totals": totals, "error": self._stats_error}
 
     async def poll_stats(self) -> None:
-        """Adds up what the engine's iterations did since the last look; one that cannot say is not asked again."""
+        """Adds the engine's iteration statistics since the last call to the totals; after an error never again."""
         if self._stats_error is not None:
             return
         async with self._stats_lock:
             try:
                 records = await asyncio.to_thread(self._llm.get_stats, timeout=_STATS_WAIT_S)
-            except Exception as error:  # noqa: BLE001 - figures for people: the reply says that there are none
+            except Exception as error:  # noqa: BLE001 - statistics only: the reply carries the error
                 self._stats_error = f"{type(error).__name__}: {error}"
                 return
             for record in records:
@@ -244,7 +245,7 @@ class Connection:
         self._host = Host(self.send)
 
     def send(self, message: Message) -> None:
-        """Hands a message to the socket; never waits."""
+        """Queues a message on the socket; never waits."""
         self._writer.write(frame(message))
 
     async def receive(self) -> Message:
@@ -256,15 +257,15 @@ class Connection:
             raise EOFError("the client has gone") from error
 
     async def serve(self) -> None:
-        """Until the client asks for the end or goes. Raises WireError."""
+        """Serves messages until the client sends shutdown or disconnects. Raises WireError."""
         engine = self._host.engine_version()
         self.send({"type": "hello", "protocol": PROTOCOL, "engine": engine, "pid": os.getpid()})
         hello = await self.receive()
         if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
-            raise WireError(f"the client says {hello.get('protocol')!r}, protocol {PROTOCOL} is spoken here")
+            raise WireError(f"the client has protocol {hello.get('protocol')!r}, this side has {PROTOCOL}")
         background = [
             asyncio.ensure_future(self._beat(float(hello["heartbeat_s"]))),
-            asyncio.ensure_future(self._look_at_stats()),
+            asyncio.ensure_future(self._poll_stats_regularly()),
         ]
         try:
             while (message := await self.receive())["type"] != "shutdown":
@@ -288,13 +289,13 @@ class Connection:
             return {"type": "error", "call": message["call"], "message": f"{type(error).__name__}: {error}"}
 
     async def _beat(self, every: float) -> None:
-        """From the event loop itself: when that hangs, the beats stop, which is what they are for."""
+        """Sends heartbeats from the event loop itself, so that they stop when it hangs."""
         while True:
             await asyncio.sleep(every)
-            if self._writer.transport.get_write_buffer_size() == 0:  # a client that trains does not read
+            if self._writer.transport.get_write_buffer_size() == 0:  # the client does not read while it trains
                 self.send({"type": "beat", "in_flight": self._host.in_flight})
 
-    async def _look_at_stats(self) -> None:
+    async def _poll_stats_regularly(self) -> None:
         while True:
             await asyncio.sleep(_STATS_S)
             if self._host.in_flight:
@@ -322,7 +323,7 @@ async def _serve(path: str) -> None:
 def main(path: str) -> int:
     """Serves the client that listens at `path`; returns the exit code."""
     end_with_parent(_END_S + 5.0)
-    Host.engine_version()  # imports the engine, which takes long, before anybody waits at the socket
+    Host.engine_version()  # imports the engine, which takes long, before the client waits at the socket
     code = 0
     try:
         asyncio.run(_serve(path))
@@ -332,7 +333,7 @@ def main(path: str) -> int:
         print(f"broken protocol: {error}", file=sys.stderr)
         code = 3
     sys.stderr.flush()
-    os._exit(code)  # threads and actors of the engine must not hold the process
+    os._exit(code)  # threads and actors of the engine must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How tensors reach the engine's process, as configured: GPU memory handles, shared memory, or bytes on the socket.
 
-An entry describes one tensor as plain data (see `trtllm_extension`). A tensor's memory must stay as it is until the
+An entry describes one tensor as plain data (see `extension.py`). A tensor's memory must stay as it is until the
 call that names it has been answered, and of a drafter until the push is finished.
 """
 
@@ -31,7 +31,7 @@ class Transport(Protocol):
     """Carries tensors into the open push."""
 
     def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
-        """Hands over some full tensors; returns when the engine has them. Raises BackendError, SyncError."""
+        """Sends full tensors; returns when the engine has them. Raises BackendError, SyncError."""
 
     def finish(self) -> None:
         """Frees what the engine read from; the push is over."""

@@ -19,7 +19,7 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user of the doctor says about the runs to come."""
+    """Options of `megatron-tlt doctor`: about the runs to come."""
 
     run_dir: Path = Path("runs")
     trtllm_python: str | None = None
@@ -76,12 +76,12 @@ def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
 
 
 def judge_two_ranks(answer: Answer, start: Sequence[str], seconds: float) -> Finding:
-    """`check_two_ranks` from what the ranks said."""
+    """`check_two_ranks` from the output of the ranks."""
     with_ = " ".join(start)
     if answer.code == 0 and SAID in answer.out:
-        said = next(line for line in answer.out.splitlines() if SAID in line)
-        return Finding("two ranks", "ok", f"{said}, {seconds:.1f} s ({with_})")
-    told = [line for line in answer.err.splitlines() if "Error" in line]
-    why = told[-1].strip() if told else last_line(answer.err) or f"exit code {answer.code}"
+        line = next(line for line in answer.out.splitlines() if SAID in line)
+        return Finding("two ranks", "ok", f"{line}, {seconds:.1f} s ({with_})")
+    errors = [line for line in answer.err.splitlines() if "Error" in line]
+    why = errors[-1].strip() if errors else last_line(answer.err) or f"exit code {answer.code}"
     hint = f"run it by hand: {with_} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60"
     return Finding("two ranks", "failed", why, hint)

@@ -29,14 +29,14 @@ def check_gpu() -> Finding:
 
 
 def judge_gpu(answer: Answer, is_there: bool) -> Finding:
-    """`check_gpu` from what `nvidia-smi` said, and whether there is a device file."""
+    """`check_gpu` from the output of `nvidia-smi`, and whether there is a device file."""
     if answer.code != 0:
         status: Status = "failed" if is_there else "absent"
         hint = (
             "load the driver's kernel module (modprobe nvidia), or give the container the GPUs (--gpus all)"
         )
-        said = last_line(answer.err) or last_line(answer.out)
-        return Finding("GPU", status, f"nvidia-smi does not answer: {said}", hint)
+        reason = last_line(answer.err) or last_line(answer.out)
+        return Finding("GPU", status, f"nvidia-smi does not answer: {reason}", hint)
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines() if line.strip()]
     if not rows:
         return Finding("GPU", "absent", "nvidia-smi lists none")
@@ -104,14 +104,14 @@ def check_slurm(family: str | None) -> Finding:
 
 
 def judge_slurm(version: Answer, plugins: Answer, family: str | None, job: str | None) -> Finding:
-    """`check_slurm` from what srun said of itself and of its plugins."""
+    """`check_slurm` from the version and the plugin list that srun prints."""
     if version.code != 0:
         hint = "start slurmctld, or let slurm.conf be found (SLURM_CONF); without Slurm: launch/local.sh"
-        said = f"installed, but srun says: {last_line(version.err) or last_line(version.out)}"
-        return Finding("Slurm", "failed" if job else "warning", said, hint)
-    said = (plugins.out + plugins.err).lower()
+        detail = f"installed, but srun failed: {last_line(version.err) or last_line(version.out)}"
+        return Finding("Slurm", "failed" if job else "warning", detail, hint)
+    listed = (plugins.out + plugins.err).lower()
     wanted = ["pmix"] if family == "Open MPI" else ["pmi2", "pmix"]
-    usable = [name for name in wanted if name in said]
+    usable = [name for name in wanted if name in listed]
     detail = f"{version.out}{f', in job {job}' if job else ''}"
     if not usable:
         hint = f"{family or 'this MPI'} needs the plugin {' or '.join(wanted)}: see srun --mpi=list"

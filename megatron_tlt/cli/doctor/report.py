@@ -43,7 +43,7 @@ def render(findings: Sequence[Finding]) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program said. `code` is None where it could not be run or did not end in time."""
+    """Output of a program. `code` is None where it could not be run or did not end in time."""
 
     code: int | None
     out: str
@@ -51,7 +51,7 @@ class Answer:
 
 
 def ask(command: Sequence[str], timeout_s: float = 30.0, env: dict[str, str] | None = None) -> Answer:
-    """Runs a program and keeps what it says. Raises nothing."""
+    """Runs a program and captures its output. Raises nothing."""
     try:
         done = subprocess.run(
             list(command),

@@ -70,7 +70,7 @@ def check_mpi(mpiexec: str | None) -> Finding:
 
 
 def judge_mpi(library: Answer, mpiexec: str | None, launcher: Answer | None) -> Finding:
-    """`check_mpi` from what mpi4py and the launcher said (each None: there is none)."""
+    """`check_mpi` from the version texts of mpi4py and of the launcher (None: not installed)."""
     if library.code != 0 or len(library.out.splitlines()) < 2:
         hint = "pip install mpi4py and either pip install mpich, or load the site's MPI (module load)"
         return Finding("MPI", "failed", f"mpi4py does not load: {last_line(library.err)}", hint)
@@ -91,7 +91,7 @@ def judge_mpi(library: Answer, mpiexec: str | None, launcher: Answer | None) -> 
 
 
 def mpi_family(text: str) -> str | None:
-    """Whose MPI says this of itself; Open MPI first, as its texts mention others."""
+    """The MPI implementation that a version text names; Open MPI first, as its texts mention others."""
     low = text.lower()
     return next((name for name, marks in _FAMILIES if any(mark in low for mark in marks)), None)
 
@@ -165,7 +165,7 @@ def check_trtllm(python: str | None) -> Finding:
     name = "TensorRT-LLM"
     if python is None:
         return Finding(
-            name, "absent", "not asked for (--trtllm-python); needed by rollout.backend=trtllm only"
+            name, "absent", "not looked for (--trtllm-python); needed by rollout.backend=trtllm only"
         )
     code = "from importlib.metadata import version as v; print('TensorRT-LLM', v('tensorrt_llm'), 'ray', v('ray'))"
     answer = ask([python, "-c", code], timeout_s=120)

@@ -1,4 +1,4 @@
-"""Cross-checks of the rollout backend: what its kind of engine cannot do must not be asked for."""
+"""Cross-checks of the rollout backend: settings that its kind of engine does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 
 def check_backend(config: Config, device: str | None) -> Problems:
-    """What this configuration asks of its rollout engine beyond its `BackendCapabilities`, and its own settings."""
+    """Settings beyond the engine's `BackendCapabilities`, and wrong settings of TensorRT-LLM's own section."""
     yield from _check_sampling(config)
     yield from _check_drafting(config)
     can, rollout = CAPABILITIES[config.rollout.backend], config.rollout

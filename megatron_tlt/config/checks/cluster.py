@@ -1,6 +1,6 @@
 """Cross-checks that need no weights: does the layout fit the world, the model and the data?
 
-Every check yields all its problems; nothing raises until the caller asks (`raise_problems`). The model comes
+Every check yields all its problems; nothing raises but `raise_problems`. The model comes
 as an `interfaces.ModelShape`, so that this floor knows no model code; None skips the checks that need it.
 """
 
@@ -29,7 +29,7 @@ def check_config(
 ) -> list[ConfigProblem]:
     """All problems of an RL run on `num_ranks` ranks; an empty list means it can run.
 
-    `device` is what the ranks will really use (None: what the config says, if it says); `max_positions` the
+    `device` is what the ranks will use (None: `distributed.device`, unknown if that is auto); `max_positions` the
     longest context the model was made for, in tokens.
     """
     device = resolve_device(config, device)
@@ -80,9 +80,9 @@ def raise_problems(problems: list[ConfigProblem]) -> None:
 
 
 def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:
-    """The device to check for: what the caller knows, else what the config says; None when nobody says."""
-    said = config.distributed.device
-    return device if device is not None or said == "auto" else said
+    """The device to check for: the caller's, else the configured one; None where that is auto."""
+    configured = config.distributed.device
+    return device if device is not None or configured == "auto" else configured
 
 
 def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
@@ -199,7 +199,7 @@ def longest_request(config: Config) -> int:
 
 
 def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
-    """Training the drafter needs one that can be trained, somebody to wait for, and room for what it trains on."""
+    """Training the drafter needs a trainable drafter, at least two replicas, and room for hidden states."""
     if config.idle.work_stealing and config.rollout.tp > 1:
         allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"
         yield ConfigProblem("idle.work_stealing", True, allowed)
@@ -213,7 +213,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         yield ConfigProblem("idle.train_drafter", True, allowed)
     elif num_ranks // config.rollout.tp == 1 and section.drafter_path is None:
         allowed = (
-            "is required with one rollout replica: it waits for nobody, so random weights would stay random (or "
+            "is required with one rollout replica: it has no idle time, so random weights would stay random (or "
             "rollout.speculation.drafter=suffix or none, with idle.train_drafter=false)"
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)

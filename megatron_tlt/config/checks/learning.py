@@ -50,10 +50,10 @@ def check_data(config: Config) -> Problems:
         return
     yield from _check_source("data.eval", held_out)
     if train.kind == "tasks" and held_out == train:
-        allowed = "must differ from data.train.seed, or evaluation asks the training questions"
+        allowed = "must differ from data.train.seed, or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.seed", held_out.seed, allowed)
     if train.kind != "tasks" and train.path is not None and held_out.path == train.path:
-        allowed = "must differ from data.train.path, or evaluation asks the training questions"
+        allowed = "must differ from data.train.path, or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.path", held_out.path, allowed)
 
 

@@ -257,7 +257,7 @@ def _rollout_parts(config: Config, shape: ModelShape, count: int, device: Device
 def check_memory(
     config: Config | SftConfig, shape: ModelShape, num_ranks: int, device: Device | None = None
 ) -> list[ConfigProblem]:
-    """A problem for the fullest stage, if the config says how much memory a rank has and it needs more."""
+    """A problem for the fullest stage, if `cluster.memory_gib` is set and a rank needs more."""
     limit = config.cluster.memory_gib
     if limit is None:
         return []

@@ -52,8 +52,7 @@ def render_check(
 ) -> str:
     """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `find_problems`).
 
-    Without a shape (no model directory, no `model.architecture`) the memory table says that it cannot be
-    given.
+    Without a shape (no model directory, no `model.architecture`) the memory table is replaced by a note.
     """
     shape = shape if shape is not None else config.model.architecture
     dims = Dims.fit(num_ranks, tp=config.actor.tp, pp=config.actor.pp, cp=config.actor.cp)

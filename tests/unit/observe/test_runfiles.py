@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.events import EventLog, events_path
-from megatron_tlt.observe.runfiles import chosen_steps, ranks_of, read_run, step_rows
+from megatron_tlt.observe.events import EventLog
+from megatron_tlt.observe.runfiles import chosen_steps, ranks_of, read_run
 from tests.helpers.synthetic_run import write_run
 
 
@@ -29,7 +31,14 @@ def test_a_run_in_progress_with_torn_lines(tmp_path):
     (folder / "summary.json").write_text('{"half')
     run = read_run(folder)
     assert run.last_step == 2 and not run.is_finished and run.summary is None
-    assert step_rows(events_path(folder, 1), {1})[1]
+    assert run.events_of_steps(1, {1})[1]
+    assert [Path(warning.partition(":")[0]).name for warning in run.warnings] == [
+        "rank-00001.jsonl",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "samples.jsonl",
+        "summary.json",
+    ]
 
 
 def test_a_summary_of_before_a_resume_is_not_the_end(tmp_path):
@@ -53,7 +62,7 @@ def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
             for step in steps:
                 log.instant(f"{turn} a", step)
                 log.instant(f"{turn} b", step)
-    found = step_rows(events_path(tmp_path, 0), {0, 2, 3})
+    found = read_run(tmp_path).events_of_steps(0, {0, 2, 3})
     names = {step: [row["name"] for row in rows] for step, rows in found.items()}
     assert names == {0: ["first a", "first b"], 2: ["second a", "second b"], 3: ["second a", "second b"]}
     assert ranks_of(tmp_path) == [0]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.events import EventLog, events_path, read_events
-from megatron_tlt.observe.timeline import nested, write_timeline
+from megatron_tlt.observe.runfiles import read_run
+from megatron_tlt.observe.timeline import one_after_the_other, write_timeline
 from tests.helpers.synthetic_run import write_run
 
 METADATA = {"process_name", "process_sort_index", "thread_name"}
 
 
 def check(trace: dict) -> None:
-    """The rules for the kinds of event that are used: required fields, types, and nesting on every thread."""
+    """The rules for the kinds of event that are used: required fields, types, and order on every thread."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    stacks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         assert event["ph"] in "MXCi" and isinstance(event["name"], str) and isinstance(event["pid"], int)
         if event["ph"] == "M":
@@ -34,14 +36,10 @@ def check(trace: dict) -> None:
             assert event["s"] in "gpt"
         else:
             assert event["dur"] >= 0
-            stacks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for slices in stacks.values():
-        open_ends: list[int] = []
-        for start, end in sorted(slices, key=lambda s: (s[0], -s[1])):
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1], "slices of one thread nest or follow each other"
-            open_ends.append(end)
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for slices in threads.values():
+        for (_, end), (start, _) in pairwise(sorted(slices)):
+            assert end <= start, "slices of one thread follow each other"
 
 
 def read(path) -> dict:
@@ -50,7 +48,7 @@ def read(path) -> dict:
 
 def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
     folder = write_run(tmp_path / "r", ranks=3, steps=4)
-    count = write_timeline(folder, tmp_path / "t.json.gz")
+    count = write_timeline(read_run(folder), tmp_path / "t.json.gz")
     trace = read(tmp_path / "t.json.gz")
     check(trace)
     assert count == len(trace["traceEvents"])
@@ -77,51 +75,49 @@ def test_real_event_logs_follow_the_rules(tmp_path):
         with EventLog(tmp_path, rank) as log:
             for step in range(3):
                 log.enter("rollout", step)
-                with log.span("rollout", step), log.span("inner", step):
+                with log.span("rollout", step):
                     log.running(step, 1, 2, 3)
                 with log.span("idle", step):
                     log.instant("push", step, version=1)
                 log.end_step()
-    write_timeline(tmp_path, tmp_path / "t.json")
+    write_timeline(read_run(tmp_path), tmp_path / "t.json")
     trace = json.loads((tmp_path / "t.json").read_text())
     check(trace)
-    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 2 * 3 * 3
+    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 2 * 3 * 2
 
 
 def test_steps_and_ranks_can_be_chosen(tmp_path):
     folder = write_run(tmp_path / "r", ranks=4, steps=5)
-    write_timeline(folder, tmp_path / "t.json.gz", steps={2, 3}, ranks={1, 3, 99})
+    write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={2, 3}, ranks={1, 3, 99})
     trace = read(tmp_path / "t.json.gz")
     check(trace)
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in slices} == {1, 3} and {e["args"]["step"] for e in slices} == {2, 3}
     with pytest.raises(ConfigError, match="--ranks"):
-        write_timeline(folder, tmp_path / "t.json.gz", ranks={9})
-    with pytest.raises(ConfigError, match=r"--steps = '7-8': must be among the run's steps: 1 to 5"):
-        write_timeline(folder, tmp_path / "t.json.gz", steps={7, 8})
-    write_timeline(folder, tmp_path / "t.json.gz", steps={6})  # may have begun
+        write_timeline(read_run(folder), tmp_path / "t.json.gz", ranks={9})
+    with pytest.raises(ConfigError, match=r"--steps = '7, 8': must be among the run's steps: 1 to 5"):
+        write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={7, 8})
+    write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={6})  # may have begun
 
 
-def test_a_torn_log_and_a_run_in_progress(tmp_path):
+def test_torn_logs_are_named_and_unreadable_ones_are_an_error(tmp_path):
     folder = write_run(
         tmp_path / "r", steps=2, num_steps=5, speculation=False, idle_training=False, evals=False
     )
     with events_path(folder, 0).open("a") as file:
         file.write('{"ts": 12')
-    write_timeline(folder, tmp_path / "t.json.gz")
+    run = read_run(folder)
+    write_timeline(run, tmp_path / "t.json.gz")
     check(read(tmp_path / "t.json.gz"))
+    last = len(events_path(folder, 0).read_text().splitlines())
+    assert run.warnings == [f"{events_path(folder, 0)}: skipped 1 line that cannot be read: {last}"]
+    for rank in range(2):
+        events_path(folder, rank).write_bytes(b"\x00\xff\n{}\n")
+    with pytest.raises(ConfigError, match=r"no event could be read: .*rank-00000.*skipped 2 lines"):
+        write_timeline(read_run(folder), tmp_path / "none.json")
+    assert not (tmp_path / "none.json").exists()
 
 
-def test_slices_that_reach_a_little_into_the_next_are_cut():
-    def slice_(ts, dur):
-        return {"ts": ts, "dur": dur}
-
-    assert nested([slice_(10, 5), slice_(0, 11)]) == [slice_(0, 10), slice_(10, 5)]
-    assert nested([slice_(0, 20), slice_(5, 3)]) == [slice_(0, 20), slice_(5, 3)]
-    # A slice of no length between two others, and an inner slice that ends too late.
-    assert nested([slice_(0, 11), slice_(10, 0), slice_(10, 9)]) == [
-        slice_(0, 10),
-        slice_(10, 9),
-        slice_(10, 0),
-    ]
-    assert nested([slice_(0, 9000), slice_(500, 8501)]) == [slice_(0, 9000), slice_(500, 8500)]
+def test_slices_that_reach_into_the_next_are_cut():
+    slices = [{"ts": ts, "dur": dur} for ts, dur in ((10, 9), (0, 11), (10, 0))]
+    assert [tuple(s.values()) for s in one_after_the_other(slices)] == [(0, 10), (10, 0), (10, 9)]

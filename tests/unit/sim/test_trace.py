@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.rollouts import RolloutLog, own_figures
+from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.observe.rollouts import combined_figures, own_figures
 from megatron_tlt.sim.trace import Lengths, quantiles_of
 from megatron_tlt.types import EngineStats, Prompt, Sample, SampleGroup
 from tests.helpers.sim import sim_config
@@ -107,9 +108,9 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
 
 
 def test_a_histogram_of_a_run_is_no_list_of_lengths(tmp_path):
-    log = RolloutLog(tmp_path, 0)
+    log = StepFile(tmp_path / "rollouts.jsonl")
     group = SampleGroup(Prompt(0, "", (1,), ""), [Sample(0, 0, [1] * 300, [], "", "stop", 0)])
-    log.log(1, [own_figures(EngineStats(), [group], 300)])
+    log.write(1, combined_figures([own_figures(EngineStats(), [group], 300)]))
     log.close()
     with pytest.raises(ConfigError) as caught:
         quantiles_of(from_path(tmp_path / "rollouts.jsonl"))

@@ -97,7 +97,7 @@ def test_answers_that_nobody_trains_on_are_remembered_too() -> None:
         "policy": SimpleNamespace(dims=Dims()),
         "backend": backend,
         "upkeep": Upkeep(),
-        "observer": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
+        "metrics": SimpleNamespace(on_rollout=None, span=lambda *_: nullcontext()),
         "rollout_cache": NoRolloutCache(backend, SamplingParams(), 2),  # type: ignore[arg-type]
     }
     others = dict.fromkeys(("evaluator", "checkpoints"))
@@ -127,7 +127,7 @@ def test_answers_of_an_engine_without_log_probs_are_scored_by_the_actor() -> Non
         group = SampleGroup(PROMPTS[1], [Sample(1, 0, [7], [], "", "stop", 0)])
         parts = [[make_sequence(group, group.samples[0])], [make_sequence(group, group.samples[0])]]
         others = dict.fromkeys(
-            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "observer", "rollout_cache")
+            ("prompts", "rewards", "algorithm", "upkeep", "evaluator", "checkpoints", "metrics", "rollout_cache")
         )
         trainer = RLTrainer(
             config,

@@ -94,7 +94,7 @@ def test_what_is_wrong_is_said_and_no_process_stays(
 ) -> None:
     with pytest.raises(error, match=message):
         build_trtllm(*settings(tmp_path, **fields), SyncSection(), device="cpu")
-    assert not any(process.alive for process in started)
+    assert not any(process.is_alive for process in started)
 
 
 def test_a_drafters_names_are_its_files_without_the_embedding(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_renamed_name_is_noticed(path: Path, used: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_what_must_be_among_the_used_names(path: Path) -> None:
-    """So that the mutations cannot become few without a word."""
+    """So that the mutations cannot become few without a message."""
     used = {p.values[1] for p in MUTATIONS if p.values[0] == path}
     eagle = "EagleDecodingConfig" if path.stem.startswith("1.2") else "Eagle3DecodingConfig"
     assert {

@@ -51,22 +51,22 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x00\x00\x00\x05hello", "sent no message of ours"),
-        (b"GET / HTTP/1.1\r\n\r\n", "sent no message of ours: a message of 1195725856 bytes was announced"),
+        (b"\x00\x00\x00\x05hello", "sent no valid message"),
+        (b"GET / HTTP/1.1\r\n\r\n", "sent no valid message: a message of 1195725856 bytes was announced"),
         (struct.pack(">I", MAX_MESSAGE + 1), f"a message of {MAX_MESSAGE + 1} bytes was announced"),
         (
             frame({**HELLO, "protocol": PROTOCOL + 1}),
-            f"speaks protocol {PROTOCOL + 1}, {PROTOCOL} is spoken here",
+            f"has protocol {PROTOCOL + 1}, this side has {PROTOCOL}",
         ),
-        (frame({"type": "hello"}), "speaks protocol None"),
+        (frame({"type": "hello"}), "has protocol None"),
         (
             frame({**HELLO, "engine": "1.3.0rc27"}),
             "is TensorRT-LLM 1.3.0rc27, rollout.trtllm.version is 1.2.1",
         ),
-        (frame({**HELLO, "type": "answer"}), "speaks protocol"),
+        (frame({**HELLO, "type": "answer"}), "has protocol"),
     ],
 )
-def test_a_child_that_says_something_else_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
+def test_a_child_with_a_wrong_hello_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
     started = time.monotonic()
     with pytest.raises(BackendError) as caught:
         EngineProcess(section(child(tmp_path, data)))
@@ -85,15 +85,15 @@ def test_a_child_that_says_something_else_is_killed(tmp_path: Path, data: bytes,
         (frame({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
         (frame({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
         (frame({"type": "surprise"}), "sent 'surprise'"),
-        (b"", "gave no sign of life for 1 s"),
+        (b"", "sent no heartbeat for 1 s"),
     ],
 )
 def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
     process = EngineProcess(section(child(tmp_path, frame(HELLO) + after), silence_s=1.0))
     with pytest.raises(BackendError, match=message):
         process.call("stats")
-    assert not process.alive
-    with pytest.raises(BackendError, match="given up"):
+    assert not process.is_alive
+    with pytest.raises(BackendError, match="killed or closed"):
         process.call("stats")
 
 
@@ -107,13 +107,13 @@ def test_a_child_that_hangs_up_is_reported_with_its_exit_code(tmp_path: Path) ->
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(
-        BackendError, match=r"(?s)ended with exit code 7 before it said hello.*no engine here"
+        BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"
     ):
         EngineProcess(section(python_with(tmp_path, "echo no engine here; exit 7")))
 
 
 def test_a_child_that_never_connects(tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match=r"did not say hello within 0\.5 s"):
+    with pytest.raises(BackendError, match=r"sent no hello within 0\.5 s"):
         EngineProcess(section(python_with(tmp_path, "exec sleep 60"), start_s=0.5))
 
 
@@ -124,7 +124,7 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
 
 def test_an_environment_without_tensorrt_llm_says_so() -> None:
     with pytest.raises(
-        BackendError, match=r"(?s)exit code 1 before it said hello.*No module named 'tensorrt_llm'"
+        BackendError, match=r"(?s)exit code 1 before its hello.*No module named 'tensorrt_llm'"
     ):
         EngineProcess(section(sys.executable))
 
@@ -133,7 +133,7 @@ def test_a_message_too_long_is_not_sent(tmp_path: Path) -> None:
     process = EngineProcess(section(child(tmp_path, frame(HELLO))))
     with pytest.raises(WireError, match="at most"):
         process.call("part", data=bytes(MAX_MESSAGE + 1))
-    assert process.alive
+    assert process.is_alive
     os.killpg(process.pid, signal.SIGKILL)
     process.close()
 
@@ -153,7 +153,7 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     ("data", "code", "log"),
     [
         (b"\xff\xff\xff\xffgarbage", 3, "broken protocol: a message of 4294967295 bytes was announced"),
-        (frame({"type": "hello", "protocol": 99}), 3, "broken protocol: the client says 99"),
+        (frame({"type": "hello", "protocol": 99}), 3, "broken protocol: the client has protocol 99"),
         (b"\x00\x00\x00\x01\xc1", 3, "a payload that is no message"),
         (b"", 2, ""),
     ],

@@ -1,0 +1,224 @@
+"""Metrics and events of a run: gathers the ranks' figures once a step and writes them through `observe/`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.observe.curves import curve_attrs
+from megatron_tlt.observe.events import EventLog
+from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.observe.log import enter_phase
+from megatron_tlt.observe.memory import PhasePeaks
+from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
+from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, combined_figures, own_figures
+from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
+from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.trainer.evaluation import EvalResult
+    from megatron_tlt.types import EngineStats, SampleGroup
+
+_COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
+_SUMMED = (
+    "engine/generated_tokens",
+    "idle/seconds",
+    "idle/recovered_seconds",
+    "drafter/steps",
+    "idle/stolen_requests",
+)
+_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
+
+
+class RunMetrics:
+    """Events, metrics, samples and progress display of one rank."""
+
+    def __init__(self, config: Config, world: World, drafts_of: DraftsOf | None = None):
+        """`drafts_of` returns what this rank's engine drafted for a sample, for samples.jsonl."""
+        self._config, self._world, self._drafts_of = config, world, drafts_of
+        self._run_dir = Path(config.train.run_dir)
+        self._events = EventLog(self._run_dir, world.rank)
+        self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
+        self._peaks = PhasePeaks.of(world.device)
+        self._metrics: MetricsLogger | None = None
+        self._samples: StepFile | None = None
+        self._rollouts: StepFile | None = None
+        self._first_step = 0
+        self._started = time.perf_counter()
+        self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
+        self._accept_lengths: list[float] = []
+
+    def start(self, steps_done: int) -> None:
+        """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
+        section = self._config.observe
+        dump = self._config.model_dump(mode="json")
+        self._metrics = MetricsLogger(self._run_dir, section, self._world.rank, steps_done, dump)
+        if self._world.is_main:
+            self._rollouts = StepFile(self._run_dir / ROLLOUTS_FILE, steps_done)
+            if section.samples_per_step:
+                self._samples = StepFile(self._run_dir / SAMPLES_FILE, steps_done)
+        self._first_step, self._started = steps_done, time.perf_counter()
+        if steps_done:
+            self._progress.note(f"resumed after step {steps_done}")
+
+    @contextmanager
+    def span(self, name: str, step: int) -> Iterator[dict[str, Any]]:
+        """Times a phase and measures its memory; log lines and the progress display name it."""
+        enter_phase(name, step)
+        self._progress.phase(name, step)
+        if self._config.observe.live:
+            self._events.enter(name, step)
+        with self._peaks.phase(name), self._events.span(name, step) as attrs:
+            yield attrs
+
+    def state(self, name: str, started: float, seconds: float) -> None:
+        """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
+        self._events.state(name, self._world.step, started, seconds)
+
+    def on_rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
+        """Progress of this rank's engine: requests, and tokens since the rollout began."""
+        self._progress.rollout(running, waiting, generated_tokens)
+        if self._config.observe.live:
+            self._events.running(self._world.step, running, waiting, generated_tokens)
+
+    def note(self, text: str) -> None:
+        """A line of the progress display (rank 0)."""
+        self._progress.note(text)
+
+    def log(
+        self,
+        step: int,
+        seconds: float,
+        metrics: Mapping[str, float],
+        stats: EngineStats,
+        groups: Sequence[SampleGroup],
+        mine: Mapping[str, float] | None = None,
+    ) -> None:
+        """Writes everything of one step. Collective: phase times, engine counters and `mine` are gathered here.
+
+        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's figures,
+        see `combined`.
+        """
+        curve = curve_attrs(stats)
+        if curve is not None:
+            self._events.instant("curve", step - 1, **curve)
+        phases = self._events.end_step()
+        of_rank = {**(mine or {}), **self._peaks.take(), **_counters(stats)}
+        figures = own_figures(stats, groups, self._config.rollout.max_tokens)
+        gathered = self._world.all_gather_object((phases, of_rank, figures))
+        all_phases = [rank_phases for rank_phases, _, _ in gathered]
+        row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+        row |= _phase_times(all_phases) | combined([own for _, own, _ in gathered])
+        tokens = row["engine/generated_tokens"]
+        wall = max(rank_phases.get("rollout", 0.0) for rank_phases in all_phases)
+        row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
+        row |= _acceptance(row)
+        for name in _SUMMED:
+            self._totals[name] += row.get(name, 0.0)
+        if "spec/accept_length" in row:
+            self._accept_lengths.append(row["spec/accept_length"])
+        if self._metrics is not None:
+            self._metrics.log(step, row)
+        if self._rollouts is not None:
+            self._rollouts.write(step, combined_figures([rank_figures for *_, rank_figures in gathered]))
+        if self._samples is not None:
+            rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
+            self._samples.write(step, *rows)
+        self._progress.step_done(step, seconds, int(tokens), row)
+
+    def log_eval(self, result: EvalResult) -> None:
+        """Writes an evaluation, beside the metrics of its step."""
+        if self._metrics is not None:
+            bins = zip(pairwise(result.histogram_edges), result.histogram_counts, strict=True)
+            lengths = [(low + high) / 2 for (low, high), count in bins for _ in range(count)]
+            self._metrics.log(result.step, result.metrics(), {"eval/length": lengths})
+        shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
+        self._progress.note(
+            f"evaluation after step {result.step}: {shown} (± {result.stderr:.3f}, {result.num_prompts} prompts), "
+            f"length {result.mean_length:.0f}, truncated {result.truncated:.1%}"
+        )
+
+    def finish(self, evaluations: Sequence[EvalResult], checkpoint: Path | None) -> None:
+        """Prints the final tables and writes summary.json. Collective."""
+        seconds = time.perf_counter() - self._started
+        phases = self._world.all_gather_object(dict(self._events.phase_totals))
+        self._progress.close()
+        if not self._world.is_main:
+            return
+        accuracies = [Accuracy(e.step, e.pass_at[1], e.stderr, e.num_prompts) for e in evaluations]
+        paths = {"metrics": self._run_dir / METRICS_FILE, "events": self._run_dir / "events"}
+        if self._config.observe.tensorboard:
+            paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR
+        if checkpoint is not None:
+            paths["checkpoint"] = checkpoint
+        tokens, idle, recovered, drafter_steps, stolen = (self._totals[name] for name in _SUMMED)
+        summary = RunSummary(
+            num_steps=self._config.train.num_steps - self._first_step,
+            seconds=seconds,
+            phases=phases[0],
+            generated_tokens=int(tokens),
+            rollout_seconds=phases[0].get("rollout", 0.0) + phases[0].get("idle", 0.0),
+            idle_fractions=[of_rank.get("idle", 0.0) / seconds for of_rank in phases],
+            idle_seconds=idle,
+            recovered_seconds=recovered,
+            drafter_steps=int(drafter_steps),
+            stolen_requests=int(stolen),
+            accept_lengths=self._accept_lengths,
+            before=accuracies[0] if accuracies else None,
+            after=accuracies[-1] if accuracies else None,
+            paths={name: str(path) for name, path in paths.items()},
+        )
+        write_summary(summary, self._run_dir)
+        print_summary(summary)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for part in (self._events, self._metrics, self._samples, self._rollouts):
+            if part is not None:
+                part.close()
+
+
+def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of all ranks as one: maxima of names in _max and _peak_mib, means of those in _mean, else sums."""
+    result = {}
+    for name in sorted({name for figures in ranks for name in figures}):
+        values = [figures[name] for figures in ranks if name in figures]
+        if name.endswith(("_max", "_peak_mib")):
+            result[name] = max(values)
+        else:
+            result[name] = sum(values) / (len(values) if name.endswith("_mean") else 1)
+    return result
+
+
+def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of the phases, means over the ranks, and each rank's idle seconds."""
+    names = sorted({name for phases in ranks for name in phases})
+    times = {f"time/{name}": sum(p.get(name, 0.0) for p in ranks) / len(ranks) for name in names}
+    return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
+
+
+def _counters(stats: EngineStats) -> dict[str, float]:
+    counters = {f"engine/{name}": float(getattr(stats, name)) for name in _COUNTERS}
+    return counters | {
+        f"engine/spec_{name}": float(getattr(stats.speculation, name)) for name in _SPEC_COUNTERS
+    }
+
+
+def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
+    """Acceptance in this step, over all ranks; nothing where no step was speculative."""
+    rows, drafted = row["engine/spec_row_steps"], row["engine/spec_drafted_tokens"]
+    if not rows:
+        return {}
+    emitted = row["engine/spec_emitted_tokens"]
+    return {
+        "spec/accept_length": emitted / rows,
+        "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
+        "spec/share": emitted / max(1.0, row["engine/generated_tokens"]),
+    }
