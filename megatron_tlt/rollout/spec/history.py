@@ -1,7 +1,7 @@
-"""What was answered before: the suffix drafter's material from earlier visits of a question, in bounded memory.
+"""Earlier answers to each question, for the suffix drafter and to expect lengths, in bounded memory.
 
-Answers come in with their scores once a step is judged, of all ranks in one order, so that every rank holds the same
-history and a question's next visit may come to any of them.
+Scored answers of all ranks are added in one order, so that every rank holds the same history and a question's next
+visit may come to any of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class _Question:
 
 
 class AnswerHistory:
-    """Of each question the best answers of its latest visits. The questions told of longest ago are forgotten first."""
+    """Of each question the best answers of its latest visits. Questions updated longest ago are dropped first."""
 
     def __init__(self, epochs: int, answers: int, mib: int):
         """At most `answers` answers of a question, from its last `epochs` visits; at most `mib` MiB in all.
@@ -35,12 +35,8 @@ class AnswerHistory:
         With `answers` 0 only lengths are kept.
         """
         self._epochs, self._answers, self._most_bytes = epochs, answers, mib << 20
-        self._questions: OrderedDict[str, _Question] = OrderedDict()  # told of longest ago first
+        self._questions: OrderedDict[str, _Question] = OrderedDict()  # updated longest ago first
         self._bytes = 0
-
-    def __len__(self) -> int:
-        """Questions that something is known of."""
-        return len(self._questions)
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +48,7 @@ class AnswerHistory:
         by_question: dict[str, list[PastAnswer]] = {}
         for answer in answers:
             if answer.dataset_id and self._epochs > 0:
-                by_question.setdefault(answer.dataset_id, []).append(answer)
+                by_question.setdefault(answer.dataset_id, []).append(_copy(answer))
         for name, new in by_question.items():
             old = self._forget(name)
             everything = new + (old.answers if old is not None else [])
@@ -60,8 +56,8 @@ class AnswerHistory:
             latest = [len(a.token_ids) for a in new if a.visit == visits[-1]]
             mean = sum(latest) / len(latest) if latest else (old.mean_length if old is not None else 0.0)
             kept = [a for a in everything if a.visit in visits]
-            kept.sort(key=_by_worth)  # stable: equals stay in the order they were told in
-            self._keep(name, [_own(a) for a in kept[: self._answers]], mean)
+            kept.sort(key=_worst_last)  # stable: equals stay in the order given
+            self._keep(name, kept[: self._answers], mean)
         while self._bytes > self._most_bytes:
             self._forget(next(iter(self._questions)))
 
@@ -76,9 +72,9 @@ class AnswerHistory:
         return question.mean_length if question is not None else None
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts with the longest expected answers first: started late, one long answer alone would hold everybody up.
+        """Prompts with the longest expected answers first: a long answer started late would run alone at the end.
 
-        Equals stay in their order; prompts never seen before are taken for average.
+        Equals stay in their order; prompts never seen before are expected to be average.
         """
         lengths = [self.expected_length(p.dataset_id) for p in prompts]
         known = [n for n in lengths if n is not None]
@@ -89,8 +85,7 @@ class AnswerHistory:
     def state_dict(self) -> dict[str, Any]:
         """Expected lengths by question, JSON-able: a resumed run must start its prompts in the same order.
 
-        The answers are left out. They only make drafts better, come again with the next visits, and would fill
-        the manifest of every checkpoint.
+        The answers are left out: they only make drafts better, and would fill the manifest of every checkpoint.
         """
         return {"mean_lengths": {name: q.mean_length for name, q in self._questions.items()}}
 
@@ -112,14 +107,11 @@ class AnswerHistory:
         return question
 
 
-def _by_worth(answer: PastAnswer) -> tuple[float, int]:
-    score = answer.score if not math.isnan(answer.score) else -math.inf
-    return -score, -answer.visit
+def _worst_last(answer: PastAnswer) -> tuple[float, int]:
+    """Sorting key: better scores first, then later visits."""
+    return math.inf if math.isnan(answer.score) else -answer.score, -answer.visit
 
 
-def _own(answer: PastAnswer) -> PastAnswer:
-    """An answer that holds no larger array alive than its own tokens."""
-    tokens = np.asarray(answer.token_ids, np.int32)
-    if tokens.base is not None:
-        tokens = tokens.copy()
-    return PastAnswer(answer.dataset_id, tokens, answer.score, answer.visit)
+def _copy(answer: PastAnswer) -> PastAnswer:
+    """The same with tokens of its own: they may be a view of a larger array, which must not be kept."""
+    return replace(answer, token_ids=np.array(answer.token_ids, np.int32))

@@ -1,11 +1,10 @@
-"""Suffix and eagle together: each request takes the proposal from which it may expect more.
+"""Suffix and eagle together: each request takes the draft of which more tokens are expected to be emitted.
 
-The suffix draft costs next to nothing, so it is made first, for every row. The eagle drafter is then asked only for
-the rows where it is likely to do clearly better, judged by what its own drafts of that request promised lately.
-Whether that pays in time is not judged here: a selector that measures it may ask for one part alone, by the
-strategy's kind ("suffix" or "eagle").
+The suffix draft costs next to nothing, so it is made first, for every row. The eagle drafter drafts only for the rows
+where it is likely to do clearly better, judged by the value of its own latest drafts of that request. Whether that pays
+in time is not judged here: a selector that measures it may choose the eagle part alone, by the strategy's kind.
 
-A draft's promise is in tokens: the sum of its nodes' cumulative acceptances, each less what its row costs.
+A draft's value is in tokens: the sum of its nodes' cumulative acceptances, each less the strategy's minimum.
 Legend: B rows, N nodes.
 """
 
@@ -24,9 +23,9 @@ from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy
 
 SUFFIX, EAGLE = 0, 1
-_MEMORY = 0.8  # of a request's running mean
-_DRAFT_SHARE = 0.25  # of a step's tokens that an eagle draft must promise more, to be worth its call
-_EXPLORE = 128  # proposals after which the eagle drafter is asked whatever it promised
+_MEMORY = 0.8  # weight of the past in a request's running mean value of eagle drafts
+_DRAFT_SHARE = 0.25  # of a step's tokens that an eagle draft must gain, to be worth its call
+_EXPLORE = 128  # proposals after which the eagle drafter drafts whatever its value was
 
 
 class HybridDrafter:
@@ -37,18 +36,18 @@ class HybridDrafter:
     def __init__(self, suffix: SuffixDrafter, eagle: EagleDrafter, slots: int):
         """For requests in `slots` slots."""
         self.suffix, self.eagle = suffix, eagle
-        self._promise = np.full(slots, 4.0, np.float32)  # of an eagle draft, by slot
-        self._usual = 4.0
-        self._unasked = 0  # proposals since the last eagle call
+        self._value = np.full(slots, 4.0, np.float32)  # of an eagle draft, by slot
+        self._mean_value = 4.0  # of all requests: what a new one starts from
+        self._since_eagle = 0  # proposals since the last eagle draft
 
     def start(self, request: Request) -> None:
         """See `Drafter.start`."""
-        self._promise[request.slot] = self._usual
+        self._value[request.slot] = self._mean_value
         self.suffix.start(request)
         self.eagle.start(request)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.sync_context`. Nobody reads the tries while the eagle part drafts alone."""
+        """See `Drafter.sync_context`. The tries are not read while the eagle part drafts alone."""
         if strategy.kind != "eagle":
             self.suffix.sync_context(rows, strategy)
 
@@ -72,101 +71,81 @@ class HybridDrafter:
         self.eagle.load_state_dict(state["eagle"])
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`. A strategy of kind "suffix" or "eagle" asks that part for all rows."""
+        """See `Drafter.propose`. With a strategy of kind "eagle" that part drafts for all rows."""
         count = rows.num_rows
         if strategy.kind == "eagle":
             draft = self.eagle.propose(rows, lengths, strategy)
             draft.source = np.full(count, EAGLE, np.int8)
             return draft
-        first = self.suffix.propose(rows, lengths, strategy)
-        if strategy.kind == "suffix":
-            first.source = np.full(count, SUFFIX, np.int8)
-            return first
-        row_of = np.repeat(np.arange(count), first.counts)
-        price = strategy.min_cumulative_acceptance
-        expected = _promised(first, row_of, price, count)
-        ask = self._ask(rows.slots[:count], lengths, expected)
-        if not ask.any():
-            first.source = np.full(count, SUFFIX, np.int8)
-            return first
-        second = self.eagle.propose(rows, np.where(ask, lengths, 0).astype(np.int32), strategy)
-        row_of_second = np.repeat(np.arange(count), second.counts)
-        promised = _promised(second, row_of_second, price, count)
-        asked = rows.slots[:count][ask]
-        self._promise[asked] = _MEMORY * self._promise[asked] + (1 - _MEMORY) * promised[ask]
-        self._usual = 0.99 * self._usual + 0.01 * float(promised[ask].mean())
-        # It may have promised less than was hoped: then the suffix draft is still there.
-        use = ask & (promised > expected)
-        return _merge(first, second, row_of, row_of_second, use)
+        suffix = self.suffix.propose(rows, lengths, strategy)
+        least = strategy.min_cumulative_acceptance
+        suffix_value = _value(suffix, least)
+        wanted = self._rows_for_eagle(rows.slots[:count], lengths, suffix_value)
+        if not wanted.any():
+            suffix.source = np.full(count, SUFFIX, np.int8)
+            return suffix
+        eagle = self.eagle.propose(rows, np.where(wanted, lengths, 0).astype(np.int32), strategy)
+        value = _value(eagle, least)
+        slots = rows.slots[:count][wanted]
+        self._value[slots] = _MEMORY * self._value[slots] + (1 - _MEMORY) * value[wanted]
+        self._mean_value = 0.99 * self._mean_value + 0.01 * float(value[wanted].mean())
+        return _merge(suffix, eagle, wanted & (value > suffix_value))
 
-    def _ask(self, slots: np.ndarray, lengths: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        """Bool [B], the rows to ask the eagle drafter for. `expected` [B] is what the suffix drafts promise."""
-        self._unasked += 1
-        ask: np.ndarray = lengths > 0
-        if self._unasked <= _EXPLORE:
-            ask &= self._promise[slots] - expected > _DRAFT_SHARE * (1 + expected)
-        if ask.any():
-            self._unasked = 0
-        return ask
+    def _rows_for_eagle(self, slots: np.ndarray, lengths: np.ndarray, suffix_value: np.ndarray) -> np.ndarray:
+        """Bool [B], the rows that the eagle drafter drafts for. Mutates the count of proposals without it."""
+        self._since_eagle += 1
+        wanted: np.ndarray = lengths > 0
+        if self._since_eagle <= _EXPLORE:
+            wanted &= self._value[slots] - suffix_value > _DRAFT_SHARE * (1 + suffix_value)
+        if wanted.any():
+            self._since_eagle = 0
+        return wanted
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`: each part learns from its own rows."""
         assert draft.source is not None
         from_eagle = np.repeat(draft.source == EAGLE, draft.counts)
-        if not from_eagle.any():
-            self.suffix.observe(draft, reached, accepted)
-        elif from_eagle.all():
-            self.eagle.observe(draft, reached, accepted)
-        else:
-            self.eagle.observe(draft, reached & from_eagle, accepted & from_eagle)
-            self.suffix.observe(draft, reached & ~from_eagle, accepted & ~from_eagle)
+        self.eagle.observe(draft, reached & from_eagle, accepted & from_eagle)
+        self.suffix.observe(draft, reached & ~from_eagle, accepted & ~from_eagle)
 
 
-def _promised(draft: Draft, row_of: np.ndarray, price: float, count: int) -> np.ndarray:
-    """Float64 [B]: what each row's nodes promise beyond `price`."""
-    if count == 1:
-        return np.array([sum(s - price for s in draft.cumulative_acceptance.tolist() if s > price)])
-    return np.bincount(row_of, np.maximum(draft.cumulative_acceptance - price, 0.0), minlength=count)
+def _row_of(draft: Draft) -> np.ndarray:
+    """The row of each node, int64 [N]."""
+    return np.repeat(np.arange(len(draft.counts)), draft.counts)
 
 
-def _merge(
-    suffix: Draft, eagle: Draft, suffix_rows: np.ndarray, eagle_rows: np.ndarray, use_eagle: np.ndarray
-) -> Draft:
-    """Row by row one or the other."""
-    source = np.where(use_eagle, EAGLE, SUFFIX).astype(np.int8)
-    if use_eagle.all():
-        eagle.source = source
-        return eagle
-    a, b = suffix.select(~use_eagle[suffix_rows]), eagle.select(use_eagle[eagle_rows])
+def _value(draft: Draft, least: float) -> np.ndarray:
+    """Float64 [B]: the sum over each row's nodes of their cumulative acceptance beyond `least`."""
+    values = np.maximum(draft.cumulative_acceptance - least, 0.0)
+    return np.bincount(_row_of(draft), values, minlength=len(draft.counts))
+
+
+def _merge(suffix: Draft, eagle: Draft, use_eagle: np.ndarray) -> Draft:
+    """Row by row one or the other: `use_eagle` bool [B]."""
+    a = suffix.select(~use_eagle[_row_of(suffix)])
+    b = eagle.select(use_eagle[_row_of(eagle)])
+    a.source = np.where(use_eagle, EAGLE, SUFFIX).astype(np.int8)
     if not b.num_nodes:
-        a.source = source
         return a
-    order = np.argsort(
-        np.concatenate((suffix_rows[~use_eagle[suffix_rows]], eagle_rows[use_eagle[eagle_rows]])),
-        kind="stable",
-    )
+    order = np.argsort(np.concatenate((_row_of(a), _row_of(b))), kind="stable")
     assert a.feature is not None and b.feature is not None
 
     def join(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         joined: np.ndarray = np.concatenate((x, y))[order]
         return joined
 
-    parents = None
-    if a.parents is not None or b.parents is not None:
-        parents = join(_parents(a), _parents(b))
+    is_chain = a.parents is None and b.parents is None
     return Draft(
         a.counts + b.counts,
         join(a.tokens, b.tokens),
         join(a.cumulative_acceptance, b.cumulative_acceptance),
         join(a.depths, b.depths),
-        parents,
+        None if is_chain else join(_parents(a), _parents(b)),
         join(a.feature, b.feature),
-        source,
+        a.source,
     )
 
 
 def _parents(draft: Draft) -> np.ndarray:
     """Parents of a draft that may be all chains: each node follows the one before it."""
-    if draft.parents is not None:
-        return draft.parents
-    return draft.depths - 2
+    return draft.depths - 2 if draft.parents is None else draft.parents

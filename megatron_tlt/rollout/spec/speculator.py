@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
     from megatron_tlt.rollout.spec.selector import StrategySelector
 
-Reserve = Callable[[np.ndarray], np.ndarray]
-Clock = Callable[[], float]
 _NO_POSITIONS = np.zeros(0, np.int64)
 
 
@@ -42,10 +40,10 @@ class Speculator:
         drafter: Drafter,
         selector: StrategySelector,
         rows: RunningRows,
-        reserve: Reserve,
+        reserve: Callable[[np.ndarray], np.ndarray],
         tp: TensorParallel,
         eagle: EagleDrafter | None = None,
-        clock: Clock = time.perf_counter,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         """`reserve`: see `Scheduler.reserve`. `eagle` is the drafter, or the part of it, that is trained.
 
@@ -117,16 +115,8 @@ class Speculator:
             self.drafter.observe(draft, verdict.reached, verdict.accepted)
             if self._trace is not None:
                 self._trace.add(draft, verdict, self._rows)
-        measurement = StepMeasurement(
-            self._strategy,
-            batch.num_decode,
-            batch.num_decode + nodes,
-            self._draft_seconds,
-            step_seconds,
-            len(result.tokens),
-            reached,
-            accepted,
-        )
+        rows, seconds = (batch.num_decode, batch.num_decode + nodes), (self._draft_seconds, step_seconds)
+        measurement = StepMeasurement(self._strategy, *rows, *seconds, len(result.tokens), reached, accepted)
         self.selector.record(measurement)
         self._counters.add(measurement, draft)
 
@@ -191,12 +181,7 @@ class Speculator:
     def _agree_strategy(self, strategy: DraftStrategy) -> DraftStrategy:
         if self._tp.size == 1:
             return strategy
-        kinds = (
-            "none",
-            self.drafter.kind,
-            "suffix",
-            "eagle",
-        )  # a hybrid's strategy may name one of its parts
+        kinds = ("none", self.drafter.kind, "eagle")  # a hybrid's strategy may name its eagle part
         numbers = (strategy.draft_len, strategy.topk, strategy.num_verify_tokens)
         mine = np.array([kinds.index(strategy.kind), *numbers, strategy.min_cumulative_acceptance])
         kind, draft_len, topk, verify, least = self._agree(mine).tolist()
@@ -218,12 +203,5 @@ class Speculator:
             if draft.feature is not None:
                 columns[4] = draft.feature
         tokens, acceptance, depths, parents, feature = self._agree(columns)
-        return Draft(
-            counts,
-            tokens,
-            acceptance.view(np.float32),
-            depths,
-            parents if topk > 1 else None,
-            feature,
-            source,
-        )
+        acceptance = acceptance.view(np.float32)
+        return Draft(counts, tokens, acceptance, depths, parents if topk > 1 else None, feature, source)

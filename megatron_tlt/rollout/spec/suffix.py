@@ -1,8 +1,8 @@
-"""Drafts from what siblings and earlier answers said next (suffix tries in C, `models/csrc/suffix.h`). No training.
+"""Drafts from how siblings and earlier answers continued: suffix tries in C (`models/native/csrc/suffix.h`).
 
-Every question has a trie of its own over its prompt, the answers now in the making (a request's own text too) and the
-answers of earlier visits, weighted by score. One more trie is common to all questions and outlives `generate`: form
-is alike in all answers, and a new question has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
+Every question has a trie of its own over its prompt, the answers in progress (a request's own text too) and the answers
+of earlier visits, weighted by score. One more trie is common to all questions and outlives `generate`: form is alike in
+all answers, and a new question has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
 
 Legend: B rows, N drafted nodes.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,13 +38,8 @@ from megatron_tlt.types import DraftStrategy, PastAnswer
 _NONE = -1
 _TAIL = 4  # last prompt tokens that the common trie sees before an answer
 _COMMON_SHARE = 4  # the common trie takes at most this part of the memory
-
-
-@dataclass(slots=True)
-class _Question:
-    trie: int
-    prompt: int  # sequence of its trie, or -1
-    common_prompt: int  # sequence of the common trie: the prompt's last tokens
+# A question's trie, its prompt's sequence there, and the sequence of the prompt's last tokens in the common trie.
+_Question = tuple[int, int, int]
 
 
 class SuffixDrafter:
@@ -53,19 +47,14 @@ class SuffixDrafter:
 
     kind = "suffix"
 
-    def __init__(
-        self,
-        section: SuffixSection,
-        rows: RunningRows,
-        history: AnswerHistory | None = None,
-    ):
-        """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing is added any more.
+    def __init__(self, section: SuffixSection, rows: RunningRows, history: AnswerHistory | None = None):
+        """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing more is added.
 
         Raises ConfigError without a C compiler, BackendError if the library cannot be built.
         """
         if find_compiler() is None:
             allowed = (
-                "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose another drafter)"
+                "needs a C compiler: no cc, gcc or clang on PATH (install one, or choose another drafter)"
             )
             raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
         assert section.depth <= MAX_DEPTH, "the configuration refuses it"
@@ -83,14 +72,13 @@ class SuffixDrafter:
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
         self._num_read = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that are in the tries
         self._calibration = MatchRates()
-        # C reads and writes these at fixed addresses: to ask numpy for an address costs more than many a draft.
+        # C reads and writes these at fixed addresses: getting an array's address from numpy takes longer than a draft.
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
         self._read_at = self._num_read.ctypes.data
         self._outputs: np.ndarray | None = None  # of the rows, which may widen it into another array
         self._outputs_at = 0
-        self._nodes = np.empty(
-            (5, 0), np.int32
-        )  # tokens, depths, parents, features, cumulative acceptance (float32's bits)
+        # tokens, depths, parents, features, cumulative acceptance (float32's bits)
+        self._nodes = np.empty((5, 0), np.int32)
         self._ask = self._make_ask()
         self._ask_at = ctypes.byref(self._ask)
         self._follow, self._propose = self._lib.tlt_suffix_follow, self._lib.tlt_suffix_propose
@@ -102,19 +90,19 @@ class SuffixDrafter:
         return size
 
     def start(self, request: Request) -> None:
-        """See `Drafter.start`. Its tokens are read when somebody wants a draft: nobody may, in this whole rollout."""
+        """See `Drafter.start`. Its tokens are read by `sync_context`: not at all in a rollout without drafts."""
         self._unread[request.order] = request
 
     def finish(self, request: Request) -> None:
         """See `Drafter.finish`. Its tokens stay in the tries, for its siblings."""
         if request.order in self._sequences and request.order not in self._unread:
-            self._admit(request)
+            self._add(request)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; no row is read then."""
         assert rows is self._rows
         for request in self._unread.values():
-            self._admit(request)
+            self._add(request)
         self._unread.clear()
         outputs, ask = rows.outputs, self._ask
         if outputs is not self._outputs:
@@ -123,15 +111,13 @@ class SuffixDrafter:
         drawn = ask.slots, ask.handles, self._read_at, ask.positions, self._outputs_at, outputs.shape[1]
         check(self._follow(self._pool, rows.num_rows, *drawn))
 
-    def _admit(self, request: Request) -> None:
-        """Gives a request its tries. One that was preempted goes on with what they have of it."""
+    def _add(self, request: Request) -> None:
+        """Adds a request's tokens to its tries, behind what they hold of it already. Mutates."""
         known = self._sequences.get(request.order)
         if known is None:
-            question = self._question(request)
-            own = self._sequence(question.trie, question.prompt)
-            common = self._sequence(self._common, question.common_prompt)
-            known = (question.trie, own, self._common, common)
-            self._sequences[request.order] = known
+            trie, prompt, common = self._question(request)
+            own, common = self._sequence(trie, prompt), self._sequence(self._common, common)
+            self._sequences[request.order] = known = (trie, own, self._common, common)
         output = np.asarray(request.output, np.int32)
         for trie, sequence in (known[:2], known[2:]):
             if sequence != _NONE:
@@ -146,18 +132,12 @@ class SuffixDrafter:
         count, topk = rows.num_rows, strategy.topk
         longest = min(strategy.draft_len, MAX_LENGTH)
         assert rows is self._rows and 0 < topk <= MAX_TOPK
-        if longest < 1 or not count:
-            return Draft.empty(count)
         if count * longest * topk > self._nodes.shape[1]:
             self._make_room(count * longest * topk)
         self._lengths[:count] = lengths
         ask = self._ask
-        ask.rows, ask.topk, ask.longest, ask.min_cumulative_acceptance = (
-            count,
-            topk,
-            longest,
-            strategy.min_cumulative_acceptance,
-        )
+        ask.rows, ask.topk, ask.longest = count, topk, longest
+        ask.min_cumulative_acceptance = strategy.min_cumulative_acceptance
         ask.budget = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else longest * topk
         total = check(self._propose(self._pool, self._ask_at))
         tokens, depths, parents, feature, cumulative_acceptance = self._nodes[:, :total].copy()
@@ -174,10 +154,10 @@ class SuffixDrafter:
     def end_generate(self) -> None:
         """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes.
 
-        Answers that were never read, because no draft was wanted, are not in it.
+        Answers that were never read, because nothing was drafted, are not in it.
         """
-        for question in self._questions.values():
-            self._lib.tlt_suffix_drop(self._pool, question.trie)
+        for trie, *_ in self._questions.values():
+            self._lib.tlt_suffix_drop(self._pool, trie)
         self._questions.clear()
         self._sequences.clear()
         self._unread.clear()
@@ -196,7 +176,7 @@ class SuffixDrafter:
     # Tries
 
     def _question(self, request: Request) -> _Question:
-        """The question's tries, made from its prompt and earlier answers when its first request starts."""
+        """The question's trie, made from its prompt and earlier answers for its first request."""
         name = request.dataset_id or request.prompt_id
         question = self._questions.get(name)
         if question is not None:
@@ -208,8 +188,8 @@ class SuffixDrafter:
         past = self._history.of(request.dataset_id) if self._history is not None else []
         for answer, weight in zip(past, _weights(past), strict=True):
             self._append(trie, self._sequence(trie, prompt, weight), answer.token_ids)
-        self._questions[name] = question = _Question(trie, prompt, common)
-        return question
+        self._questions[name] = (trie, prompt, common)
+        return trie, prompt, common
 
     def _sequence(self, trie: int, after: int, weight: int = 1) -> int:
         if trie == _NONE:
@@ -218,21 +198,20 @@ class SuffixDrafter:
 
     def _append(self, trie: int, sequence: int, tokens: np.ndarray) -> None:
         if sequence != _NONE and len(tokens):
-            tokens = _int32(tokens)
+            tokens = np.ascontiguousarray(tokens, np.int32)
             code = self._lib.tlt_suffix_append(self._pool, trie, sequence, tokens.ctypes.data, len(tokens))
             self._handle(code)
 
     @staticmethod
     def _handle(code: int) -> int:
-        """A number from C; -1 where the memory is used up, which only costs drafts. Raises BackendError otherwise."""
+        """A handle from C; -1 where the memory is used up, which only costs drafts. Raises BackendError otherwise."""
         return _NONE if code == NO_MEMORY else check(code)
 
     # Memory shared with C
 
     def _make_ask(self) -> Ask:
-        """Where C finds its input: arrays that live as long as the drafter."""
-        rows = self._rows
-        ask = Ask()
+        """The arguments of `tlt_suffix_propose`: addresses of arrays that live as long as the drafter."""
+        rows, ask = self._rows, Ask()
         fixed: dict[str, np.ndarray] = {
             "slots": rows.slots,
             "handles": self._handles,
@@ -261,7 +240,3 @@ def _weights(past: Sequence[PastAnswer]) -> list[int]:
         return [2] * len(past)
     weights: list[int] = (1 + np.rint(2 * (scores - scores.min()) / np.ptp(scores))).astype(int).tolist()
     return weights
-
-
-def _int32(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array, np.int32)

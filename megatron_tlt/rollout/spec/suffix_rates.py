@@ -1,6 +1,6 @@
-"""How often the suffix drafter's tokens match, by kind of token: counted online, from a sensible start.
+"""How often the suffix drafter's tokens match, by kind of token: counted online, from a prior.
 
-Trunk tokens are told apart by the log odds of their share in the interpolated distribution, by the longest context and
+Trunk tokens are classified by the log odds of their share in the interpolated distribution, by the longest context and
 by the number of candidates (`csrc/suffix_draft.c`); siblings by their rank and by the trunk token's own rate.
 """
 
@@ -14,7 +14,6 @@ import numpy as np
 from megatron_tlt.models.native.suffix_abi import FEATURES, MAX_TOPK, ODDS, RATES, STEPS
 
 _STRENGTH = 12.0  # observations that the prior weighs as much as
-_BATCH = 128  # nodes whose verdicts are counted at once
 _MEMORY = 4096.0  # observations of a cell after which its counts are halved: the policy changes
 
 
@@ -25,38 +24,26 @@ class MatchRates:
         self._tried = np.full(FEATURES, _STRENGTH)
         self._matched = _prior() * _STRENGTH
         self.rates = np.empty(FEATURES, np.float32)  # written in place: the C side keeps its address
-        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._waiting_nodes = 0
-        self._update()
+        self._update(slice(None))
 
     def observe(self, feature: np.ndarray, reached: np.ndarray, accepted: np.ndarray) -> None:
         """Verdicts on n nodes of kinds `feature` int [n]: bool [n] parent was emitted; bool [n] node was emitted.
 
-        They wait until there are enough of them, then the rates move. Keeps the arrays until then.
+        Mutates the counts and rates of these kinds.
         """
-        self._waiting.append((feature, reached, accepted))
-        self._waiting_nodes += len(feature)
-        if self._waiting_nodes >= _BATCH or len(self._waiting) >= _BATCH // 4:
-            self._refresh()
+        kinds = feature[reached]
+        np.add.at(self._tried, kinds, 1.0)
+        np.add.at(self._matched, kinds, accepted[reached])
+        self._update(kinds)
 
-    def _refresh(self) -> None:
-        feature, reached, accepted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
-        self._waiting, self._waiting_nodes = [], 0
-        self._tried += np.bincount(feature[reached], minlength=FEATURES)
-        self._matched += np.bincount(feature[reached & accepted], minlength=FEATURES)
-        full = self._tried > _MEMORY
-        if full.any():
-            self._tried[full] *= 0.5
-            self._matched[full] *= 0.5
-        self._update()
-
-    def _update(self) -> None:
-        np.divide(self._matched, self._tried, out=self.rates, casting="same_kind")
+    def _update(self, kinds: np.ndarray | slice) -> None:
+        faded = np.where(self._tried[kinds] > _MEMORY, 0.5, 1.0)
+        self._tried[kinds] *= faded
+        self._matched[kinds] *= faded
+        self.rates[kinds] = self._matched[kinds] / self._tried[kinds]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts. Brings the rates up to date first."""
-        if self._waiting:
-            self._refresh()
+        """The counts."""
         return {"tried": self._tried.tolist(), "matched": self._matched.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,8 +52,7 @@ class MatchRates:
         if tried.shape != (FEATURES,) or matched.shape != (FEATURES,):
             raise ValueError(f"match counts of {tried.shape} kinds, not {FEATURES}")
         self._tried, self._matched = tried, matched
-        self._waiting, self._waiting_nodes = [], 0
-        self._update()
+        self._update(slice(None))
 
 
 def _prior() -> np.ndarray:

@@ -1,7 +1,6 @@
-"""Whom the hybrid drafter asks: each row the part that promises more, or one part alone where a strategy says so."""
+"""Which part drafts for a row: the one of the greater value, or eagle alone where a strategy says so."""
 
 import numpy as np
-import pytest
 
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.hybrid import EAGLE, SUFFIX, HybridDrafter
@@ -9,13 +8,13 @@ from megatron_tlt.types import DraftStrategy
 
 
 class Part:
-    """Drafts chains with the same cumulative acceptance for every token, and notes for which rows it was asked."""
+    """Drafts chains with the same cumulative acceptance for every token, and keeps the lengths of each call."""
 
     def __init__(self, cumulative_acceptances, token):
-        self.cumulative_acceptances, self.token, self.asked = cumulative_acceptances, token, []
+        self.cumulative_acceptances, self.token, self.lengths = cumulative_acceptances, token, []
 
     def propose(self, rows, lengths, strategy):
-        self.asked.append(lengths.tolist())
+        self.lengths.append(lengths.tolist())
         cumulative_acceptances = [
             s for s, n in zip(self.cumulative_acceptances, lengths, strict=True) for _ in range(n)
         ]
@@ -26,7 +25,7 @@ class Part:
         return Draft(counts, tokens, np.array(cumulative_acceptances, np.float32), depths, None, feature)
 
     def sync_context(self, rows, strategy):
-        self.followed = strategy.kind
+        self.synced = strategy.kind
 
     def observe(self, draft, reached, accepted):
         self.learned = reached.tolist()
@@ -36,19 +35,19 @@ class Rows:
     num_rows, slots = 3, np.arange(3, dtype=np.int32)
 
 
-def hybrid(promise=4.0):
+def hybrid(value=4.0):
     drafter = HybridDrafter(Part([0.9, 0.1, 0.5], SUFFIX), Part([0.5, 0.8, 0.5], EAGLE), 3)
-    drafter._promise[:] = promise
+    drafter._value[:] = value
     return drafter
 
 
 LENGTHS = np.array([4, 4, 0], np.int32)
 
 
-def test_each_row_takes_what_promises_more():
+def test_each_row_takes_the_draft_of_greater_value():
     drafter = hybrid()
     draft = drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
-    assert drafter.eagle.asked == [[0, 4, 0]]  # 3.6 tokens of four are promised to the first row already
+    assert drafter.eagle.lengths == [[0, 4, 0]]  # the first row's suffix draft is worth 3.6 tokens of four
     assert draft.source.tolist() == [SUFFIX, EAGLE, SUFFIX]
     assert draft.tokens.tolist() == [SUFFIX] * 4 + [EAGLE] * 4
     np.testing.assert_allclose(draft.cumulative_acceptance, [0.9] * 4 + [0.8] * 4)
@@ -58,36 +57,35 @@ def test_each_row_takes_what_promises_more():
     assert drafter.eagle.learned == [False] * 4 + [True] * 4
 
 
-@pytest.mark.parametrize(("kind", "source"), [("suffix", SUFFIX), ("eagle", EAGLE)])
-def test_a_strategy_may_ask_for_one_part_alone(kind, source):
-    """Whatever was promised: a trial of a part must not depend on how the other one does."""
-    drafter = hybrid(promise=0.0)
-    draft = drafter.propose(Rows, LENGTHS, DraftStrategy(kind, 4))
-    part, other = (drafter.suffix, drafter.eagle) if source == SUFFIX else (drafter.eagle, drafter.suffix)
-    assert part.asked == [LENGTHS.tolist()] and other.asked == []
-    assert draft.source.tolist() == [source] * 3 and set(draft.tokens.tolist()) == {source}
+def test_a_strategy_may_choose_the_eagle_part_alone():
+    """Whatever the values: what is measured of one part must not depend on the other one."""
+    drafter = hybrid(value=0.0)
+    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("eagle", 4))
+    assert drafter.eagle.lengths == [LENGTHS.tolist()] and drafter.suffix.lengths == []
+    assert draft.source.tolist() == [EAGLE] * 3 and set(draft.tokens.tolist()) == {EAGLE}
     drafter.observe(draft, np.ones(8, bool), np.ones(8, bool))
-    assert part.learned == [True] * 8
+    assert drafter.eagle.learned == [True] * 8 and drafter.suffix.learned == [False] * 8
 
 
-def test_eagle_must_promise_a_quarter_more():
-    drafter = hybrid(promise=2.0)
-    chosen = drafter._ask(np.zeros(4, np.int32), np.full(4, 5, np.int32), np.array([0.0, 1.0, 1.5, 3.0]))
+def test_eagle_must_gain_a_quarter():
+    drafter = hybrid(value=2.0)
+    chosen = drafter._rows_for_eagle(
+        np.zeros(4, np.int32), np.full(4, 5, np.int32), np.array([0.0, 1.0, 1.5, 3.0])
+    )
     assert chosen.tolist() == [True, True, False, False]
 
 
-def test_eagle_is_tried_again_after_long_silence():
-    drafter = hybrid(promise=-1.0)
+def test_eagle_drafts_again_after_many_proposals_without_it():
+    drafter = hybrid(value=-1.0)
     for _ in range(300):
         drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
-    assert 2 <= len(drafter.eagle.asked) <= 4
-    assert drafter._promise[1] > 0.4  # on its way to 3.2
+    assert 2 <= len(drafter.eagle.lengths) <= 4
+    assert drafter._value[1] > 0.4  # on its way to 3.2
 
 
-def test_tries_are_followed_where_they_are_read():
+def test_tries_are_read_only_where_they_are_drafted_from():
     drafter = hybrid()
     drafter.sync_context(Rows, DraftStrategy("eagle", 4))
-    assert not hasattr(drafter.suffix, "followed")
-    for kind in ("hybrid", "suffix"):
-        drafter.sync_context(Rows, DraftStrategy(kind, 4))
-        assert drafter.suffix.followed == kind
+    assert not hasattr(drafter.suffix, "synced")
+    drafter.sync_context(Rows, DraftStrategy("hybrid", 4))
+    assert drafter.suffix.synced == "hybrid"

@@ -40,7 +40,7 @@ def test_a_preempted_request_is_not_read_twice() -> None:
                 table.stop(requests[step % 2])
                 table.start(requests[step % 2])
     counts = [
-        [t.drafter._lib.tlt_suffix_nodes(t.drafter._pool, q.trie) for q in t.drafter._questions.values()]
+        [t.drafter._lib.tlt_suffix_nodes(t.drafter._pool, trie) for trie, *_ in t.drafter._questions.values()]
         for t in tables
     ]
     assert counts[0] == counts[1]
