@@ -20,6 +20,7 @@ from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.config.checks.cluster import pp_problems, tp_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -45,16 +46,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 def check_layout(config: ModelConfig, actor: ActorSection) -> None:
     """Raises ConfigError with everything about the layout that this model or this machine cannot do."""
-    problems = [
-        ConfigProblem(path, value, f"must divide {what} ({number})")
-        for path, value, what, number in (
-            ("actor.tp", actor.tp, "the query heads", config.num_heads),
-            ("actor.tp", actor.tp, "the key/value heads", config.num_kv_heads),
-            ("actor.tp", actor.tp, "the MLP width", config.intermediate_size),
-            ("actor.pp", actor.pp, "the layers", config.num_layers),
-        )
-        if number % value
-    ]
+    problems = [*tp_problems(config, "actor.tp", actor.tp), *pp_problems(config, "actor.pp", actor.pp)]
     if actor.cp > 1:
         allowed = "must be 1: micro-batches are not split over context parallel ranks"
         problems.append(ConfigProblem("actor.cp", actor.cp, allowed))

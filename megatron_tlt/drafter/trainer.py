@@ -23,7 +23,7 @@ class DrafterTrainer:
     """Trains a drafter under a frozen embedding and LM head.
 
     Of an eagle3 drafter, layer, fc, norms and its own head are trained; batches have hidden [T, 4H]
-    (`FeatureDecoder`), and of `drafter.loss` only `step_decay` applies.
+    (`TorchDecoder` with `aux_layers`), and of `drafter.loss` only `step_decay` applies.
     """
 
     def __init__(

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.checks.cluster import tp_problems
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.loader import is_ignorable
@@ -113,34 +114,21 @@ class WeightLedger:
 class Shard:
     """Which part of the model a tensor-parallel rank holds.
 
-    Query heads, the MLP's width and the LM head's rows are split; kv heads too, or replicated when there are
-    fewer than ranks. The embedding table is whole on every rank, which saves a collective.
+    Query and kv heads, the MLP's width and the LM head's rows are split. The embedding table is whole on every rank,
+    which saves a collective.
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
+        """Raises ConfigError for a size that does not divide the model."""
         self.rank, self.size = rank, size
-        problems = [
-            ConfigProblem(name, value, f"must be divisible by the tensor-parallel size {size}")
-            for name, value in (
-                ("num_heads", config.num_heads),
-                ("intermediate_size", config.intermediate_size),
-            )
-            if value % size
-        ]
-        if config.num_kv_heads % size and size % config.num_kv_heads:
-            problems.append(
-                ConfigProblem(
-                    "num_kv_heads", config.num_kv_heads, f"must divide or be divisible by TP size {size}"
-                )
-            )
-        if problems:
+        if problems := list(tp_problems(config, "rollout.tp", size)):
             raise ConfigError(problems)
         self.heads = config.num_heads // size
-        self.kv_heads = max(1, config.num_kv_heads // size)
+        self.kv_heads = config.num_kv_heads // size
         self.inter = config.intermediate_size // size
         self.vocab = -(-config.vocab_size // size)  # padded: the last rank may hold fewer real rows
         d = config.head_dim
-        kv_first = rank * config.num_kv_heads // size * d
+        kv_first = rank * self.kv_heads * d
         self._rows = {
             "q_proj": (rank * self.heads * d, self.heads * d),
             "k_proj": (kv_first, self.kv_heads * d),

@@ -19,9 +19,9 @@ from megatron_tlt.drafter.pretrain import DrafterPretraining
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model, choose_vocabulary
-from megatron_tlt.models.eagle.eagle3_features import FeatureDecoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.torch.decoder import TorchDecoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,9 @@ class Eagle3Pretraining(DrafterPretraining):
         if shape.policy != self._policy:
             allowed = "is not the policy that the drafter was made for"
             raise ConfigError.of("model.path", config.model.path, allowed)
-        self._reader = FeatureDecoder(self._policy, shape.layers, world.device, DTYPES[config.rollout.dtype])
+        self._reader = TorchDecoder(
+            self._policy, world.device, DTYPES[config.rollout.dtype], aux_layers=shape.layers
+        )
         self._reader.load_weights(iter_weights(config.model.path, self._policy))
 
     def _build_model(self, start: SavedDrafter | None) -> Eagle3Model:

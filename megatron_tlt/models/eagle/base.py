@@ -13,7 +13,7 @@ Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 
@@ -124,3 +125,21 @@ def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if name.startswith(prefix) and "input_layernorm" not in name
     }
     return {"fc.weight": (config.hidden_size, 2 * config.hidden_size), **layer}
+
+
+def shape_problems(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Every missing, unexpected and misshapen tensor, in words."""
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
+    problems += [
+        f"{name} has shape {given[name]}, the policy needs {shape}"
+        for name, shape in wanted.items()
+        if name in given and given[name] != shape
+    ]
+    return problems
+
+
+def refuse_drafter(problems: list[str]) -> None:
+    """Raises CheckpointError that names the problems, if there are any."""
+    if problems:
+        raise CheckpointError(f"the drafter does not fit the policy: {shortened(problems, separator='; ')}")

@@ -14,19 +14,18 @@ Legend: T packed tokens, N bases, H hidden size, D head size, L policy layers, V
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
-from megatron_tlt.errors import CheckpointError, ConfigError, shortened
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
-from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
-
-_FIRST_POSITIONS = 4096
+from megatron_tlt.models.eagle.base import refuse_drafter, shape_problems
+from megatron_tlt.models.eagle.model import Attention, Mlp, Norm, PairModel
+from megatron_tlt.models.torch.layers import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,55 +100,39 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return 0, num_layers // 2 - 1, num_layers - 2
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int):
+class Layer3(nn.Module):
+    """The layer of EAGLE-3, over embedding and features side by side."""
+
+    def __init__(self, shape: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        h = shape.hidden_size
+        self.self_attn, self.mlp = Attention(shape, 2 * h), Mlp(shape)
+        self.hidden_norm, self.input_layernorm = Norm(h), Norm(h)
+        self.post_attention_layernorm = Norm(h)
 
 
-class _Layer(nn.Module):
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        p, h = config.policy, config.policy.hidden_size
-        q, kv = p.num_heads * p.head_dim, p.num_kv_heads * p.head_dim
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(2 * h, q, bias=False),
-                "k_proj": nn.Linear(2 * h, kv, bias=False),
-                "v_proj": nn.Linear(2 * h, kv, bias=False),
-                "o_proj": nn.Linear(q, h, bias=False),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(h, p.intermediate_size, bias=False),
-                "up_proj": nn.Linear(h, p.intermediate_size, bias=False),
-                "down_proj": nn.Linear(p.intermediate_size, h, bias=False),
-            }
-        )
-        self.hidden_norm, self.input_layernorm = _Norm(h), _Norm(h)
-        self.post_attention_layernorm = _Norm(h)
+class Eagle3Model(PairModel):
+    """The EAGLE-3 drafter's weights and arithmetic.
 
-
-class Eagle3Model(nn.Module):
-    """Weights, arithmetic and the training unroll. The embedding is the policy's and is given at every call."""
+    `unroll`: `batch.hidden` [T, 3H or more] begins with the three layers' outputs.
+    """
 
     d2t: Tensor | None
     t2d: Tensor | None
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
+        shape = replace(config.policy, qkv_bias=False, qk_norm=False)
+        super().__init__(shape)
         self.config = config
         h = config.policy.hidden_size
         self.fc = nn.Linear(3 * h, h, bias=False)
-        self.midlayer = _Layer(config)
-        self.norm = _Norm(h)
+        self.midlayer = Layer3(shape)
+        self.norm = Norm(h)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
         size, vocab = config.draft_vocab_size, config.policy.vocab_size
         ids = torch.arange(size) if config.reduced else None
         self.register_buffer("d2t", None if ids is None else torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", None if ids is None else torch.arange(vocab) < size)
-        self._rope = rope_table(config.policy, min(config.policy.max_position_embeddings, _FIRST_POSITIONS))
 
     def initialise(self, seed: int, head: Tensor, token_ids: Tensor | None = None) -> None:
         """Random weights; the head starts as the policy's rows (head [V, H]) of the drafter's vocabulary.
@@ -200,10 +183,6 @@ class Eagle3Model(nn.Module):
             for name, target in self.state_dict(keep_vars=True).items():
                 target.copy_(named[name])
 
-    def combine(self, features: Tensor) -> Tensor:
-        """g [.., H] of three layers' outputs [.., 3H]."""
-        return linear(features, self.fc.weight)
-
     def logits(self, outputs: Tensor) -> Tensor:
         """Float32 [.., Vd] of outputs o [.., H]."""
         normed = rms_norm(outputs, self.norm.weight, self.config.policy.rms_norm_eps)
@@ -216,58 +195,23 @@ class Eagle3Model(nn.Module):
         out[..., self.token_ids()] = own
         return out
 
-    def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
-        """As `EagleModel.unroll`: `steps` outputs o [N, H] from every base, fed with the true tokens.
+    @property
+    def _block(self) -> Layer3:
+        return self.midlayer
 
-        `batch.hidden` [T, 3H or more] begins with the three layers' outputs (`FeatureDecoder`).
-        """
-        h, longest = self.config.policy.hidden_size, layout.longest + steps
-        embedded = embed[batch.tokens]
-        residual = self.combine(batch.hidden[:, : 3 * h].to(embedded.dtype)).roll(1, 0)
-        x = self._join(embedded, residual)
-        keys, values = self._keys_values(x, self._table(layout.positions, longest))
-        far = [take(t, layout.keys).transpose(1, 2) for t in (keys, values)]  # [B, kv, K, D]
-        x, residual = x.index_select(0, layout.bases), residual.index_select(0, layout.bases)
-        position = layout.positions[layout.bases]
-        chain: list[tuple[Tensor, Tensor]] = []
-        outputs: list[Tensor] = []
-        for step in range(steps):
-            rope = self._table(position + step, longest)
-            if step:
-                residual = outputs[-1]
-                x = self._join(embedded.index_select(0, layout.rows(step)), residual)
-                chain.append(self._keys_values(x, rope))
-            attended = attend(self._queries(x, rope), far[0], far[1], chain, layout)
-            outputs.append(self._finish(residual, attended))
-        return outputs
+    def previous(self, hidden: Tensor) -> Tensor:
+        """g [T, H] of three layers' outputs [T, 3H or more]."""
+        return linear(hidden[:, : 3 * self.config.policy.hidden_size], self.fc.weight)
 
-    def _table(self, positions: Tensor, longest: int) -> Tensor:
-        if longest > self._rope.shape[0] or positions.device != self._rope.device:
-            self._rope = rope_table(self.config.policy, max(longest, self._rope.shape[0]), positions.device)
-        return self._rope[positions]
-
-    def _join(self, embedded: Tensor, residual: Tensor) -> Tensor:
+    def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
+        """See `PairModel.join`: [T, 2H]."""
         layer, eps = self.midlayer, self.config.policy.rms_norm_eps
         left = rms_norm(embedded, layer.input_layernorm.weight, eps)
-        return torch.cat([left, rms_norm(residual, layer.hidden_norm.weight, eps)], dim=-1)
+        return torch.cat([left, rms_norm(previous, layer.hidden_norm.weight, eps)], dim=-1)
 
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        out: Tensor = self.midlayer.self_attn[name](x)
-        return out.unflatten(-1, (-1, self.config.policy.head_dim))
-
-    def _queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        return rotate(self._heads("q_proj", x), rope)
-
-    def _keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(self._heads("k_proj", x), rope), self._heads("v_proj", x)
-
-    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        layer = self.midlayer
-        x = residual + layer.self_attn["o_proj"](attended.flatten(1))
-        y = rms_norm(x, layer.post_attention_layernorm.weight, self.config.policy.rms_norm_eps)
-        mlp = layer.mlp
-        out: Tensor = x + mlp["down_proj"](silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
-        return out
+    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
+        """See `PairModel.finish`; what was read of the position before is the residual stream."""
+        return self._mix(previous, attended)
 
 
 def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
@@ -278,19 +222,10 @@ def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
 
 def check_eagle3_tensors(given: Mapping[str, Tensor], config: Eagle3Config) -> None:
     """Raises CheckpointError that names every missing, unexpected and misshapen tensor, and a `d2t` that lies."""
-    wanted = config.shapes()
-    problems = [f"{name} is missing" for name in wanted if name not in given]
-    problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
-    problems += [
-        f"{name} has shape {tuple(given[name].shape)}, it must be {shape}"
-        for name, shape in wanted.items()
-        if name in given and tuple(given[name].shape) != shape
-    ]
+    problems = shape_problems({name: tuple(tensor.shape) for name, tensor in given.items()}, config.shapes())
     if not problems and config.reduced:
         problems = _vocabulary_problems(given["d2t"], given["t2d"])
-    if problems:
-        listed = shortened(problems, separator="; ")
-        raise CheckpointError(f"the drafter does not fit the policy: {listed}")
+    refuse_drafter(problems)
 
 
 def _vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:

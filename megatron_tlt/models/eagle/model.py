@@ -1,4 +1,4 @@
-"""The EAGLE drafter in PyTorch: one class for training and for rollouts outside the native decoder.
+"""Drafters in PyTorch: what EAGLE and EAGLE-3 share, and EAGLE, for training and for rollouts of the PyTorch decoder.
 
     x_s = fc [E(token_s) ; h_{s-1}],   o_s = layer(x_s)  (no norm before attention, none at the end)
 
@@ -10,40 +10,47 @@ Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head siz
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.base import eagle_parameter_shapes, refuse_drafter, shape_problems
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
+    """The weight of a norm, under the name that checkpoints have."""
+
     def __init__(self, size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+class Attention(nn.Module):
+    """The projections of a layer of `config` that reads `inputs` values."""
+
+    def __init__(self, config: ModelConfig, inputs: int):
         super().__init__()
         h, d = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(h, config.num_heads * d, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(h, config.num_kv_heads * d, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(h, config.num_kv_heads * d, bias=config.qkv_bias)
+        self.q_proj = nn.Linear(inputs, config.num_heads * d, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, config.num_kv_heads * d, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, config.num_kv_heads * d, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * d, h, bias=False)
         if config.qk_norm:
-            self.q_norm, self.k_norm = _Norm(d), _Norm(d)
+            self.q_norm, self.k_norm = Norm(d), Norm(d)
 
 
-class _Mlp(nn.Module):
+class Mlp(nn.Module):
+    """The MLP of a layer."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -51,26 +58,118 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
+    """The layer of EAGLE: one of the policy's without the norm before its attention."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _Norm(config.hidden_size)
-        self.mlp = _Mlp(config)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.mlp = Mlp(config)
 
 
-class EagleModel(nn.Module):
-    """The drafter's weights and arithmetic. Its state is `eagle_parameter_shapes`.
+class PairModel(nn.Module, ABC):
+    """A drafter of one layer over pairs: the arithmetic and the training unroll that EAGLE and EAGLE-3 share.
 
     Embedding and LM head are the policy's and are given at every call.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, shape: ModelConfig):
+        """`shape` is that of the drafter's layer."""
         super().__init__()
+        self._config = shape
+        self._rope = rope_table(shape, min(shape.max_position_embeddings, _FIRST_POSITIONS))
+
+    @property
+    @abstractmethod
+    def _block(self) -> Any:
+        """The layer: `self_attn`, `mlp` and `post_attention_layernorm`."""
+
+    @abstractmethod
+    def previous(self, hidden: Tensor) -> Tensor:
+        """What a pair reads of the policy's hidden states [T, ..] of the position before: [T, H]."""
+
+    @abstractmethod
+    def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
+        """Inputs x of attention, of the tokens' embeddings at s and `previous` of s - 1, [T, H] each."""
+
+    @abstractmethod
+    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
+        """Output hidden states [T, H] from the inputs and what attention gave, [T, query heads, D]."""
+
+    def reserve_positions(self, count: int, device: torch.device) -> None:
+        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
+        if count > self._rope.shape[0] or device != self._rope.device:
+            self._rope = rope_table(self._config, max(count, self._rope.shape[0]), device)
+
+    def rope(self, positions: Tensor, longest: int = 0) -> Tensor:
+        """Rotary entries [T, D] of positions < `longest`, or of reserved ones."""
+        if longest:
+            self.reserve_positions(longest, positions.device)
+        return self._rope[positions]
+
+    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        """[T, query heads, D], rotated."""
+        a = self._block.self_attn
+        q = a.q_proj(x).unflatten(-1, (-1, self._config.head_dim))
+        if self._config.qk_norm:
+            q = rms_norm(q, a.q_norm.weight, self._config.rms_norm_eps)
+        return rotate(q, rope)
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [T, kv heads, D]; keys rotated."""
+        a, d = self._block.self_attn, self._config.head_dim
+        k, v = a.k_proj(x).unflatten(-1, (-1, d)), a.v_proj(x).unflatten(-1, (-1, d))
+        if self._config.qk_norm:
+            k = rms_norm(k, a.k_norm.weight, self._config.rms_norm_eps)
+        return rotate(k, rope), v
+
+    def _mix(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer behind its attention."""
+        block, mlp = self._block, self._block.mlp
+        x = residual + block.self_attn.o_proj(attended.flatten(1))
+        y = rms_norm(x, block.post_attention_layernorm.weight, self._config.rms_norm_eps)
+        out: Tensor = x + mlp.down_proj(silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+        return out
+
+    def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
+        """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
+
+        Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,
+        and attends to what a draft from there would see: the true pairs up to the base, then its own steps 1 .. j
+        (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
+        predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
+        """
+        longest = layout.longest + steps
+        embedded = embed[batch.tokens]
+        # a sequence's first token has no pair: no row attends to it
+        previous = self.previous(batch.hidden.to(embedded.dtype)).roll(1, 0)
+        x = self.join(embedded, previous)
+        keys, values = self.keys_values(x, self.rope(layout.positions, longest))
+        far = [take(t, layout.keys).transpose(1, 2) for t in (keys, values)]  # [B, kv, K, D]
+        x, previous = x.index_select(0, layout.bases), previous.index_select(0, layout.bases)
+        position = layout.positions[layout.bases]
+        chain: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        for step in range(steps):
+            rope = self.rope(position + step, longest)
+            if step:
+                previous = outputs[-1]
+                x = self.join(embedded.index_select(0, layout.rows(step)), previous)
+                chain.append(self.keys_values(x, rope))
+            attended = attend(self.queries(x, rope), far[0], far[1], chain, layout)
+            outputs.append(self.finish(x, previous, attended))
+        return outputs
+
+
+class EagleModel(PairModel):
+    """The EAGLE drafter's weights and arithmetic. Its state is `eagle_parameter_shapes`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = _Layer(config)
-        self._rope = rope_table(config, min(config.max_position_embeddings, _FIRST_POSITIONS))
+        self.layer = Layer(config)
 
     def initialise(self, seed: int) -> None:
         """Random weights under which o_s is almost h_{s-1}, a better first guess than noise."""
@@ -96,76 +195,21 @@ class EagleModel(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.copy_(given[name])
 
-    # -- arithmetic -----------------------------------------------------------------------------------------
+    @property
+    def _block(self) -> Layer:
+        return self.layer
 
-    def reserve_positions(self, count: int, device: torch.device) -> None:
-        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
-        if count > self._rope.shape[0] or device != self._rope.device:
-            self._rope = rope_table(self.config, max(count, self._rope.shape[0]), device)
+    def previous(self, hidden: Tensor) -> Tensor:
+        """The hidden states themselves."""
+        return hidden
 
-    def rope(self, positions: Tensor, longest: int = 0) -> Tensor:
-        """Rotary entries [T, D] of positions < `longest`, or of reserved ones."""
-        if longest:
-            self.reserve_positions(longest, positions.device)
-        return self._rope[positions]
-
-    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
         """x [T, H] of pairs: embedding of the token at s, hidden state of s - 1."""
-        return linear(torch.cat([embedded, hidden.to(embedded.dtype)], dim=-1), self.fc.weight)
+        return linear(torch.cat([embedded, previous.to(embedded.dtype)], dim=-1), self.fc.weight)
 
-    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        """[T, query heads, D], rotated."""
-        a = self.layer.self_attn
-        q = a.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
-        if self.config.qk_norm:
-            q = rms_norm(q, a.q_norm.weight, self.config.rms_norm_eps)
-        return rotate(q, rope)
-
-    def keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of [T, kv heads, D]; keys rotated."""
-        a, d = self.layer.self_attn, self.config.head_dim
-        k, v = a.k_proj(x).unflatten(-1, (-1, d)), a.v_proj(x).unflatten(-1, (-1, d))
-        if self.config.qk_norm:
-            k = rms_norm(k, a.k_norm.weight, self.config.rms_norm_eps)
-        return rotate(k, rope), v
-
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Output hidden states [T, H] from x and what attention gave, [T, query heads, D]."""
-        layer = self.layer
-        x = x + layer.self_attn.o_proj(attended.flatten(1))
-        h = rms_norm(x, layer.post_attention_layernorm.weight, self.config.rms_norm_eps)
-        mixed: Tensor = layer.mlp.down_proj(silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
-        return x + mixed
-
-    # -- training -------------------------------------------------------------------------------------------
-
-    def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
-        """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
-
-        Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,
-        and attends to what a draft from there would see: the true pairs up to the base, then its own steps 1 .. j
-        (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
-        predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
-        """
-        longest = layout.longest + steps
-        embedded = embed[batch.tokens]
-        previous = batch.hidden.roll(1, 0)  # a sequence's first token has no pair: nobody sees it
-        x = self.join(embedded, previous)
-        keys, values = self.keys_values(x, self.rope(layout.positions, longest))
-        base_keys, base_values = (
-            take(t, layout.keys).transpose(1, 2) for t in (keys, values)
-        )  # [B, kv, K, D]
-        x, position = x.index_select(0, layout.bases), layout.positions[layout.bases]
-        chain: list[tuple[Tensor, Tensor]] = []
-        outputs: list[Tensor] = []
-        for step in range(steps):
-            rope = self.rope(position + step, longest)
-            if step:
-                x = self.join(embedded.index_select(0, layout.rows(step)), outputs[-1])
-                chain.append(self.keys_values(x, rope))
-            attended = attend(self.queries(x, rope), base_keys, base_values, chain, layout)
-            outputs.append(self.finish(x, attended))
-        return outputs
+    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
+        """See `PairModel.finish`; x is the residual stream."""
+        return self._mix(x, attended)
 
 
 def check_eagle_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> None:
@@ -175,14 +219,4 @@ def check_eagle_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> Non
 
 def check_eagle_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
     """As `check_eagle_tensors`, from the shapes alone."""
-    wanted = eagle_parameter_shapes(config)
-    problems = [f"{name} is missing" for name in wanted if name not in given]
-    problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
-    problems += [
-        f"{name} has shape {given[name]}, the policy needs {shape}"
-        for name, shape in wanted.items()
-        if name in given and given[name] != shape
-    ]
-    if problems:
-        listed = shortened(problems, separator="; ")
-        raise CheckpointError(f"the drafter does not fit the policy: {listed}")
+    refuse_drafter(shape_problems(given, eagle_parameter_shapes(config)))

@@ -105,7 +105,7 @@ class TorchEagle:
         x = model.join(self.policy.embed(fed.token_ids), hidden)
         self._cache(kv, fed.slot_mapping, x, rope)
         plan = self._plan(fed, first_visible, kv.block_size)
-        out = model.finish(x, plan.attend(model.queries(x, rope), kv.data[0], kv.data[1]))
+        out = model.finish(x, hidden, plan.attend(model.queries(x, rope), kv.data[0], kv.data[1]))
         return self.policy.logits(out), out
 
     def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:

@@ -53,10 +53,16 @@ class TorchDecoder:
         tp: TensorParallel | None = None,
         invariant: bool = False,
         paged: PagedRun | None = None,
+        aux_layers: tuple[int, ...] = (),
     ):
-        """`paged` reads the cache where it lies (`paged.py`); without it every step gathers what it attends to."""
+        """`paged` reads the cache where it lies (`paged.py`); without it every step gathers what it attends to.
+
+        `aux_layers` (ascending, from 0): `all_hidden` of `forward` is [T, (len(aux_layers) + 1) H], the outputs of
+        these layers before the state after the final norm. Not with `invariant`.
+        """
+        assert not (aux_layers and invariant)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.invariant, self.paged = invariant, paged
+        self.invariant, self.paged, self._aux_layers = invariant, paged, aux_layers
         self._checked = False  # whether this machine was seen to compute rows alike
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
@@ -153,20 +159,24 @@ class TorchDecoder:
         longest = max(batch.context_lens.tolist())
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
+        aux: list[Tensor] = []
         if self.invariant:
             final = self._forward_tiles(batch, kv)
         else:
             plan = self._plan(batch, kv.block_size)
-            final = self._layers_forward(
-                batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
-            )
+            fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())
+            final = self._layers_forward(*fed, kv, plan, aux)
         wanted = batch.logit_rows.long()
         if self.invariant or batch.all_hidden:
             every = self._norm_final(final)
             hidden = every[wanted]
         else:
             every, hidden = None, self._norm_final(final[wanted])
-        return DecoderOutput(self.logits(hidden), hidden, every if batch.all_hidden else None)
+        logits = self.logits(hidden)
+        if not batch.all_hidden:
+            return DecoderOutput(logits, hidden)
+        assert every is not None
+        return DecoderOutput(logits, hidden, torch.cat([*aux, every], dim=-1) if aux else every)
 
     @torch.inference_mode()
     def forward_static(
@@ -230,15 +240,23 @@ class TorchDecoder:
         return torch.cat(done)
 
     def _layers_forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, kv: KVCache, plan: Plan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KVCache,
+        plan: Plan,
+        aux: list[Tensor] | None = None,
     ) -> Tensor:
-        """The residual stream behind the last layer, [T, H]."""
+        """The residual stream behind the last layer, [T, H]; behind each of `aux_layers` it is appended to `aux`."""
         rope, x = self._rope[positions], self._embed[token_ids]
-        for layer, cache in zip(self._layers, kv.data, strict=True):
+        for index, (layer, cache) in enumerate(zip(self._layers, kv.data, strict=True)):
             h = rms_norm(x, layer["input_layernorm"], self.config.rms_norm_eps)
             x = x + self._attention(layer, h, cache, rope, slots, plan)
             h = rms_norm(x, layer["post_attention_layernorm"], self.config.rms_norm_eps)
             x = x + self._mlp(layer, h)
+            if aux is not None and index in self._aux_layers:
+                aux.append(x)
         return x
 
     def _attention(

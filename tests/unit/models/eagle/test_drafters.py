@@ -145,7 +145,7 @@ def test_native_drafts_read_nothing_that_was_not_cached(window: int, dtype: torc
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     """The drafter is whole on every rank; in PyTorch the policy's LM head is sharded, in C it is whole, too."""
-    config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=2, head_dim=16)
+    config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=4, head_dim=16)
     weights = random_weights(config), eagle_weights(config)
 
     class Group(LocalGroup):

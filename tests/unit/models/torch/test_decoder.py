@@ -1,4 +1,4 @@
-"""What an EAGLE-3 drafter is trained on, against `transformers`' hidden states."""
+"""Hidden states of named layers beside the final one, against those of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
-from megatron_tlt.models.eagle.eagle3_features import FeatureDecoder
+from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 
@@ -30,7 +30,7 @@ def test_features_are_the_layers_outputs_and_the_final_state(family: str) -> Non
     model = hf_model(family)
     config = model_config(model)
     assert config.num_layers == 3
-    decoder = FeatureDecoder(config, (0, 1, 2))
+    decoder = TorchDecoder(config, aux_layers=(0, 1, 2))
     decoder.load_weights(named_weights(model))
     texts = [[5, 9, 11, 2, 77, 30, 8], [3, 4], list(range(1, 40))]
     for text, got in zip(texts, read_hidden_states(decoder, texts, 16, 32), strict=True):
@@ -42,7 +42,7 @@ def test_features_are_the_layers_outputs_and_the_final_state(family: str) -> Non
 def test_only_the_wanted_layers_are_kept() -> None:
     model = hf_model("qwen3")
     config = model_config(model)
-    every, some = FeatureDecoder(config, (0, 1, 2)), FeatureDecoder(config, (0, 0, 2))
+    every, some = TorchDecoder(config, aux_layers=(0, 1, 2)), TorchDecoder(config, aux_layers=(0, 2))
     h = config.hidden_size
     for decoder in (every, some):
         decoder.load_weights(named_weights(model))
