@@ -1,7 +1,7 @@
-"""A drafter's weights, their running mean and AdamW's moments as one flat buffer: to average replicas, to go back, to
-save.
+"""A drafter's weights, their running mean and AdamW's moments: as one flat buffer to average over replicas and to go
+back to, and by name for checkpoints.
 
-The running mean is what is drafted with: at a constant learning rate the weights themselves jump about the place they
+Engines draft with the running mean: at a constant learning rate the weights themselves jump about the place they
 are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
 
 Legend: P parameters of the drafter.
@@ -15,85 +15,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (
+    "raw",
+    "model",
+    "exp_avg",
+    "exp_avg_sq",
+)  # weights, running mean, moments; a checkpoint's "model" drafts
 
 
 class FlatState:
-    """Weights, running mean and both moments of a model, in the order of its parameters: [4 P], float32."""
+    """Four tensors of each parameter, in the order of the model's parameters: [4 P], float32."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW):
-        """Gives every parameter moments (zero) that AdamW otherwise makes in its first step; the mean: its weights."""
+        """Gives every parameter zero moments, which AdamW otherwise makes in its first step; the mean: its weights."""
         self._names = [name for name, _ in model.named_parameters()]
-        self.parameters = list(model.parameters())
-        self.means = [p.detach().clone() for p in self.parameters]
-        self._optimizer = optimizer
-        for parameter in self.parameters:
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)  # where fused AdamW wants it
-                for name in _MOMENTS:
-                    state[name] = torch.zeros_like(parameter)
-
-    @property
-    def size(self) -> int:
-        """4 P."""
-        return sum(t.numel() for t in self._tensors())
+        self._states = [optimizer.state[p] for p in model.parameters()]
+        weights = [p.detach() for p in model.parameters()]
+        for state, weight in zip(self._states, weights, strict=True):
+            state["step"] = torch.zeros((), device=weight.device)  # where fused AdamW expects it
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        moments = [[state[kind] for state in self._states] for kind in ("exp_avg", "exp_avg_sq")]
+        self._tensors = dict(zip(KINDS, [weights, [w.clone() for w in weights], *moments], strict=True))
 
     @property
     def steps(self) -> int:
         """Optimizer steps that AdamW corrects its moments for."""
-        return int(max(float(self._optimizer.state[p]["step"]) for p in self.parameters))
+        return int(max(float(state["step"]) for state in self._states))
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        for parameter in self.parameters:
-            self._optimizer.state[parameter]["step"].fill_(float(steps))
+        for state in self._states:
+            state["step"].fill_(float(steps))
 
-    @torch.no_grad()
-    def follow(self, decay: float) -> None:
-        """The mean moves towards the weights: mean <- decay * mean + (1 - decay) * weights; 0: it becomes them."""
+    def update_mean(self, decay: float) -> None:
+        """mean <- decay * mean + (1 - decay) * weights; 0: it becomes them."""
         if decay:
-            torch._foreach_lerp_(self.means, [p.detach() for p in self.parameters], 1 - decay)
+            torch._foreach_lerp_(self._tensors["model"], self._tensors["raw"], 1 - decay)
         else:
-            torch._foreach_copy_(self.means, [p.detach() for p in self.parameters])
+            torch._foreach_copy_(self._tensors["model"], self._tensors["raw"])
 
     def mean(self) -> dict[str, Tensor]:
         """The running mean by name, not copied."""
-        return dict(zip(self._names, self.means, strict=True))
+        return dict(zip(self._names, self._tensors["model"], strict=True))
 
     def read(self) -> Tensor:
         """A copy [4 P]."""
-        return torch.cat([t.detach().flatten().float() for t in self._tensors()])
+        return torch.cat([t.flatten().float() for tensors in self._tensors.values() for t in tensors])
 
-    @torch.no_grad()
+    def weighted(self, weight: float) -> Tensor:
+        """`read` times `weight`; zeros for weight 0, whatever the state is."""
+        flat = self.read()
+        return flat.mul_(weight) if weight else flat.zero_()
+
     def write(self, flat: Tensor) -> None:
         """Overwrites weights, mean and moments with `flat` [4 P]."""
-        tensors = self._tensors()
+        tensors = [t for tensors in self._tensors.values() for t in tensors]
         for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
     def named(self) -> dict[str, Any]:
-        """The same tensors, not copied: {"model": {name: mean}, "raw": {name: weights}, "exp_avg": ..,
-        "exp_avg_sq": .., "steps": n}. A checkpoint's "model" is what is drafted with.
-        """
-        state = self._optimizer.state
-        moments = {
-            kind: {n: state[p][kind] for n, p in zip(self._names, self.parameters, strict=True)}
-            for kind in _MOMENTS
-        }
-        weights = {n: p.detach() for n, p in zip(self._names, self.parameters, strict=True)}
-        return {"model": self.mean(), "raw": weights, **moments, "steps": self.steps}
+        """{kind: {name: tensor}} of `KINDS`, not copied, and "steps"."""
+        named = {kind: dict(zip(self._names, t, strict=True)) for kind, t in self._tensors.items()}
+        return {**named, "steps": self.steps}
 
-    @torch.no_grad()
     def load(self, named: Mapping[str, Any]) -> None:
-        """Takes what `named` gives. Raises KeyError for a missing tensor, RuntimeError for a misshapen one."""
-        for name, parameter, mean in zip(self._names, self.parameters, self.means, strict=True):
-            mean.copy_(named["model"][name])
-            parameter.copy_(named["raw"][name])
-            for kind in _MOMENTS:
-                self._optimizer.state[parameter][kind].copy_(named[kind][name])
+        """Takes what `named` returned. Raises KeyError for a missing tensor, RuntimeError for a misshapen one."""
+        for kind, tensors in self._tensors.items():
+            for name, tensor in zip(self._names, tensors, strict=True):
+                tensor.copy_(named[kind][name])
         self.steps = int(named["steps"])
-
-    def _tensors(self) -> list[Tensor]:
-        moments = [self._optimizer.state[p][kind] for kind in _MOMENTS for p in self.parameters]
-        return [*self.parameters, *self.means, *moments]

@@ -1,18 +1,19 @@
 """`OnlineDrafterTrainer`: trains the drafter on one rank while slower ranks roll out, and merges the ranks' drafters.
 
-    begin_step(version)                    the rollout's policy; features come in by `buffer.add`
-    train_step() train_step() ...               this rank alone, or with its TP group as one unit; bounded by tokens
-    merge(...)                             all ranks: one drafter again, or none if nobody trained
+    begin_step(version)                    a rollout by this policy begins; hidden states come in by `buffer.add`
+    train_step() train_step() ...          this rank alone, or with its tensor-parallel group; bounded by tokens
+    merge(...)                             all ranks: one drafter again, or none if no rank trained
     weights()                              to the engines, behind the policy's own
 
-Legend: P parameters, R ranks, H hidden size, V vocabulary.
+A *window* is the time from one merge to the next. Legend: R ranks, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,20 +23,27 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
-from megatron_tlt.drafter.flat_state import FlatState
+from megatron_tlt.drafter.flat_state import KINDS, FlatState
 from megatron_tlt.drafter.fp8 import use_fp8
-from megatron_tlt.drafter.merging import MergeReport, RankWindow, exchange_windows, merge_states
-from megatron_tlt.drafter.tables import PolicyTables
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.eagle.model import EagleModel, check_eagle_tensors
 
 _MIB = 1 << 20
-_MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81
+_MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """The same on every rank."""
+
+    tokens: tuple[int, ...]  # by rank, trained on since the last merge
+    disabled: tuple[int, ...]  # ranks whose training had failed before
+    rolled_back: bool  # a mean was not finite: training is over on all ranks
 
 
 class OnlineDrafterTrainer:
-    """One rank's drafter in training. Between merges replicas differ; the ranks of a unit never do.
+    """One rank's drafter in training. Between merges replicas differ; the ranks of a tensor-parallel group never do.
 
     A rank that fails goes back to where the window began, contributes nothing, and trains no more.
     """
@@ -48,33 +56,31 @@ class OnlineDrafterTrainer:
         temperature: float = 1.0,
         tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
+        fingerprint: Mapping[str, str] | None = None,
     ):
-        """`model` (all of it, no shard) has the starting drafter's weights and is on `device`; it becomes the
-        trainer's. Its linears are replaced if `section.online.fp8` asks for it: ConfigError if that is not to be had.
+        """`model` (all of it, no shard) has the starting drafter's weights and is on `device`; the trainer owns it and
+        replaces its linears for `section.online.fp8`: ConfigError where that is not available. `fingerprint`, of the
+        policy that the run starts from, is kept in checkpoints.
         """
         online = section.online
         self.model, self._device, self._tp = model, torch.device(device), tp or SingleRank()
-        self.micro_step_tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
-        self._decay = online.mean_decay
-        piece = min(section.window, online.micro_step_tokens)
-        self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), piece, online.max_age, section.seed)
-        self.tables = PolicyTables(self._device, torch.float32 if section.dtype == "fp32" else None)
+        self._tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
+        self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
+        window = min(section.window, online.micro_step_tokens)
+        self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), window, online.max_age, section.seed)
+        # Copies of the policy's embedding and LM head by version, for as long as there are hidden states of it: a push
+        # overwrites the engine's own, and hidden states belong to the head that they were made for.
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._table_dtype = torch.float32 if section.dtype == "fp32" else None
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
-        empty = torch.empty(0, 0, device=self._device)
-        options = _options(section)
+        names = ("lr", "warmup_steps", "weight_decay", "clip_grad", "draft_steps")
+        options = {"schedule": "constant", **{name: getattr(online, name) for name in names}}
+        empty, noise = torch.empty(0, 0, device=self._device), online.hidden_state_noise
         self._trainer = DrafterTrainer(
-            model,
-            empty,
-            empty,
-            options,
-            temperature,
-            precision=precision,
-            hidden_state_noise=online.hidden_state_noise,
+            model, empty, empty, section.model_copy(update=options), temperature, None, precision, noise
         )
         self._state = FlatState(model, self._trainer.optimizer)
-        self._before: tuple[Tensor, int, int] | None = (
-            None  # state where the window began, once it has changed
-        )
+        self._before: tuple[Tensor, int, int] | None = None  # state where the window began, once it changed
         self.version = 0  # merges that changed the drafter
         self.window_tokens = 0  # answer tokens this rank has trained on since the last merge
         self.trained_tokens = 0  # the same of all ranks, up to the last merge
@@ -93,23 +99,30 @@ class OnlineDrafterTrainer:
     # -- a window -------------------------------------------------------------------------------------------
 
     def set_tables(self, version: int, embed: Tensor, head: Tensor) -> None:
-        """The policy's embedding and LM head [V, H] of `version`, copied. Once a version, before it rolls out."""
-        self.tables.set(version, embed, head)
+        """Copies the policy's embedding and LM head [V, H] of `version`, tied ones once. Once a version, before it
+        rolls out."""
+        tied = head.data_ptr() == embed.data_ptr() and head.shape == embed.shape
+        copies = [
+            table.detach().to(self._device, self._table_dtype or table.dtype, copy=True)
+            for table in ([embed] if tied else [embed, head])
+        ]
+        self.tables[version] = (copies[0], copies[-1])
 
     def begin_step(self, policy_version: int) -> None:
-        """A rollout by `policy_version` begins: what is too old goes, with its tables."""
+        """A rollout by `policy_version` begins: drops answers that are too old, and their tables."""
         self.buffer.begin_step(policy_version)
-        self.tables.keep({policy_version, *self.buffer.versions()})
+        needed = {policy_version, *self.buffer.versions()}
+        self.tables = {version: pair for version, pair in self.tables.items() if version in needed}
 
     def train_step(self) -> dict[str, float] | None:
-        """One micro-step; None if there is nothing to train on. All ranks of a unit call it together.
+        """One micro-step; None if there is nothing to train on. All ranks of a tensor-parallel group call it together.
 
-        Raises DrafterError if the loss or the gradient is not finite, or memory ran out, on any rank of the unit: the
+        Raises DrafterError if the gradient is not finite, or memory ran out, on any rank of the group: the
         drafter is then what it was when the window began, and `train_step` returns None from then on.
         """
         if not self.enabled:
             return None
-        sample = self.buffer.sample(self.micro_step_tokens * self._tp.size, self.tables.__contains__)
+        sample = self.buffer.sample(self._tokens * self._tp.size, self.tables.__contains__)
         if sample is None:
             return None
         try:
@@ -117,7 +130,7 @@ class OnlineDrafterTrainer:
         except DrafterError as error:
             self.disable(str(error))
             raise
-        # Own share only: the shares of a unit's ranks add up to what their one drafter was trained on.
+        # Own share only: the shares of a group's ranks add up to what their one drafter was trained on.
         self.window_tokens += sum(s.num_bases for s in self._share(sample))
         return metrics
 
@@ -131,52 +144,44 @@ class OnlineDrafterTrainer:
 
     def _learn(self, sample: list[DraftSequence]) -> dict[str, float]:
         version = sample[0].policy_version
-        self._trainer.set_policy(*self.tables.get(version))
+        self._trainer.set_policy(*self.tables[version])
         metrics = self._gradient(sample)
-        loss = metrics["loss"]
-        if not math.isfinite(loss):
-            raise DrafterError(f"the drafter's loss is {loss} on hidden states of policy version {version}")
-        try:
-            applied = self._trainer.apply()
-        except RuntimeError as error:  # behind the unit's collective: nobody waits for this rank
-            if not _is_out_of_memory(error):
-                raise
-            raise DrafterError(f"out of memory in the drafter's optimizer step: {error}") from error
-        # A mean that has seen few steps is short, so that it forgets where it began.
-        self._state.follow(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
-        return {**metrics, **applied, "policy_version": float(version)}
+        with _memory_errors("the drafter's optimizer step"):
+            metrics |= self._trainer.apply()
+        self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
+        return {**metrics, "policy_version": float(version)}
 
     def _gradient(self, sample: list[DraftSequence]) -> dict[str, float]:
-        """Gradient of the whole sample in `grad`, summed over the unit; metrics likewise."""
+        """Gradient of the whole sample in `grad`, summed over the tensor-parallel group; metrics likewise."""
         share, counts = self._share(sample), bases_by_step(sample, self._draft_steps)
-        names = ["loss", "tokens"]
-        names += [
-            f"{kind}/{j}" for kind in ("hidden", "ce", "accept") for j in range(1, self._draft_steps + 1)
-        ]
+        steps = range(1, self._draft_steps + 1)
+        names = ["loss", "tokens", *(f"{kind}/{j}" for kind in ("hidden", "ce", "accept") for j in steps)]
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
-        failure: str | None = None
+        failure: DrafterError | None = None
         self._trainer.optimizer.zero_grad(set_to_none=True)
         try:
-            if self._before is None:
-                self._before = (self._state.read(), self._state.steps, self._trainer.trained_steps)
-            if share:
-                metrics |= self._trainer.backward(collate(share, self._device), counts)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            failure = f"out of memory in a drafter micro-step of {self.micro_step_tokens} tokens: {error}"
-        if self._tp.size > 1:  # a rank that failed must come, too: the others wait for it
-            metrics = self._sum_over_unit(metrics, failure is not None)
+            with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
+                if self._before is None:
+                    self._before = (self._state.read(), self._state.steps, self.trained_steps)
+                if share:
+                    metrics |= self._trainer.backward(collate(share, self._device), counts)
+        except DrafterError as error:
+            failure = error
+        if self._tp.size > 1:  # a rank that failed takes part, too: the others wait for it
+            metrics = self._sum_over_group(metrics, failure is not None)
         if failure is not None:
-            raise DrafterError(failure)
+            raise failure
         return metrics
 
-    def _sum_over_unit(self, metrics: dict[str, float], failed: bool) -> dict[str, float]:
+    def _sum_over_group(self, metrics: dict[str, float], failed: bool) -> dict[str, float]:
+        """Sums gradients and metrics over the group; NaN everywhere if any rank failed."""
         parameters = list(self.model.parameters())
-        values = torch.tensor([math.nan if failed else v for v in metrics.values()], device=self._device)
+        values = torch.tensor(list(metrics.values()), device=self._device)
         none = torch.zeros((), device=self._device)
         parts = [none.expand(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters]
         flat = torch.cat([values, *parts])
+        if failed:
+            flat.fill_(math.nan)
         self._tp.all_reduce(flat)
         summed, *gradients = flat.split([len(values), *(p.numel() for p in parameters)])
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -189,32 +194,32 @@ class OnlineDrafterTrainer:
         """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
 
         Collective over the `size` ranks; `all_reduce` sums over them in place, with the same bits on every rank (two
-        calls; one if nobody trained, and then nothing changes). Afterwards all ranks hold the same bits. If a mean is
+        calls; one if no rank trained, and then nothing changes). Afterwards all ranks hold the same bits. If a mean is
         not finite, all ranks go back to where the window began and train no more.
         """
-        state, trainer = self._state, self._trainer
-        window = RankWindow(self.window_tokens, state.steps, trainer.trained_steps, not self.enabled)
-        windows = exchange_windows(window, all_reduce, rank, size, self._device)
-        total, rolled_back = sum(w.tokens for w in windows), False
+        state, mine = self._state, self.window_tokens
+        table = torch.zeros(size, 4, dtype=torch.float64, device=self._device)  # each rank fills its row
+        table[rank] = torch.tensor([mine, state.steps, self.trained_steps, not self.enabled])
+        all_reduce(table)
+        tokens, steps, trained, disabled = ([int(x) for x in column] for column in table.T.tolist())
+        total, rolled_back = sum(tokens), False
         if total:
-            merged = merge_states(state, self.window_tokens / total, all_reduce)
+            merged = state.weighted(mine / total)
+            all_reduce(merged)
             rolled_back = not bool(torch.isfinite(merged).all())
             if rolled_back:
-                self.drop_window()
-                self.failure = self.failure or "the mean of the replicas' drafters was not finite"
+                self.disable(self.failure or "the mean of the replicas' drafters was not finite")
             else:
                 state.write(merged)
-                state.steps = max(w.optimizer_steps for w in windows)
-                trainer.trained_steps = max(w.trained_steps for w in windows)
+                state.steps, self._trainer.trained_steps = max(steps), max(trained)
                 self.version += 1
                 self.trained_tokens += total
         self._before, self.window_tokens = None, 0
-        trained = bool(total) and not rolled_back
-        failed = tuple(r for r, w in enumerate(windows) if w.disabled)
-        return MergeReport(self.version, trained, tuple(w.tokens for w in windows), failed, rolled_back)
+        failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
+        return MergeReport(tuple(tokens), failed, rolled_back)
 
     def drop_window(self) -> None:
-        """Forgets the window: this rank's drafter is what it was when it began."""
+        """This rank's drafter is again what it was when the window began."""
         if self._before is not None:
             flat, self._state.steps, self._trainer.trained_steps = self._before
             self._state.write(flat)
@@ -244,11 +249,12 @@ class OnlineDrafterTrainer:
             "version": self.version,
             "trained_tokens": self.trained_tokens,
             "buffer": self.buffer.metrics(),
+            "policy_fingerprint": self._fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave. Raises CheckpointError if it is of another policy's drafter."""
-        for kind in ("model", "raw", "exp_avg", "exp_avg_sq"):
+        """Takes what `state_dict` returned. Raises CheckpointError if its tensors do not fit this drafter."""
+        for kind in KINDS:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
             check_eagle_tensors(state[kind], self.model.config)
@@ -258,24 +264,13 @@ class OnlineDrafterTrainer:
         self.buffer.load_counters(state["buffer"])
         self._before, self.window_tokens = None, 0
 
-    def metrics(self) -> dict[str, float]:
-        """What stands in the buffer, and how far training is."""
-        return {
-            "version": float(self.version),
-            "trained_tokens": float(self.trained_tokens),
-            "disabled": float(not self.enabled),
-            **{f"buffer/{name}": value for name, value in self.buffer.metrics().items()},
-        }
 
-
-def _options(section: DrafterSection) -> DrafterSection:
-    """The warm-up's options with what differs online: a constant rate, among others."""
-    online = section.online
-    names: Sequence[str] = ("lr", "warmup_steps", "weight_decay", "clip_grad", "draft_steps")
-    return section.model_copy(
-        update={"schedule": "constant", **{name: getattr(online, name) for name in names}}
-    )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+@contextmanager
+def _memory_errors(where: str) -> Iterator[None]:
+    """Running out of memory becomes a DrafterError; any other error passes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise DrafterError(f"out of memory in {where}: {error}") from error
+        raise

@@ -253,6 +253,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
+    from megatron_tlt.drafter.fingerprint import policy_fingerprint
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 
     return OnlineDrafterTrainer(
@@ -261,6 +262,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         temperature=config.rollout.temperature,
         tp=tp,
         device=world.device,
+        fingerprint=policy_fingerprint(config.model.path, config.model.tokenizer),
     )
 
 

@@ -127,10 +127,10 @@ def test_a_step_trains_merges_and_pushes_both(monkeypatch):
     assert (version, rest, backend.pushed) == (1, [], [0, 1])
     assert weights.keys() == before.keys() and not any("embed" in name or "head" in name for name in weights)
     assert any(not torch.equal(weights[name], before[name]) for name in weights)
-    assert upkeep.trainer.tables.versions() == [0, 1]
+    assert sorted(upkeep.trainer.tables) == [0, 1]
     embed, head = lookup_tables(CONFIG)
     for version in (0, 1):  # each version's own tables, not the last push's
-        kept = upkeep.trainer.tables.get(version)
+        kept = upkeep.trainer.tables[version]
         assert torch.equal(kept[0], embed + version) and torch.equal(kept[1], head + version)
 
 
@@ -177,10 +177,10 @@ def test_a_failure_turns_training_off_and_the_run_goes_on(monkeypatch, caplog):
     with upkeep.rollout():
         assert backend.sink is None  # nothing is kept that nobody trains on
     assert upkeep.wait([]).steps == 0
-    tables = upkeep.trainer.tables.versions()
+    tables = sorted(upkeep.trainer.tables)
     policy.policy_version += 1
     upkeep.push(policy)
-    assert upkeep.trainer.tables.versions() == tables
+    assert sorted(upkeep.trainer.tables) == tables
 
 
 def test_a_failure_elsewhere_ends_training_here(monkeypatch, caplog):
@@ -202,7 +202,7 @@ def test_a_mean_that_is_not_finite_ends_training_with_one_warning(monkeypatch, c
     upkeep = upkeep_of(4, backend)
     upkeep.push(policy)
     monkeypatch.setattr(
-        "megatron_tlt.drafter.online_trainer.merge_states", lambda *a: torch.tensor([float("nan")])
+        "megatron_tlt.drafter.flat_state.FlatState.weighted", lambda *a: torch.tensor([float("nan")])
     )
     figures = one_step(upkeep, backend, policy, monkeypatch)
     assert figures["drafter/disabled"] == 1 and not backend.drafters
