@@ -18,101 +18,22 @@ Torch-free, no clock of its own. Legend: B running requests, T rows fed to the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from megatron_tlt.rollout.spec.step_costs import Acceptance, Cell, Costs, least_squares
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 _SPAN = 256  # request-steps between two decisions of a regime; fewer at first
 _TRIAL = 12  # steps of a trial; the first half of them, with cold caches, is not measured
-_CELL_STEPS = 128  # measured steps that the means of a cell fade over
-_TOKEN_STEPS = 2048  # request-steps that acceptance counts fade over
-_PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs
-_PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
 _DISTANCE = 0.25  # weight of a measurement in the fit of the next regime; squared in the one after
-_RIDGE = 0.01  # weight of a fit's prior, by which all terms have equal shares of the seconds
+_HIGHEST_PRICE = 0.95  # tokens that a row is said to cost at most: without any draft nothing would be learned
 _DRIFT = 0.5  # share of a deviation of the best length's seconds that the machine's present speed explains
 _VERSION = 1  # of the state
 _SAVED = ("key", "running", "best", "seconds", "spans")  # of a regime, beside cells and acceptance
-
-
-@dataclass(slots=True)
-class _Cell:
-    """Fading means of the steps of one draft length in one regime; seconds at the machine's usual speed."""
-
-    length: int
-    steps: float = 0.0  # 0: never measured
-    running: float = 0.0
-    rows: float = 0.0
-    step_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    due: float = 0.0  # seconds of the regime from which on it may be tried; 0: not known yet
-
-    def add(self, steps: int, running: float, rows: float, step_seconds: float, draft_seconds: float) -> None:
-        """Adds the means of `steps` steps. Mutates the means."""
-        self.steps = min(self.steps + steps, _CELL_STEPS)
-        share = min(1.0, steps / self.steps)
-        self.running += share * (running - self.running)
-        self.rows += share * (rows - self.rows)
-        self.step_seconds += share * (step_seconds - self.step_seconds)
-        self.draft_seconds += share * (draft_seconds - self.draft_seconds)
-
-
-@dataclass(slots=True)
-class _Costs:
-    """Seconds of a step, c_0 + c_B B + c_T T (+ c_V if it verifies), and of drafting, d_0 + d_L L + d_N B L."""
-
-    step: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0, 0.0])
-    draft: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])
-
-    def step_seconds(self, running: Any, rows: Any, length: int) -> Any:
-        """Of a step of B requests and T rows."""
-        base, per_request, per_row, verifying = self.step
-        return base + per_request * running + per_row * rows + (verifying if length else 0.0)
-
-    def draft_seconds(self, running: float, length: int) -> float:
-        """Of drafting `length` tokens for each request."""
-        return self.draft[0] + self.draft[1] * length + self.draft[2] * running * length if length else 0.0
-
-    def seconds(self, cell: _Cell, running: float, rows: float) -> float:
-        """Of step and drafting with a cell's draft length, corrected by what the cell has measured."""
-        step = float(self.step_seconds(running, rows, cell.length))
-        draft = self.draft_seconds(running, cell.length)
-        if cell.steps:
-            step *= cell.step_seconds / self.step_seconds(cell.running, cell.rows, cell.length)
-        if cell.steps and cell.length:
-            draft *= cell.draft_seconds / self.draft_seconds(cell.running, cell.length)
-        return step + draft
-
-
-@dataclass(slots=True)
-class _Acceptance:
-    """Fading counts by draft position: request-steps that emitted all tokens before it, and those that emitted it."""
-
-    tried: list[float]
-    accepted: list[float]
-
-    def add(self, draft_len: int, num_running: int, accepted: list[int]) -> None:
-        """Counts one step of draft length `draft_len`. Mutates the counts."""
-        keep = max(0.5, 1.0 - num_running / _TOKEN_STEPS)
-        before = num_running
-        for at in range(draft_len):
-            now = accepted[at] if accepted else 0  # nothing drafted: none was accepted
-            self.tried[at] = self.tried[at] * keep + before
-            self.accepted[at] = self.accepted[at] * keep + now
-            before = now
-
-    def rates(self, prior: list[float] | None = None) -> list[float]:
-        """Acceptance rate of each position; where little was counted `prior`, or the rate of the position before."""
-        rates, rate = [], _PRIOR_RATE
-        for at, (accepted, tried) in enumerate(zip(self.accepted, self.tried, strict=True)):
-            rate = prior[at] if prior is not None else rate
-            rate = (accepted + _PRIOR_STEPS * rate) / (tried + _PRIOR_STEPS)
-            rates.append(rate)
-        return rates
 
 
 @dataclass(slots=True)
@@ -121,10 +42,10 @@ class _Regime:
 
     key: int
     running: float  # mean of B
-    cells: dict[int, _Cell]
-    acceptance: _Acceptance
+    cells: dict[int, Cell]
+    acceptance: Acceptance
     strategies: dict[int, DraftStrategy]
-    costs: _Costs = field(default_factory=_Costs)
+    costs: Costs = field(default_factory=Costs)
     best: int = 0  # draft length
     playing: int = 0  # of the present span
     seconds: float = 0.0  # of all its steps, at the machine's usual speed
@@ -192,13 +113,13 @@ class CostModelSelector:
         return _Regime(
             int(running).bit_length(),
             running,
-            {length: _Cell(length) for length in self._lengths},
+            {length: Cell(length) for length in self._lengths},
             self._no_counts(),
             {n: DraftStrategy(self._kind, n, self._topk) if n else NO_DRAFT for n in self._lengths},
         )
 
-    def _no_counts(self) -> _Acceptance:
-        return _Acceptance([0.0] * self._lengths[-1], [0.0] * self._lengths[-1])
+    def _no_counts(self) -> Acceptance:
+        return Acceptance([0.0] * self._lengths[-1], [0.0] * self._lengths[-1])
 
     def _play(self, regime: _Regime, length: int) -> None:
         regime.is_changed = length != regime.playing
@@ -225,7 +146,7 @@ class CostModelSelector:
         else:
             self._decide(regime)
 
-    def _measure(self, regime: _Regime, cell: _Cell, steps: np.ndarray) -> None:
+    def _measure(self, regime: _Regime, cell: Cell, steps: np.ndarray) -> None:
         """Adds a span to its cell. Of the best length's deviation the machine's speed takes a part."""
         running, rows, step_seconds, draft_seconds = steps[:, :4].T
         costs = regime.costs
@@ -241,7 +162,7 @@ class CostModelSelector:
             seconds, drafting = seconds / part, drafting / part
         cell.add(len(steps), *here, seconds, drafting)
 
-    def _postpone(self, regime: _Regime, cell: _Cell, lost: float) -> None:
+    def _postpone(self, regime: _Regime, cell: Cell, lost: float) -> None:
         """Sets when a length is due that loses so many seconds in a trial: each has an equal part of the budget."""
         cell.due = regime.seconds + lost * (len(self._lengths) - 1) / self._exploration
 
@@ -258,7 +179,7 @@ class CostModelSelector:
                 lost = max(1 - speeds[length] / best, self._hysteresis)
                 self._postpone(regime, cell, lost * _TRIAL * regime.running / speeds[length])
         due = [n for n, cell in regime.cells.items() if n != regime.best and cell.due <= regime.seconds]
-        price = min(best * regime.costs.step[2], 1.0 - _RIDGE)
+        price = min(best * regime.costs.step[2], _HIGHEST_PRICE)
         for length in self._lengths[1:]:
             strategy = regime.strategies[length]
             regime.strategies[length] = replace(strategy, min_cumulative_acceptance=price)
@@ -292,7 +213,7 @@ class CostModelSelector:
                     nearest, share = distance, (cell.rows / cell.running - 1) / cell.length
         return share
 
-    def _fit(self, regime: _Regime) -> _Costs:
+    def _fit(self, regime: _Regime) -> Costs:
         """Costs near a regime: measurements of the others weigh less the further away they are."""
         pairs = [
             (cell, min(cell.steps, _TRIAL) * _DISTANCE ** abs(other.key - regime.key))
@@ -309,7 +230,7 @@ class CostModelSelector:
             for cell, weight in pairs
             if cell.length
         ]
-        return _Costs(least_squares(step, 4), least_squares(draft, 3))
+        return Costs(least_squares(step, 4), least_squares(draft, 3))
 
     # State
 
@@ -335,41 +256,14 @@ class CostModelSelector:
         if any(state.get(name) != own[name] for name in ("selector", "version", "drafts")):
             return
         self._drift, self._regimes = float(state["drift"]), {}
-        self._acceptance = _Acceptance(**state["acceptance"])
+        self._acceptance = Acceptance(**state["acceptance"])
         for saved in state["regimes"]:
             regime = self._new_regime(saved["running"])
             for name in _SAVED:
                 setattr(regime, name, saved[name])
-            regime.cells = {cell["length"]: _Cell(**cell) for cell in saved["cells"]}
-            regime.acceptance = _Acceptance(**saved["acceptance"])
+            regime.cells = {cell["length"]: Cell(**cell) for cell in saved["cells"]}
+            regime.acceptance = Acceptance(**saved["acceptance"])
             self._regimes[regime.key] = regime
         for regime in self._regimes.values():
             if self._has_drafted:
                 self._decide(regime)
-
-
-def least_squares(cells: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
-    """Non-negative factors of each cell's `size` terms that give its seconds; cells are (terms, seconds, weight).
-
-    Weighted least squares of relative errors. What the measurements leave open is decided by a weak prior, by which
-    all terms have equal shares of the seconds.
-    """
-    if not cells:
-        return [1.0] + [0.0] * (size - 1)
-    x, y, w = (np.array(column) for column in zip(*cells, strict=True))
-    w /= w.sum()
-    y = np.maximum(y, 1e-9)  # seconds: a clock may not have moved
-    scale = np.maximum(w @ (x / y[:, None]), 1e-9)  # per second: about one over the factor of a term alone
-    x = x / y[:, None] / scale
-    normal = (x * w[:, None]).T @ x + _RIDGE * np.eye(size)
-    target = w @ x + _RIDGE / size
-    kept = list(range(size))
-    while True:
-        solved = np.linalg.solve(normal[np.ix_(kept, kept)], target[kept])
-        if solved.min() >= 0:
-            break
-        del kept[int(solved.argmin())]
-    factors = np.zeros(size)
-    factors[kept] = solved
-    found: list[float] = (factors / scale).tolist()
-    return found

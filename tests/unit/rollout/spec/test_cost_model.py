@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.cost_model import CostModelSelector, least_squares
+from megatron_tlt.rollout.spec.cost_model import CostModelSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import SpecWorld, fixed_speeds, gpu_seconds, linear_seconds, measured
 
@@ -118,16 +118,6 @@ def test_a_row_is_priced_by_its_seconds():
         ]
         prices[name] = max(s.min_cumulative_acceptance for s in strategies)
     assert prices["gpu"] < 0.15 and 0.6 < prices["linear"] < 1
-
-
-def test_least_squares_finds_the_costs_and_never_a_negative_one():
-    terms = [(1.0, b, b * (1 + length)) for b in (1.0, 4.0, 16.0) for length in (0.0, 2.0, 8.0)]
-    exact = least_squares([(t, 3e-4 * t[0] + 2e-5 * t[1] + 7e-5 * t[2], 1.0) for t in terms], 3)
-    np.testing.assert_allclose(exact, (3e-4, 2e-5, 7e-5), rtol=0.15)
-    falling = least_squares([(t, 1e-3 - 1e-5 * t[1] + 1e-5 * t[2], 1.0) for t in terms], 3)
-    assert min(falling) >= 0
-    flat = least_squares([(t, 1e-3, 1.0) for t in terms], 3)
-    assert flat[0] == pytest.approx(1e-3, rel=0.2) and 100 * flat[2] < 5e-4
 
 
 def test_measurements_of_a_strategy_that_another_rank_selected_are_learned_from():

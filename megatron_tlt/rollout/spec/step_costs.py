@@ -1,0 +1,121 @@
+"""What decoding steps cost and what drafts bring, measured online: the estimates of `cost_model.CostModelSelector`.
+
+Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, C cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_CELL_STEPS = 128  # measured steps that the means of a cell fade over
+_TOKEN_STEPS = 2048  # request-steps that acceptance counts fade over
+_PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs
+_PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
+_RIDGE = 0.01  # weight of a fit's prior, by which all terms have equal shares of the seconds
+
+
+@dataclass(slots=True)
+class Cell:
+    """Fading means of the steps of one draft length in one regime; seconds at the machine's usual speed."""
+
+    length: int
+    steps: float = 0.0  # 0: never measured
+    running: float = 0.0
+    rows: float = 0.0
+    step_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    due: float = 0.0  # seconds of the regime from which on it may be tried; 0: not known yet
+
+    def add(self, steps: int, running: float, rows: float, step_seconds: float, draft_seconds: float) -> None:
+        """Adds the means of `steps` steps. Mutates the means."""
+        self.steps = min(self.steps + steps, _CELL_STEPS)
+        share = min(1.0, steps / self.steps)
+        self.running += share * (running - self.running)
+        self.rows += share * (rows - self.rows)
+        self.step_seconds += share * (step_seconds - self.step_seconds)
+        self.draft_seconds += share * (draft_seconds - self.draft_seconds)
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds of a step, c_0 + c_B B + c_T T (+ c_V if it verifies), and of drafting, d_0 + d_L L + d_N B L."""
+
+    step: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0, 0.0])
+    draft: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])
+
+    def step_seconds(self, running: Any, rows: Any, length: int) -> Any:
+        """Of a step of B requests and T rows."""
+        base, per_request, per_row, verifying = self.step
+        return base + per_request * running + per_row * rows + (verifying if length else 0.0)
+
+    def draft_seconds(self, running: float, length: int) -> float:
+        """Of drafting `length` tokens for each request."""
+        return self.draft[0] + self.draft[1] * length + self.draft[2] * running * length if length else 0.0
+
+    def seconds(self, cell: Cell, running: float, rows: float) -> float:
+        """Of step and drafting with a cell's draft length, corrected by what the cell has measured."""
+        step = float(self.step_seconds(running, rows, cell.length))
+        draft = self.draft_seconds(running, cell.length)
+        if cell.steps:
+            step *= cell.step_seconds / self.step_seconds(cell.running, cell.rows, cell.length)
+        if cell.steps and cell.length:
+            draft *= cell.draft_seconds / self.draft_seconds(cell.running, cell.length)
+        return step + draft
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Fading counts by draft position: request-steps that emitted all tokens before it, and those that emitted it."""
+
+    tried: list[float]
+    accepted: list[float]
+
+    def add(self, draft_len: int, num_running: int, accepted: list[int]) -> None:
+        """Counts one step of draft length `draft_len`. Mutates the counts."""
+        keep = max(0.5, 1.0 - num_running / _TOKEN_STEPS)
+        before = num_running
+        for at in range(draft_len):
+            now = accepted[at] if accepted else 0  # nothing drafted: none was accepted
+            self.tried[at] = self.tried[at] * keep + before
+            self.accepted[at] = self.accepted[at] * keep + now
+            before = now
+
+    def rates(self, prior: list[float] | None = None) -> list[float]:
+        """Acceptance rate of each position; where little was counted `prior`, or the rate of the position before."""
+        rates, rate = [], _PRIOR_RATE
+        for at, (accepted, tried) in enumerate(zip(self.accepted, self.tried, strict=True)):
+            rate = prior[at] if prior is not None else rate
+            rate = (accepted + _PRIOR_STEPS * rate) / (tried + _PRIOR_STEPS)
+            rates.append(rate)
+        return rates
+
+
+def least_squares(cells: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
+    """Non-negative factors of each cell's `size` terms that give its seconds; cells are (terms, seconds, weight).
+
+    Weighted least squares of relative errors. What the measurements leave open is decided by a weak prior, by which
+    all terms have equal shares of the seconds.
+    """
+    if not cells:
+        return [1.0] + [0.0] * (size - 1)
+    x, y, w = (np.array(column) for column in zip(*cells, strict=True))
+    w /= w.sum()
+    y = np.maximum(y, 1e-9)  # seconds: a clock may not have moved
+    scale = np.maximum(w @ (x / y[:, None]), 1e-9)  # per second: about one over the factor of a term alone
+    x = x / y[:, None] / scale
+    normal = (x * w[:, None]).T @ x + _RIDGE * np.eye(size)
+    target = w @ x + _RIDGE / size
+    kept = list(range(size))
+    while True:
+        solved = np.linalg.solve(normal[np.ix_(kept, kept)], target[kept])
+        if solved.min() >= 0:
+            break
+        del kept[int(solved.argmin())]
+    factors = np.zeros(size)
+    factors[kept] = solved
+    found: list[float] = (factors / scale).tolist()
+    return found
