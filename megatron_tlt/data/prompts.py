@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import FileSource, Source, read_jsonl
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.data.sources import Source, open_file
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.interfaces import Tokenizer
 from megatron_tlt.types import Prompt
 
@@ -19,7 +19,7 @@ Which = Literal["train", "eval"]
 
 _log = logging.getLogger(__name__)
 
-# So many draws of an infinite source in a row without one that fits: none ever will.
+# Rows of an infinite source in a row that are too long, after which none is expected to fit.
 _MOST_DROPS_IN_A_ROW = 1000
 
 
@@ -39,10 +39,9 @@ class PromptStream(Protocol):
 def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed: int) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
-    The held-out stream depends on its source's own seed only, so that runs of different seeds are measured
-    on the same questions; it never shares the training stream's seed; and it ends with its file, for a
-    question asked twice would count twice and make the standard error too small. Raises ConfigError and
-    DataError.
+    The held-out stream depends on its source's own seed only, so that runs of different seeds are measured on the same
+    questions; it never shares the training stream's seed; and it ends with its file, since a repeated question would
+    count twice and make the standard error too small. Raises ConfigError and DataError.
     """
     source = section.train if which == "train" else section.eval
     if source is None:
@@ -63,7 +62,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
 def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
     """The configured source; `path` names its section in errors. Raises ConfigError and DataError.
 
-    A factory: imports only what this source needs, for each of these libraries takes about a second.
+    Imports only the library that this source needs: each takes about a second.
     """
     if config.kind == "tasks":
         from megatron_tlt.data.tasks import TaskSource
@@ -71,18 +70,18 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
         return TaskSource(config.tasks, seed, f"{path}.tasks")
     if config.path is None:
         raise ConfigError.of(f"{path}.path", None, f"is required with kind: {config.kind}")
-    file = Path(config.path)
-    if config.kind == "jsonl":
-        return FileSource(config, file, *read_jsonl(file))
-    if config.kind == "parquet":
-        from megatron_tlt.data.parquet import read_parquet
+    return open_file(config, Path(config.path))
 
-        rows = read_parquet(file)
-        return FileSource(config, file, rows, range(len(rows)))
-    from megatron_tlt.data.hub import read_directory
 
-    rows = read_directory(file)
-    return FileSource(config, file, rows, range(len(rows)))
+def source_problems(config: PromptSourceConfig, field: str) -> list[ConfigProblem]:
+    """Why the source of section `field` cannot be read, with file and line; empty if it can."""
+    try:
+        open_source(config, field, seed=0)
+    except ConfigError as error:
+        return error.problems
+    except DataError as error:
+        return [ConfigProblem(f"{field}.path", config.path, str(error))]
+    return []
 
 
 class SourceStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class FileSource:
             answers += answer is not None
             sha.update(json.dumps([question, answer]).encode())
         field = self._config.answer_field
-        # Rewards by a user's function may need no answer, but a mistyped column must not pass for that.
+        # A user's reward function may need no answer; a mistyped column is an error all the same.
         if not answers and field != _DEFAULT_ANSWER_FIELD:
             there = _columns(self._records[0], field)
             raise DataError(f"{self._path}: no record has the answer field {field!r}{there}")
@@ -118,6 +118,14 @@ def _columns(record: Mapping[str, Any], wanted: str) -> str:
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
 
 
+def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
+    """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
+    if config.kind == "jsonl":
+        return FileSource(config, path, *read_jsonl(path))
+    records = _read_parquet(path) if config.kind == "parquet" else _read_dataset(path)
+    return FileSource(config, path, records, range(len(records)))
+
+
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """(records, their line numbers) of a file with one JSON object a line; empty lines are skipped.
 
@@ -125,19 +133,46 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    pairs = list(_json_lines(path))
-    return [record for _, record in pairs], [line for line, _ in pairs]
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    records, numbers = [], []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # of JSON or of UTF-8
+            except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
                 raise DataError(f"{path}:{number}: not a JSON object: {error}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
-            yield number, record
+            records.append(record)
+            numbers.append(number)
+    return records, numbers
+
+
+def _read_parquet(path: Path) -> Any:
+    """The rows of a Parquet file, or of a directory of them."""
+    import datasets
+    import pyarrow.parquet
+
+    if not path.exists():
+        raise DataError(f"{path}: no such file")
+    try:
+        return datasets.Dataset(pyarrow.parquet.read_table(path))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from error
+
+
+def _read_dataset(path: Path) -> Any:
+    """The one split in a directory that `Dataset.save_to_disk` wrote."""
+    import datasets
+
+    if not path.is_dir():
+        raise DataError(f"{path}: no such directory; kind: hf reads what Dataset.save_to_disk wrote")
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        splits = ", ".join(str(path / name) for name in loaded)
+        raise DataError(f"{path}: holds several splits; name one of: {splits}")
+    return loaded

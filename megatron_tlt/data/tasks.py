@@ -1,4 +1,4 @@
-"""Procedural tasks of `reasoning-gym` as one infinite, seeded, randomly accessible stream."""
+"""Procedural tasks of `reasoning-gym` as one infinite, seeded prompt source with random access."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import accumulate
 from typing import Any
 
@@ -19,16 +19,15 @@ from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 
-# reasoning-gym draws item i of a dataset from seed + i, so two datasets with near seeds share items. Every
-# CHUNK items get a dataset of their own with a hashed seed: streams of different seeds stay apart, and
-# tasks that prepare all `size` items at once stay cheap.
+# Items that share a dataset of reasoning-gym. It draws item i of a dataset from seed + i, so two datasets with near
+# seeds share items; chunks with hashed seeds do not, and tasks that prepare all `size` items at once stay cheap.
 CHUNK = 500
-# Hashed seeds fill the upper half of the 32 bits that numpy takes; the lower half is left to those who
-# write seeds by hand (for example the data the policy was fine-tuned on).
+# Hashed seeds are in the upper half of the 32 bits that numpy takes; the lower half is for seeds chosen by people, such
+# as that of the data the policy was fine-tuned on.
 _FIRST_SEED, _SEEDS = 2**31, 2**31 - CHUNK
-_CHUNKS_AT_HAND = 2  # datasets kept per task; some hold a dictionary of words
+_CACHED_CHUNKS = 2  # datasets kept per task; some hold a dictionary of words
 _RESERVED = ("seed", "size")
-# What generators raise when a draw or a parameter does not work out; asserts are how they validate.
+# Errors of generators that cannot draw an item or refuse a parameter; they validate by assertions.
 _GENERATOR_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -40,18 +39,10 @@ _GENERATOR_ERRORS = (
 )
 
 
-@dataclass(frozen=True)
-class TaskItem:
-    """One question. `metadata` is what the task's verifier needs: task_name, task_params, task_entry."""
+class TaskSource:
+    """An infinite prompt source. Row i is a pure function of (tasks, seed, i); tasks are mixed at random by weight."""
 
-    question: str
-    answer: str | None
-    task: str
-    metadata: dict[str, Any]
-
-
-class TaskStream:
-    """Item i is a pure function of (tasks, seed, i). Tasks are mixed at random by weight."""
+    size: int | None = None
 
     def __init__(self, tasks: Sequence[TaskConfig], seed: int, path: str = "data.train.tasks"):
         """`path` names the configuration field in errors. Raises ConfigError with all bad tasks at once."""
@@ -63,7 +54,7 @@ class TaskStream:
         self._tasks, self._seed = tuple(tasks), seed
         self._bounds = list(accumulate(task.weight for task in tasks))
         self._datasets: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        for k, task in enumerate(self._tasks):  # parameters a generator refuses only when it is built
+        for k, task in enumerate(self._tasks):  # some generators check parameters only now
             try:
                 self._dataset(k, 0)
             except _GENERATOR_ERRORS as error:
@@ -78,8 +69,15 @@ class TaskStream:
             "tasks", json.dumps(tasks, sort_keys=True, default=str), self._seed, reasoning_gym.__version__
         )
 
-    def __getitem__(self, index: int) -> TaskItem:
-        """Item `index` >= 0. Raises DataError naming task and item when the generator fails."""
+    @property
+    def description(self) -> str:
+        return f"tasks {', '.join(task.name for task in self._tasks)}"
+
+    def row(self, index: int) -> Row:
+        """Row `index` >= 0. Its metadata is what the task's verifier needs: task_name, task_params, task_entry.
+
+        Raises DataError naming task and item when the generator fails.
+        """
         draw = hashed(self._seed, "task", index) / 2**64 * self._bounds[-1]
         which = min(bisect_right(self._bounds, draw), len(self._tasks) - 1)
         task = self._tasks[which]
@@ -88,9 +86,9 @@ class TaskStream:
             entry = self._dataset(which, chunk)[offset]
         except _GENERATOR_ERRORS as error:
             raise DataError(f"task {task.name!r}, item {index}: the generator failed: {error!r}") from error
-        answer = entry["answer"]
+        answer = None if entry["answer"] is None else str(entry["answer"])
         metadata = {"task_name": task.name, "task_params": task.params, "task_entry": entry}
-        return TaskItem(entry["question"], None if answer is None else str(answer), task.name, metadata)
+        return Row(f"{task.name}:{self._seed:x}:{index}", entry["question"], answer, task.name, metadata)
 
     def _dataset(self, which: int, chunk: int) -> Any:
         key = which, chunk
@@ -99,34 +97,9 @@ class TaskStream:
             seed = _FIRST_SEED + hashed(self._seed, "chunk", which, chunk) % _SEEDS
             dataset = reasoning_gym.create_dataset(task.name, seed=seed, size=CHUNK, **task.params)
             self._datasets[key] = dataset
-            if len(self._datasets) > _CHUNKS_AT_HAND * len(self._tasks):
+            if len(self._datasets) > _CACHED_CHUNKS * len(self._tasks):
                 self._datasets.popitem(last=False)
         return self._datasets[key]
-
-
-class TaskSource:
-    """A `TaskStream` as a prompt source."""
-
-    size: int | None = None
-
-    def __init__(self, tasks: Sequence[TaskConfig], seed: int, path: str = "data.train.tasks"):
-        """As `TaskStream`."""
-        self._stream, self._seed = TaskStream(tasks, seed, path), seed
-        self._names = ", ".join(task.name for task in tasks)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._stream.fingerprint
-
-    @property
-    def description(self) -> str:
-        return f"tasks {self._names}"
-
-    def row(self, index: int) -> Row:
-        item = self._stream[index]
-        return Row(
-            f"{item.task}:{self._seed:x}:{index}", item.question, item.answer, item.task, item.metadata
-        )
 
 
 def _problems(task: TaskConfig, path: str) -> list[ConfigProblem]:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from megatron_tlt.data.tokenizer_files import has_tokenizer
 from megatron_tlt.errors import CheckpointError
+
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
 
 
 class HFTokenizer:
@@ -18,6 +17,8 @@ class HFTokenizer:
 
     def __init__(self, path: str | Path):
         """Reads the tokenizer's files in `path`. Raises CheckpointError."""
+        from transformers import AutoTokenizer  # seconds, which `megatron-tlt check` does not need
+
         directory = Path(path)
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory (a tokenizer is read from local files)")
@@ -66,6 +67,11 @@ class HFTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the directory has a file with a name of a Hugging Face tokenizer's files. Imports no `transformers`."""
+    return any(any(directory.glob(name)) for name in _FILES)
 
 
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

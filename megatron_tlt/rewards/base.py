@@ -38,8 +38,7 @@ def judge(
     for named in scorers:
         try:
             value = as_number(named.scorer(prompt, sample))
-        # The one broad except of the package outside cli.py: a user's function may raise anything, even call
-        # sys.exit, and by contract that costs this sample a recorded failure and not the job.
+        # A user's function may raise anything, even call sys.exit: the sample gets a recorded failure, the job goes on.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return failed(f"{named.label}: {type(error).__name__}: {error}", failure_value, parts)
         parts[named.label] = value
@@ -51,7 +50,7 @@ def judge(
 
 
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
-    """The verdict on a sample whose reward could not be had."""
+    """The verdict on a sample whose reward could not be computed."""
     return RewardResult(failure_value, False, dict(parts or {}), why[:_LONGEST_FAILURE])
 
 

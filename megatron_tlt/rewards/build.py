@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.errors import ConfigProblem, RewardError
 from megatron_tlt.rewards.base import NamedScorer, Scorer, labels
 from megatron_tlt.rewards.python import PythonReward, load_function
 
@@ -13,15 +14,20 @@ def build_scorers(section: RewardSection) -> list[NamedScorer]:
     return [NamedScorer(label, config, _build(config)) for label, config in named]
 
 
-def check_user_functions(section: RewardSection) -> None:
-    """Imports users' functions and checks how they can be called. Raises RewardError."""
-    for config in section.functions:
-        if config.name == "python":
-            load_function(config)
+def function_problems(section: RewardSection, field: str = "rewards") -> list[ConfigProblem]:
+    """Users' functions that cannot be imported or called. Imports them; `field` names the section."""
+    problems = []
+    for index, config in enumerate(section.functions):
+        try:
+            if config.name == "python":
+                load_function(config)
+        except RewardError as error:
+            problems.append(ConfigProblem(f"{field}.functions.{index}.path", config.path, str(error)))
+    return problems
 
 
 def _build(config: RewardConfig) -> Scorer:
-    """A factory: imports only what is used, for math-verify and reasoning-gym take about a second each."""
+    """Imports only what is used: math-verify and reasoning-gym take about a second each."""
     if config.name == "python":
         return PythonReward(config)
     if config.name == "task":

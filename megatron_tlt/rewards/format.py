@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_tlt.config.data import RewardConfig
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.base import compile_pattern
 from megatron_tlt.types import Prompt, Sample
 
@@ -13,8 +12,7 @@ class FormatReward:
 
     def __init__(self, config: RewardConfig):
         pattern = compile_pattern(config.pattern)
-        if pattern is None:
-            raise ConfigError.of("rewards.functions.pattern", None, "is required with name: format")
+        assert pattern is not None, "config/checks requires it"
         self._pattern = pattern
 
     def __call__(self, prompt: Prompt, sample: Sample) -> float:

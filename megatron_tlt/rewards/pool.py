@@ -1,10 +1,10 @@
 """Judging samples in worker processes, with a timeout a sample.
 
-    rank      gives a batch -> worker; waits for verdicts of all workers at once
-    worker    judges the batch in order, sends each verdict as it is found
-A worker that is silent for `timeout_s` is killed; one that dies is noticed by its closed connection. Either
-costs the sample it was at a recorded failure; the rest of its batch goes to a fresh worker. Workers are
-started with the first samples and wait between steps.
+    rank      sends a batch to each worker; waits for verdicts of all workers at once
+    worker    judges the batch in order, sends each verdict at once
+A worker that sends nothing for `timeout_s` is killed; one that dies closes its connection. In both cases the sample it
+was judging gets a recorded failure, and the rest of its batch goes to a new worker. Workers are started with the first
+samples and wait between steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 
 from megatron_tlt.config.data import RewardSection
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.base import NamedScorer, failed, judge
-from megatron_tlt.rewards.build import build_scorers, check_user_functions
+from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.rewards.process import Job, WorkerProcess
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
@@ -31,14 +32,15 @@ class RewardPool:
     """The reward functions of a run on this rank. Use from one thread; close it."""
 
     def __init__(self, section: RewardSection, on_verdict: Callable[[], None] = lambda: None):
-        """Checks the users' functions by importing them here. Raises RewardError naming what is wrong.
+        """Checks the users' functions by importing them here. Raises ConfigError with all problems.
 
-        `on_verdict` is called after every verdict: a sign of life.
+        `on_verdict` is called after every verdict, as a heartbeat.
         """
         self._section, self._on_verdict = section, on_verdict
         self._workers: list[WorkerProcess] = []
         self._inline: list[NamedScorer] | None = None
-        check_user_functions(section)
+        if problems := function_problems(section):
+            raise ConfigError(problems)
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: they import (seconds) while the caller goes on."""
@@ -98,7 +100,7 @@ class RewardPool:
         while len(verdicts) < len(jobs):
             for worker in self._workers:
                 if not worker.jobs and queue:
-                    worker.give(queue.popleft())
+                    worker.send(queue.popleft())
             self._wait(verdicts, queue)
         return verdicts
 
@@ -109,7 +111,7 @@ class RewardPool:
             worker.wait_ready()
 
     def _launch(self, count: int) -> None:
-        # One that still has jobs was left so by an error: its verdicts would pass for those of new samples.
+        # After an error a worker may still have jobs: its verdicts would be taken for those of new samples.
         dead = [worker for worker in self._workers if worker.jobs or not worker.alive]
         for worker in dead:
             worker.kill()
@@ -122,7 +124,7 @@ class RewardPool:
         patience = min(w.since for w in busy) + self._section.timeout_s - time.monotonic()
         wait([w.connection for w in busy], timeout=max(patience, 0.0))
         for worker in busy:
-            # What has arrived counts before the clock does: replacing another worker takes a while.
+            # Verdicts that have arrived count, even late ones: replacing another worker takes a while.
             if not self._receive(worker, verdicts):
                 self._replace(worker, "worker {how}", verdicts, queue)
             elif worker.jobs and time.monotonic() - worker.since >= self._section.timeout_s:
@@ -143,7 +145,7 @@ class RewardPool:
     def _replace(
         self, worker: WorkerProcess, why: str, verdicts: dict[int, RewardResult], queue: deque[list[Job]]
     ) -> None:
-        """Puts a fresh worker in place of one that hangs or died, and fails the sample it was at."""
+        """Puts a fresh worker in place of one that hangs or died, and records a failure for its sample."""
         how = worker.kill()
         (place, _, _), *rest = worker.jobs
         verdicts[place] = failed(why.format(how=how), self._section.failure_value)

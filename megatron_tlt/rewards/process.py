@@ -1,4 +1,4 @@
-"""The rank's end of one reward worker: starting, watching and killing the process."""
+"""The rank's end of one reward worker: starts and kills the process, sends batches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megatron_tlt.rewards.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-# What a launcher tells its ranks: a user's function that imports mpi4py must not believe it is one of them.
+# Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _START_TIMEOUT_S = 120.0
 
 
 class WorkerProcess:
-    """One worker with the batch it is at. States: idle (no jobs) or judging `jobs[0]` since `since`."""
+    """One worker and its batch. It is idle without jobs, else it judges `jobs[0]` since `since`."""
 
     def __init__(self, section: RewardSection):
         """Starts the process; returns at once, see `wait_ready`."""
@@ -76,15 +76,15 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def give(self, jobs: Sequence[Job]) -> None:
-        """Hands over a batch. A worker that dies of it is found out by its closed connection."""
+    def send(self, jobs: Sequence[Job]) -> None:
+        """Sends a batch. A dead worker has a closed connection, which the pool finds when it reads."""
         self.jobs = list(jobs)
         self.since = time.monotonic()
-        with suppress(ConnectionError):  # dead: its connection reads as closed, which the pool deals with
+        with suppress(ConnectionError):
             self.connection.send([(prompt, sample) for _, prompt, sample in jobs])
 
     def kill(self) -> str:
-        """Ends the process and everything it started; says how it had ended. Idempotent."""
+        """Ends the process and everything it started. Returns how it had ended. Idempotent."""
         how = self._how_it_ended("was killed")
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,10 @@ class PythonReward:
 
     def __init__(self, config: RewardConfig):
         """Imports the function. Raises RewardError naming what is missing or does not fit."""
-        self._function, self._params = load_function(config), config.params
+        try:
+            self._function, self._params = load_function(config), config.params
+        except RewardError as error:
+            raise RewardError(f"reward {config.path!r}: {error}") from error
 
     def __call__(self, prompt: Prompt, sample: Sample) -> object:
         """Whatever the function returns or raises."""
@@ -33,38 +37,36 @@ class PythonReward:
 def load_function(config: RewardConfig) -> Callable[..., object]:
     """The function at `config.path`, `package.module:function` or `path/to/file.py:function`.
 
-    Raises RewardError naming module, function or signature. An error that the user's module raises while
-    it is imported comes through as it is, with its traceback.
+    Raises RewardError: what the path, the function or its signature lacks, or the error of the module at import.
     """
-    path = config.path or ""
-    where, colon, name = path.rpartition(":")
+    where, colon, name = (config.path or "").rpartition(":")
     if not (where and colon and name):
-        raise RewardError(
-            f"reward path {path!r}: must be package.module:function or path/to/file.py:function"
-        )
-    module = _file_module(Path(where)) if where.endswith(".py") else _named_module(where)
+        raise RewardError("must be package.module:function or path/to/file.py:function")
+    try:
+        module = _module(where)
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything at import
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+        at = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+        raise RewardError(f"{where} cannot be imported: {type(error).__name__}: {error}{at}") from error
     function = getattr(module, name, None)
     if function is None:
-        raise RewardError(f"reward {path!r}: {where} has no {name!r}")
+        raise RewardError(f"{where} has no {name!r}")
     if not callable(function):
-        raise RewardError(f"reward {path!r}: {name!r} is a {type(function).__name__}, not a function")
-    _check_signature(path, function, config)
+        raise RewardError(f"{name!r} is a {type(function).__name__}, not a function")
+    _check_signature(function, config)
     checked: Callable[..., object] = function
     return checked
 
 
-def _named_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RewardError(f"reward module {name!r} cannot be imported: {error}") from error
-    except SyntaxError as error:
-        raise RewardError(f"reward module {name!r}: {error}") from error
-
-
-def _file_module(path: Path) -> ModuleType:
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where)
     if not path.is_file():
-        raise RewardError(f"reward file {path}: no such file (relative paths count from {Path.cwd()})")
+        raise RewardError(f"{path}: no such file (relative paths count from {Path.cwd()})")
     # A name of its own for every file, so that two files called reward.py do not shadow each other.
     name = f"_reward_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -75,19 +77,19 @@ def _file_module(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
+    except BaseException:
         del sys.modules[name]
-        raise RewardError(f"reward file {path} cannot be imported: {error}") from error
+        raise
     return module
 
 
-def _check_signature(path: str, function: Callable[..., object], config: RewardConfig) -> None:
+def _check_signature(function: Callable[..., object], config: RewardConfig) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-ins do not tell
+    except ValueError:  # some built-ins have none
         return
     try:
         signature.bind("", "", "", {}, **config.params)
     except TypeError as error:
         call = f"{_CALL}{''.join(f', {key}=' for key in config.params)})"
-        raise RewardError(f"reward {path!r}: called as {call}, but it takes {signature}: {error}") from error
+        raise RewardError(f"called as {call}, but it takes {signature}: {error}") from error

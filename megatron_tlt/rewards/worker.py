@@ -1,11 +1,11 @@
-"""The reward worker: a process that judges samples and says so one by one.
+"""The reward worker: a process that judges samples and sends the verdicts one by one.
 
-It is started as a fresh interpreter (see `pool`), knows nothing of MPI and imports no torch of its own.
+It is started as a fresh interpreter (see `process`), without MPI and torch.
 Messages:
     in   list of (Prompt, Sample)      a batch to judge
     out  READY | ("error", text)       once, after loading the reward functions
     out  RewardResult                  one a sample, in the batch's order
-The parent counts what comes back, so it knows which sample a silent or dead worker was at.
+The parent counts the results: so it knows which sample a hung or dead worker was judging.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def main(fd: int, parent: int) -> None:
             for prompt, sample in connection.recv():
                 connection.send(judge(scorers, section.failure_value, prompt, sample))
     except (EOFError, ConnectionError):
-        pass  # the rank is done with us, or gone
+        pass  # the rank has closed the pool, or is gone
 
 
 def _limit_memory(mib: int) -> None:
-    """Asking for more raises MemoryError in the function that asks, before the machine is out of memory.
+    """Limits the process: more raises MemoryError in the user's function, before the machine is out of memory.
 
-    Should it come to that after all, Linux is to choose this process and not a rank.
+    If that happens all the same, Linux kills this process and not a rank.
     """
     wanted = mib << 20
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -65,8 +65,8 @@ def _limit_memory(mib: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """A hung reward must not outlive a killed rank: asks Linux to kill this process when its parent dies."""
+    """Has Linux kill this process when its parent dies, so that a hung reward does not outlive a killed rank."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)

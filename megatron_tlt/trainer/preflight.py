@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.prompts import open_source
-from megatron_tlt.data.tokenizer_files import has_tokenizer
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, RewardError, shortened
+from megatron_tlt.data.prompts import source_problems
+from megatron_tlt.data.tokenizer import has_tokenizer
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
-from megatron_tlt.rewards.build import check_user_functions
+from megatron_tlt.rewards.build import function_problems
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.cluster import Device
@@ -156,17 +156,9 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
 
 
 def input_problems(config: Config) -> list[ConfigProblem]:
-    """Procedural tasks that cannot be generated, and users' reward functions that cannot be imported."""
+    """Prompts on this machine that cannot be read or generated, and users' reward functions that cannot be imported."""
     problems: list[ConfigProblem] = []
     for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is not None and source.kind == "tasks":
-            try:
-                open_source(source, name, seed=0)
-            except ConfigError as error:
-                problems += error.problems
-    try:
-        check_user_functions(config.rewards)
-    except RewardError as error:
-        named = [f.path for f in config.rewards.functions if f.name == "python"]
-        problems.append(ConfigProblem("rewards.functions", named, str(error)))
-    return problems
+        if source is not None and (source.path is None or Path(source.path).exists()):
+            problems += source_problems(source, name)
+    return problems + function_problems(config.rewards)

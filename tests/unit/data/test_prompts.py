@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
-from megatron_tlt.data.prompts import PromptStream, build_prompts
+from megatron_tlt.data.prompts import PromptStream, build_prompts, source_problems
 from megatron_tlt.errors import ConfigError, DataError
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
@@ -201,10 +201,13 @@ def test_errors_name_file_and_line(tmp_path: Path, content: str, message: str) -
         stream(PromptSourceConfig(kind="jsonl", path=str(tmp_path / "bad.jsonl")))
 
 
-def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl:2"):
-        stream(PromptSourceConfig(kind="jsonl", path=str(tmp_path / "bad.jsonl")))
+@pytest.mark.parametrize("line", [b'{"prompt": "\xff"}', b"\x00\x01", b"\xff\xfe\x00\x00", b"[" * 100_000])
+def test_binary_lines_are_a_problem_with_field_file_and_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    (problem,) = source_problems(PromptSourceConfig(kind="jsonl", path=str(path)), "data.eval")
+    assert (problem.path, problem.value) == ("data.eval.path", str(path))
+    assert problem.allowed.startswith(f"{path}:2: not a JSON object")
 
 
 def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from megatron_tlt.config.data import TaskConfig
-from megatron_tlt.data.tasks import CHUNK, TaskStream
+from megatron_tlt.data.tasks import CHUNK, TaskSource
 from megatron_tlt.errors import ConfigError
 
 SUM = TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 3})
@@ -17,33 +17,33 @@ GCD = TaskConfig(name="gcd")
 
 
 def test_an_item_is_a_function_of_seed_and_index() -> None:
-    one, two = TaskStream([SUM, GCD], 7), TaskStream([SUM, GCD], 7)
+    one, two = TaskSource([SUM, GCD], 7), TaskSource([SUM, GCD], 7)
     indices = [0, 3, CHUNK - 1, CHUNK, 12_345_678, 3]
-    forward = [one[i] for i in indices]
+    forward = [one.row(i) for i in indices]
     assert forward[1] == forward[-1]
-    assert [two[i] for i in reversed(indices)] == forward[::-1]
+    assert [two.row(i) for i in reversed(indices)] == forward[::-1]
 
 
 def test_items_are_the_same_in_another_process() -> None:
     code = (
-        "from megatron_tlt.config.data import TaskConfig; from megatron_tlt.data.tasks import TaskStream; "
-        "print(TaskStream([TaskConfig(name='chain_sum'), TaskConfig(name='gcd')], 5)[901].question)"
+        "from megatron_tlt.config.data import TaskConfig; from megatron_tlt.data.tasks import TaskSource; "
+        "print(TaskSource([TaskConfig(name='chain_sum'), TaskConfig(name='gcd')], 5).row(901).question)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    here = TaskStream([TaskConfig(name="chain_sum"), TaskConfig(name="gcd")], 5)[901].question
+    here = TaskSource([TaskConfig(name="chain_sum"), TaskConfig(name="gcd")], 5).row(901).question
     assert done.stdout.rstrip("\n") == here.rstrip("\n")
 
 
 def test_tasks_are_mixed_by_weight() -> None:
-    stream = TaskStream([SUM, GCD], 0)
-    counts = Counter(stream[i].task for i in range(1200))
+    stream = TaskSource([SUM, GCD], 0)
+    counts = Counter(stream.row(i).task for i in range(1200))
     assert 0.70 < counts["chain_sum"] / 1200 < 0.80
 
 
 def test_one_task_may_come_twice_with_other_parameters() -> None:
     long = TaskConfig(name="chain_sum", params={"min_terms": 9, "max_terms": 9})
-    stream = TaskStream([SUM, long], 0)
-    terms = {len(stream[i].metadata["task_entry"]["metadata"]["expression"].split()) for i in range(60)}
+    stream = TaskSource([SUM, long], 0)
+    terms = {len(stream.row(i).metadata["task_entry"]["metadata"]["expression"].split()) for i in range(60)}
     assert 17 in terms
     assert min(terms) <= 5
 
@@ -51,19 +51,19 @@ def test_one_task_may_come_twice_with_other_parameters() -> None:
 def test_streams_of_near_seeds_share_nothing() -> None:
     """reasoning-gym itself draws item i from seed + i, so its datasets 0 and 1 share all but one item."""
     wide = TaskConfig(name="chain_sum", params={"min_terms": 6, "min_digits": 4, "max_terms": 6})
-    zero, one = TaskStream([wide], 0), TaskStream([wide], 1)
-    assert not {zero[i].question for i in range(300)} & {one[i].question for i in range(300)}
+    zero, one = TaskSource([wide], 0), TaskSource([wide], 1)
+    assert not {zero.row(i).question for i in range(300)} & {one.row(i).question for i in range(300)}
 
 
 def test_questions_hardly_repeat_across_chunks() -> None:
     wide = TaskConfig(name="chain_sum", params={"min_terms": 6, "min_digits": 4, "max_terms": 6})
-    stream = TaskStream([wide], 0)
-    questions = [stream[i].question for i in range(4 * CHUNK)]
+    stream = TaskSource([wide], 0)
+    questions = [stream.row(i).question for i in range(4 * CHUNK)]
     assert len(set(questions)) == len(questions)
 
 
 def test_metadata_carries_what_the_verifier_needs() -> None:
-    item = TaskStream([SUM], 0)[0]
+    item = TaskSource([SUM], 0).row(0)
     assert item.metadata["task_name"] == "chain_sum"
     assert item.metadata["task_params"] == {"max_terms": 3}
     assert item.metadata["task_entry"]["answer"] == item.answer
@@ -71,13 +71,13 @@ def test_metadata_carries_what_the_verifier_needs() -> None:
 
 def test_fingerprint_follows_tasks_and_seed() -> None:
     prints = {
-        TaskStream([SUM], 0).fingerprint,
-        TaskStream([SUM], 1).fingerprint,
-        TaskStream([SUM, GCD], 0).fingerprint,
-        TaskStream([TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 4})], 0).fingerprint,
+        TaskSource([SUM], 0).fingerprint,
+        TaskSource([SUM], 1).fingerprint,
+        TaskSource([SUM, GCD], 0).fingerprint,
+        TaskSource([TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 4})], 0).fingerprint,
     }
     assert len(prints) == 4
-    assert TaskStream([SUM], 0).fingerprint in prints
+    assert TaskSource([SUM], 0).fingerprint in prints
 
 
 def test_bad_tasks_are_refused_all_at_once_with_the_nearest_name() -> None:
@@ -88,7 +88,7 @@ def test_bad_tasks_are_refused_all_at_once_with_the_nearest_name() -> None:
         GCD,
     ]
     with pytest.raises(ConfigError) as error:
-        TaskStream(bad, 0, "data.eval.tasks")
+        TaskSource(bad, 0, "data.eval.tasks")
     first, second, third = error.value.problems
     assert (first.path, first.value) == ("data.eval.tasks.0.name", "chain_sums")
     assert "chain_sum" in first.allowed
@@ -99,6 +99,6 @@ def test_bad_tasks_are_refused_all_at_once_with_the_nearest_name() -> None:
 
 def test_a_value_the_generator_refuses_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.train\.tasks\.0\.params.*chain_sum refuses"):
-        TaskStream([TaskConfig(name="chain_sum", params={"min_terms": 9, "max_terms": 2})], 0)
+        TaskSource([TaskConfig(name="chain_sum", params={"min_terms": 9, "max_terms": 2})], 0)
     with pytest.raises(ConfigError, match="at least one task"):
-        TaskStream([], 0)
+        TaskSource([], 0)

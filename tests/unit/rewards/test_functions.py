@@ -11,10 +11,9 @@ import pytest
 import reasoning_gym
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
-from megatron_tlt.errors import ConfigError, RewardError
+from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.base import as_number, extract_answer, judge, labels
-from megatron_tlt.rewards.build import build_scorers
-from megatron_tlt.rewards.format import FormatReward
+from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample
 
 USER = Path(__file__).parent / "user_rewards.py"
@@ -82,8 +81,6 @@ def test_format_matches_the_whole_text() -> None:
     config = RewardConfig(name="format", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
     assert verdict("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0
     assert verdict("<think>a</think><answer>1</answer> bye", config).value == 0.0
-    with pytest.raises(ConfigError, match="pattern"):
-        FormatReward(RewardConfig(name="format"))
 
 
 def test_task_uses_the_tasks_own_verifier() -> None:
@@ -117,7 +114,7 @@ def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module_here:f", "module 'no_such_module_here' cannot be imported"),
+        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("no_such_file.py:f", r"no_such_file\.py: no such file"),
         (f"{USER}:goood", "has no 'goood'"),
         (f"{USER}:NOT_A_FUNCTION", "is a int, not a function"),
@@ -137,10 +134,24 @@ def test_python_parameters_must_fit() -> None:
         build_scorers(RewardSection(functions=(config,)))
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises(RewardError, match=r"broken\.py cannot be imported: invalid syntax"):
-        build_scorers(RewardSection(functions=(RewardConfig(name="python", path=f"{tmp_path}/broken.py:f"),)))
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        ("\nimport nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it' .*broken.py:2"),
+        ("x = 1\nx / 0", r"ZeroDivisionError: division by zero \(.*broken.py:2\)"),
+        ("import sys; sys.exit('bye')", r"SystemExit: bye \(.*broken.py:1\)"),
+    ],
+)
+def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    broken = RewardConfig(name="python", path=f"{tmp_path}/broken.py:f")
+    functions = (RewardConfig(name="exact"), broken, RewardConfig(name="python", path=f"{USER}:no"))
+    first, second = function_problems(RewardSection(functions=functions))
+    assert (first.path, second.path) == ("rewards.functions.1.path", "rewards.functions.2.path")
+    assert re.search(rf"broken\.py cannot be imported: {why}", first.allowed) and "\n" not in str(first)
+    with pytest.raises(RewardError, match=rf"reward '.*broken\.py:f': .* cannot be imported: {why}"):
+        build_scorers(RewardSection(functions=functions))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
-from megatron_tlt.errors import RewardError
+from megatron_tlt.errors import ConfigError, RewardError
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
@@ -158,7 +158,7 @@ def test_warming_up_does_not_wait() -> None:
 
 
 def test_a_function_that_cannot_be_loaded_stops_the_run_at_the_start() -> None:
-    with pytest.raises(RewardError, match="has no 'missing'"):
+    with pytest.raises(ConfigError, match=r"rewards\.functions\.0\.path = .*has no 'missing'"):
         RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{USER}:missing"),)))
 
 

@@ -58,7 +58,7 @@ def test_tasks_rewards_and_layout_are_wrong_at_once():
     with pytest.raises(ConfigError) as caught:
         check_report(config, 4)
     paths = {problem.path.split("[")[0] for problem in caught.value.problems}
-    assert {"data.train.tasks.0.name", "rewards.functions"} <= paths
+    assert {"data.train.tasks.0.name", "rewards.functions.0.path"} <= paths
     assert any(path.startswith("data.train.tasks.1") for path in paths)
     assert any("actor.tp" in path for path in paths)
 
