@@ -133,7 +133,7 @@ class RolloutBackend(Protocol):
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int [B]. Mutates nothing."""
 
-    def collect_features(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
 
         Only while no request is there. Mutates the engine.

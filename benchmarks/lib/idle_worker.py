@@ -48,12 +48,12 @@ def main() -> None:
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
     backend = build_backend(
-        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_features=True
+        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_hidden_states=True
     )
     trainer = trainer_of(config)
-    backend.collect_features(trainer.buffer.add)
+    backend.collect_hidden_states(trainer.buffer.add)
     backend.generate(prompts, params, 8)  # both have something to train on, and are warm
-    backend.collect_features(None)
+    backend.collect_hidden_states(None)
     rows = []
     for turn in range(2 * int(sys.argv[2])):
         seconds = {}

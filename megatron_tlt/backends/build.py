@@ -49,13 +49,13 @@ def build_backend(
     load_weights: bool = False,
     count_near_ties: bool = False,
     drafter: Mapping[str, Tensor] | None = None,
-    keep_features: bool = False,
+    keep_hidden_states: bool = False,
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
     `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. With `sync.verify` it keeps checksums. `keep_features`: hidden states of answers
+    share this machine's memory. With `sync.verify` it keeps checksums. `keep_hidden_states`: hidden states of answers
     will be collected, so the cache leaves room for them. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
@@ -69,7 +69,7 @@ def build_backend(
     history = _history(rollout)
     eagle = _eagle(rollout, decoder, config, drafter)
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, eagle, keep_features),
+        _block_bytes(rollout.block_size, decoder, eagle, keep_hidden_states),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
@@ -146,12 +146,12 @@ def _eagle(
     return eagle
 
 
-def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_features: bool) -> int:
+def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_hidden_states: bool) -> int:
     """Memory of one block: the policy's cache, the drafter's, and the hidden states that it reads or that are kept."""
     total = decoder.kv_bytes_per_block(size)
     if eagle is not None:
         total += eagle.kv_bytes_per_block(size)
-    if eagle is not None or keep_features:
+    if eagle is not None or keep_hidden_states:
         total += page_bytes(size, decoder.config.hidden_size, decoder.dtype)
     return total
 

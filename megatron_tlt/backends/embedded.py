@@ -209,7 +209,7 @@ class EmbeddedBackend:
         """
         return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
-    def collect_features(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
 
         Only while no request is there.

@@ -128,12 +128,12 @@ class OnlineDrafterController:
 
         trainer = self._active
         if trainer is not None:
-            self._backend.collect_features(trainer.buffer.add)
+            self._backend.collect_hidden_states(trainer.buffer.add)
         try:
             yield progress
         finally:
             if trainer is not None:
-                self._backend.collect_features(None)
+                self._backend.collect_hidden_states(None)
 
     def wait(self, samples: list[Sample]) -> WindowReport:
         """This replica is dry: trains, or sleeps, until every replica is. Collective; nobody waits inside MPI."""

@@ -150,9 +150,9 @@ class DrafterPretraining:
         tp = self._config.rollout.tp
         replica, _ = rollout_replica(self._world.rank, tp)
         collected: list[HiddenStateSample] = []
-        self._backend.collect_features(collected.append)
+        self._backend.collect_hidden_states(collected.append)
         self._backend.generate(list(prompts)[replica :: self._world.size // tp], params, samples)
-        self._backend.collect_features(None)
+        self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.prompt_id, sample.sample_index))
         states = self._hidden_states(collected)
         return [DraftSequence.of(sample, hidden) for sample, hidden in zip(collected, states, strict=True)]

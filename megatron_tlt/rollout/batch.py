@@ -26,7 +26,7 @@ class Chunk:
 
     @property
     def draws(self) -> bool:
-        """Whether the chunk's last row has the logits of the children's first tokens."""
+        """Whether the children's first tokens are drawn from the logits of the chunk's last row."""
         return self.end == len(self.prefill.tokens) and not self.prefill.sampled
 
 

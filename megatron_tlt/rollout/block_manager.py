@@ -1,7 +1,7 @@
-"""Paged KV-cache blocks: who holds which block. Torch-free: the simulator runs this very code.
+"""Paged KV-cache blocks and their reference counts. Torch-free: the simulator runs this very code.
 
 A block is `block_size` token positions of every layer. Blocks are counted references, so the samples of one
-prompt share its full blocks; whoever holds the only reference may write.
+prompt share its full blocks; the holder of the only reference may write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class BlockManager:
-    """Hands out block numbers `0 .. num_blocks - 1`. Every operation costs O(blocks it touches)."""
+    """Allocates block numbers `0 .. num_blocks - 1`. Every operation costs O(blocks it touches)."""
 
     def __init__(self, num_blocks: int, block_size: int):
         assert min(num_blocks, block_size) > 0
@@ -22,12 +22,12 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Free blocks."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds, each counted once however many share it."""
+        """Blocks in use, each counted once however many requests share it."""
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -36,7 +36,7 @@ class BlockManager:
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks with one reference each. The caller has checked `num_free`."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        assert count <= len(self._free), f"{count} blocks requested, {len(self._free)} free"
         if count == 0:
             return []
         taken = self._free[-count:][::-1]

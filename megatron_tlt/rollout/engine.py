@@ -21,7 +21,7 @@ from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
-from megatron_tlt.rollout.stops import StopStringWatcher
+from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class GraphBudget:
 
 
 class Engine:
-    """Answers requests with one decoder. All ranks of a tensor-parallel group make the same calls."""
+    """Generates answers with one decoder. All ranks of a tensor-parallel group make the same calls."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Engine:
         self._collector: HiddenStateCollector | None = None
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
-        """From now on `collector` gets the hidden states of finished answers; None: they are not kept, unless drafts
-        need them. Only while no request is there: states of what is cached already are not known. Mutates the runner.
+        """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
+        Only while no request is queued or running. Mutates the runner.
         """
-        assert self.is_idle, "a running request's hidden states are not known from its start"
+        assert self.is_idle, "hidden states are collected from a request's first token on"
         self._collector = collector
         if collector is not None:
             self.resume()
@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have come and do not decode yet."""
+        """Requests that are queued or prefilling."""
         return self.scheduler.num_waiting
 
     @property
@@ -122,13 +122,13 @@ class Engine:
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        Indices in `without` are left out. An answer depends on its own index only, not on who its siblings are.
+        Indices in `without` are left out. An answer depends on its own index only, not on which siblings there are.
         Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
         self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        wanted = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
+        indices = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
         requests = [
             Request(
                 prompt,
@@ -140,7 +140,7 @@ class Engine:
                 self._stop_watcher(params),
                 dataset_id,
             )
-            for i, index in enumerate(wanted)
+            for i, index in enumerate(indices)
         ]
         if requests:
             self.scheduler.add(Prefill(prompt, list(requests)))
@@ -149,7 +149,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
-        assert not self._released, "a step while the cache's memory is given back"
+        assert not self._released, "a step while the cache's memory is released"
         started, speculator = time.perf_counter(), self.speculator
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: check is_idle first"
@@ -198,7 +198,7 @@ class Engine:
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
-        `on_finished` gets each of them after the step in which it ended.
+        `on_finished` is called with each of them after the step in which it ended.
         """
         finished: list[Request] = []
         generated, first = self._stats.generated_tokens, self._stats.steps
@@ -219,7 +219,7 @@ class Engine:
 
     def text_of(self, request: Request) -> str:
         """A finished request's text, cut after its stop string; empty without a tokenizer."""
-        if isinstance(request.stop_strings, StopStringWatcher) and request.stop_strings.cut_text is not None:
+        if isinstance(request.stop_strings, StopStringFinder) and request.stop_strings.cut_text is not None:
             return request.stop_strings.cut_text
         return self.text_of_tokens(request.output)
 
@@ -229,11 +229,11 @@ class Engine:
 
     @property
     def is_released(self) -> bool:
-        """Whether the cache's memory is given back."""
+        """Whether the cache's memory is released."""
         return self._released
 
     def release(self) -> None:
-        """Gives the memory of caches, hidden states and graphs back until `resume`, while no request is there.
+        """Frees the memory of caches, hidden states and graphs until `resume`, while the engine is idle.
 
         A second call does nothing. Weights stay, and no answer changes.
         """
@@ -247,17 +247,19 @@ class Engine:
         _return_to_system(self.runner.device)
 
     def resume(self) -> None:
-        """Takes the memory again. Without a `release` before it, it does nothing."""
+        """Allocates the memory again. Without a `release` before it, it does nothing."""
         if not self._released:
             return
-        _return_to_system(self.runner.device)  # the cache is one piece, and others have used what was between
+        _return_to_system(
+            self.runner.device
+        )  # the cache is one allocation; the free memory may be in fragments
         self.runner.resume()
         if self.speculator is not None:
             self.speculator.resume()
         self._released = False
 
     def withdraw(self, count: int) -> list[Request]:
-        """Takes up to `count` requests out that have not decoded, between two steps; they are never answered here."""
+        """Removes up to `count` requests that have not decoded, between two steps; returns them unanswered."""
         taken = self.scheduler.withdraw(count)
         self._stats.generated_tokens -= sum(len(request.output) for request in taken)
         if taken and self.is_idle:
@@ -265,7 +267,7 @@ class Engine:
         return taken
 
     def abort_all(self) -> list[Request]:
-        """Drops every request; the block pool is whole again."""
+        """Drops every request and frees its blocks; returns them."""
         return self.scheduler.abort_all()
 
     def take_stats(self) -> EngineStats:
@@ -306,17 +308,17 @@ class Engine:
         self._last_running = running
         self._stats.running_curve.append((now - self._started, running))
 
-    def _stop_watcher(self, params: SamplingParams) -> StopStringWatcher | None:
+    def _stop_watcher(self, params: SamplingParams) -> StopStringFinder | None:
         if not params.stop:
             return None
         assert self._tokenizer is not None
-        return StopStringWatcher(self._tokenizer, params.stop)
+        return StopStringFinder(self._tokenizer, params.stop)
 
     def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int, num_samples: int) -> None:
         vocab = self.limits.vocab_size
         name = f"prompt {prompt_id}"
         if num_samples < 1:
-            raise BackendError(f"{name}: {num_samples} samples asked for; at least 1 is needed")
+            raise BackendError(f"{name}: {num_samples} samples requested; at least 1 is needed")
         if prompt.size and (int(prompt.min()) < 0 or int(prompt.max()) >= vocab):
             ids = f"{prompt.min()}..{prompt.max()}"
             raise BackendError(f"{name}: token ids {ids} are outside the vocabulary of {vocab}")
@@ -329,6 +331,6 @@ class Engine:
 
 
 def _return_to_system(device: torch.device) -> None:
-    """What PyTorch keeps for its next allocation; on CPU large pieces go back by themselves."""
+    """Frees what PyTorch keeps cached for its next allocation; on CPU large allocations are freed at once."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

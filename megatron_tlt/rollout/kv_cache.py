@@ -1,4 +1,4 @@
-"""How much KV cache one rank gets. The cache itself is the decoder's: it knows its own layout."""
+"""How many KV-cache blocks one rank allocates. The decoder makes the cache: its layout differs by decoder."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def choose_num_blocks(
     That is `budget_mib`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
     Memory of blocks never used is not touched. Raises BackendError if not even one block fits.
     """
-    wanted = max_running * -(-max_context // block_size) + 1
+    most = max_running * -(-max_context // block_size) + 1
     if budget_mib is not None:
         budget = budget_mib * MIB
     elif device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     else:
         budget = int(free_memory() * CPU_SHARE) // max(1, local_ranks)
-    count = min(wanted, budget // block_bytes)
+    count = min(most, budget // block_bytes)
     if count < 1:
         raise BackendError(
             f"a KV-cache block of {block_size} tokens takes {block_bytes} bytes, the budget is {budget}: "
@@ -46,7 +46,7 @@ def choose_num_blocks(
 
 
 def free_memory() -> int:
-    """Bytes this process may still take: what the machine has available, within its cgroup's limit."""
+    """Bytes that this process may still allocate: what the machine has available, within its cgroup's limit."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     info = _read(Path("/proc/meminfo"))
     for line in info.splitlines():

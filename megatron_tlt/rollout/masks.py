@@ -21,8 +21,8 @@ def apply_masks(scores: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
     """Sets tokens outside the masks to -inf; returns a new tensor [R, V].
 
     `scores` [R, V] float32, already divided by the temperature; `top_k` [R] int (0: off), `top_p` [R] float64
-    (1: off) and `min_p` [R] float32 (0: off) are numpy arrays, so that what to do is known without asking the
-    device.
+    (1: off) and `min_p` [R] float32 (0: off) are numpy arrays, so that choosing the masks needs no synchronisation with
+    the device.
     """
     if (top_k > 0).any():
         scores = _mask_top_k(scores, top_k)

@@ -34,7 +34,7 @@ class DecoderLike(Protocol):
     """What the engine needs of a decoder (`models.factory.build_decoder` makes one)."""
 
     kind: str
-    config: Any  # hidden_size and dtype are asked for only where hidden states are kept
+    config: Any  # hidden_size is read where hidden states are kept
     dtype: torch.dtype
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Any:
@@ -83,7 +83,7 @@ class ModelRunner:
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
 
     def keep_pages(self) -> PagedHiddenStates:
-        """From now on every forward writes its hidden states into `pages`. While no request is there; mutates."""
+        """From now on every forward writes its hidden states into `pages`. Only while no request runs. Mutates."""
         if self.pages is None:
             sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.config.hidden_size
             self.pages = PagedHiddenStates(*sizes, self.decoder.dtype, self.device)
@@ -92,13 +92,13 @@ class ModelRunner:
         return self.pages
 
     def drop_pages(self) -> None:
-        """From now on no forward does. Mutates."""
+        """Stops keeping hidden states and frees their memory. Mutates."""
         self.pages = None
         if self.native_step is not None:
             self.native_step.write_hidden_to(None)
 
     def release(self) -> None:
-        """Gives the cache's memory back, and that of hidden states and graphs, until `resume`. Mutates."""
+        """Frees the memory of cache, hidden states and graphs until `resume`. Mutates."""
         self.kv.release()
         if self.pages is not None:
             self.pages.release()
@@ -107,7 +107,7 @@ class ModelRunner:
         self._point_native_step()
 
     def resume(self) -> None:
-        """Takes the memory again, zeroed, after a `release`. Mutates."""
+        """Allocates the memory again, zeroed, after a `release`. Mutates."""
         self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
         if self.pages is not None:
             self.pages.resume()
@@ -116,7 +116,7 @@ class ModelRunner:
         self._point_native_step()
 
     def _point_native_step(self) -> None:
-        """It keeps addresses."""
+        """Passes the present addresses of cache and hidden states to the native step, which keeps them."""
         if self.native_step is None:
             return
         self.native_step.point_at(self.kv)
@@ -140,7 +140,7 @@ class ModelRunner:
         return result
 
     def _run(self, inputs: DecoderInput) -> DecoderOutput:
-        """The forward; where all rows' logits are wanted, so are their hidden states."""
+        """The forward. Writes the rows' hidden states where they are kept."""
         output = self.decoder.forward(inputs, self.kv)
         if self.pages is not None:
             hidden = output.hidden if output.all_hidden is None else output.all_hidden
@@ -159,8 +159,8 @@ class ModelRunner:
     def verify(self, draft: Draft) -> StepResult:
         """Feeds every row's last token and its drafted nodes; keeps the nodes that are accepted (`spec.verify`).
 
-        The cache ends as plain decoding would have left it (slots behind the accepted tokens hold leftovers that
-        nobody reads). Mutates the cache.
+        The cache ends as plain decoding would have left it (slots behind the accepted tokens are
+        never read). Mutates the cache.
         """
         started = time.perf_counter()
         native = self.native_step
@@ -277,7 +277,7 @@ class ModelRunner:
             if chunk.draws:
                 last_rows.append(at - 1)
         if not batch.num_draws:
-            last_rows.append(at - 1)  # nobody draws from it: decoders need not know of batches without logits
+            last_rows.append(at - 1)  # not sampled: decoders need not handle batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
         inputs = self._pack(at, seqs, query_start, logit_rows, self._upload)
         inputs.all_hidden = self.pages is not None
@@ -348,9 +348,9 @@ class ModelRunner:
 def _native_step(
     decoder: DecoderLike, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
 ) -> NativeStep | None:
-    """Decoding steps as one C call, where one rank has the whole model and nothing needs to see the logits.
+    """Decoding steps as one C call, where one rank has the whole model and nothing reads the logits.
 
-    Steps with masked rows still take the long way.
+    Steps with masked rows still run the decoder and the sampler one after the other.
     """
     if not isinstance(decoder, NativeDecoder) or tp.size > 1 or not sampler.is_native:
         return None
@@ -396,11 +396,11 @@ class _Upload:
             self._array[at : at + array.size].reshape(array.shape)[...] = array
             views.append(self._device[at : at + array.size].view(array.shape))
             at += array.size
-        # The host buffer is written again only after this step's tokens came back (or `wait`).
+        # The host buffer is not written before this step's tokens are read back (or `wait` returns).
         self._device[:at].copy_(self._host[:at], non_blocking=True)
         return views
 
     def wait(self) -> None:
-        """Returns when the last copy is done (a step that reads no result back must ask)."""
+        """Returns when the last copy is done; needed after a step that reads no result back."""
         if self._device.is_cuda:
             torch.cuda.current_stream(self._device.device).synchronize()

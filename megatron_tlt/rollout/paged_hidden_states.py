@@ -1,7 +1,7 @@
-"""Paged hidden states: what the policy made of every cached token, kept as its keys and values are.
+"""Paged hidden states: the policy's hidden state of every cached token, in pages as its keys and values.
 
 The state after the final norm of the token fed at position p of a request lies at the slot of p, in the same block
-tables as the KV cache. So prompts share it, forks copy it, and what is computed again is written again.
+tables as the KV cache. So samples share those of their prompt, forks copy them, and recomputation writes them again.
 
 Legend: H hidden size, T rows of a step.
 """
@@ -31,11 +31,11 @@ class PagedHiddenStates:
         )  # [slots, H]
 
     def release(self) -> None:
-        """Gives the memory back until `resume`; what was kept is lost. Mutates."""
+        """Frees the memory until `resume`; the states are lost. Mutates."""
         self.data = self.data.new_empty(0, self.data.shape[1])
 
     def resume(self) -> None:
-        """Takes the memory again, zeroed, after a `release`. Whoever keeps its address must be told. Mutates."""
+        """Allocates the memory again, zeroed, after a `release`: at another address. Mutates."""
         self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:

@@ -12,15 +12,15 @@ from megatron_tlt.types import FinishReason, SamplingParams
 
 
 class StopStrings(Protocol):
-    """Watches one answer for its stop strings."""
+    """Finds the stop strings of one answer."""
 
     def push(self, token_id: int) -> bool:
-        """Takes the next token; true when a stop string is now complete. Mutates the watcher."""
+        """Adds the next token; true when a stop string is now complete. Mutates."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One answer in the making.
+    """One answer in progress.
 
     `order` is the place in the queue (unique, never changes): smaller arrived earlier. While the request runs
     (`row >= 0`) its newest tokens are in the scheduler's arrays; `output` is filled when it leaves them.
@@ -57,10 +57,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Tokens to bring into the cache, once, and the requests that go on from there.
+    """Tokens to compute into the cache, once, and the requests that continue from there.
 
     A new prompt is one `Prefill` with its n samples as `children`; they draw their first tokens from the same
-    row of logits. A preempted request comes back as a `Prefill` of its own, `sampled` already.
+    row of logits. A preempted request is queued again as a `Prefill` of its own, `sampled` already.
     """
 
     tokens: np.ndarray  # int32 [L]

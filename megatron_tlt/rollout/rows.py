@@ -41,7 +41,7 @@ class RunningRows:
         self.min_p = np.zeros(max_rows, np.float32)
         self.requests: list[Request] = []
         self.num_masked = 0
-        self.num_watched = 0  # rows with stop strings
+        self.num_with_stops = 0  # rows with stop strings
         self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
         self.stop_tokens: set[int] = set()  # the same, for few tokens
         inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.slots, self.keys)
@@ -80,7 +80,7 @@ class RunningRows:
         self.temperature[row] = params.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
         self.num_masked += request.is_masked
-        self.num_watched += request.stop_strings is not None
+        self.num_with_stops += request.stop_strings is not None
         for token in request.stop_token_ids:
             if 0 <= token < len(self.is_stop):
                 self.is_stop[token] = True
@@ -98,12 +98,12 @@ class RunningRows:
         self.requests.pop()
         self._free_slots.append(request.slot)
         self.num_masked -= request.is_masked
-        self.num_watched -= request.stop_strings is not None
+        self.num_with_stops -= request.stop_strings is not None
         request.row = request.slot = -1
         return blocks
 
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Appends one token to every row; returns the rows that may be at their end (a superset), in order."""
+        """Appends one token to every row; returns the rows that may have ended (a superset), in order."""
         count = len(self.requests)
         if count <= FEW_ROWS:
             drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
@@ -123,7 +123,7 @@ class RunningRows:
     ) -> list[int]:
         """Appends `counts` int32 [D] tokens (at least one each, flat in `tokens`) to the rows; returns as `advance`.
 
-        The caller has seen to it that no stop token stands before a row's last one and that `limit` is kept.
+        The caller guarantees that no stop token stands before a row's last one and that `limit` is kept.
         """
         count = len(self.requests)
         if count <= FEW_ROWS:
@@ -143,14 +143,14 @@ class RunningRows:
         self.token_ids[:count] = last
         self.counters[:, :count] += counts
         block, offset = np.divmod(self.positions[:count], block_size)
-        # Where a block opens (offset 0) its number is not known yet: the scheduler gives one before the next step.
+        # Where a block opens (offset 0) the scheduler allocates it before the next step.
         np.minimum(block, self.num_blocks[:count] - 1, out=block)
         tables = self.block_tables[np.arange(count), block]
         self.slot_mapping[:count] = tables * block_size + offset
         return self._at_end(last)
 
     def _at_end(self, last: np.ndarray) -> list[int]:
-        """Rows whose newest token, `last` [D], may be the end."""
+        """Rows whose newest token, `last` [D], may end the answer."""
         count = len(last)
         ended = self.output_len[:count] >= self.limit[:count]
         ended |= self.is_stop[last]

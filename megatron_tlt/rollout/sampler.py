@@ -81,7 +81,7 @@ class SamplingRows:
 
 
 class Sampler:
-    """Samples rows of logits on `device`. Counts near-ties if asked: rounding may decide those."""
+    """Samples rows of logits on `device`. With `count_near_ties` counts draws that rounding may decide."""
 
     def __init__(
         self, device: torch.device, native: NativeSample | None = None, count_near_ties: bool = False

@@ -1,4 +1,4 @@
-"""Continuous batching: who computes what in the next step. Torch-free and without a clock: the simulator runs
+"""Continuous batching: what the next step computes. Torch-free and without a clock: the simulator runs
 this very code.
 
     waiting ──admit──> prefilling ──prompt done──> ready ──row and block free──> running ──> finished
@@ -36,7 +36,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Decides every step from its own state only: equal calls give equal decisions on every rank."""
+    """Schedules every step from its own state only: equal calls give equal decisions on every rank."""
 
     def __init__(self, limits: SchedulerLimits, blocks: BlockManager):
         self.limits = limits
@@ -56,7 +56,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have come and do not decode yet."""
+        """Requests that are queued or prefilling."""
         return sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
 
     @property
@@ -92,12 +92,12 @@ class Scheduler:
     def reserve(self, nodes: np.ndarray) -> np.ndarray:
         """Blocks for `nodes` int32 [D] drafted tokens behind each row's next one; returns how many fit.
 
-        Takes free blocks only: a guess never costs another request its place. `commit` returns what is not used.
+        Takes free blocks only: a draft never preempts a request. `commit` frees what is not used.
         """
         rows, size = self.rows, self.blocks.block_size
         count = rows.num_rows
         if count <= FEW_ROWS:
-            fits = [self._reserve_row(row, wanted) for row, wanted in enumerate(nodes.tolist())]
+            fits = [self._reserve_row(row, count) for row, count in enumerate(nodes.tolist())]
             return np.array(fits, np.int32)
         positions, have = rows.positions[:count], rows.num_blocks[:count]
         room = rows.block_tables.shape[1] * size - 1 - positions
@@ -122,7 +122,7 @@ class Scheduler:
         return min(nodes, rows.num_blocks.item(row) * size - 1 - position)
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
-        """Takes the step's tokens; returns the requests that ended, by order, their blocks free again."""
+        """Appends the step's tokens; returns the requests that ended, by order. Frees their blocks."""
         finished = self._commit_rows(result) if batch.num_decode else []
         if batch.chunks:
             finished += self._commit_chunks(batch, result)
@@ -132,19 +132,19 @@ class Scheduler:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompts are on their way into the cache."""
+        """Whether prompts are prefilling."""
         return bool(self._prefilling)
 
     @property
     def num_unstarted(self) -> int:
         """Requests that have not decoded: they can be answered anywhere, from the prompt on, at no loss.
 
-        Those whose prompt is just on its way into the cache do not count.
+        Requests whose prompt is prefilling do not count.
         """
         return sum(1 for _ in self._unstarted())
 
     def withdraw(self, count: int) -> list[Request]:
-        """Takes up to `count` unstarted requests out, the latest arrivals first. Mutates the queues."""
+        """Removes up to `count` unstarted requests, the latest arrivals first; returns them. Mutates the queues."""
         found = sorted(self._unstarted(), key=lambda entry: -entry[0].order)
         for request, prefill, queue in found[:count]:
             prefill.children.remove(request)
@@ -155,7 +155,7 @@ class Scheduler:
         return [request for request, *_ in found[:count]]
 
     def _unstarted(self) -> Iterator[tuple[Request, Prefill, list[Prefill]]]:
-        """With where they are: those that have no token but the first, which is drawn with their siblings'."""
+        """(request, prefill, queue) of those with no token but the first, which is drawn with their siblings'."""
         for queue in (self._waiting, self._ready):
             for prefill in queue:
                 for request in prefill.children:
@@ -163,7 +163,7 @@ class Scheduler:
                         yield request, prefill, queue
 
     def abort_all(self) -> list[Request]:
-        """Drops every request, all blocks free again (an error elsewhere ends the run)."""
+        """Drops every request and frees all blocks, after an error elsewhere; returns the requests."""
         dropped = list(self.rows.requests)
         for request in dropped:
             self._leave(request)
@@ -179,7 +179,7 @@ class Scheduler:
     # Memory
 
     def _grow(self) -> None:
-        """Gives a block to each row whose next position opens one; preempts latest arrivals if it must."""
+        """Allocates a block for each row whose next position opens one; preempts latest arrivals if none is free."""
         rows = self.rows
         count, size = rows.num_rows, self.blocks.block_size
         positions = rows.positions[:count]
@@ -201,11 +201,11 @@ class Scheduler:
                 rows.slot_mapping[request.row] = block * size
 
     def preempt(self) -> None:
-        """Takes all blocks from the latest arrival that holds some; it is recomputed later."""
+        """Frees all blocks of the latest arrival that holds some; it is recomputed later."""
         queues = [q for q in (self._prefilling, self._ready) if q]
         queue = max(queues, key=lambda q: q[-1].order, default=None)
         latest = max(self.rows.requests, key=lambda r: r.order, default=None)
-        assert queue or latest, "memory pressure with nobody holding memory"
+        assert queue or latest, "memory pressure while no request holds blocks"
         self.num_preemptions += 1
         if queue and (latest is None or queue[-1].order > latest.order):
             prefill = queue.pop()
@@ -246,7 +246,7 @@ class Scheduler:
                 self._ready.pop(0)
 
     def _blocks_to_start(self, prefill: Prefill) -> int:
-        """The last child takes the prompt's blocks over; the others copy the partly full one."""
+        """Blocks of the next child: the last one takes over the prompt's blocks, others copy the partly full one."""
         is_partial = len(prefill.tokens) % self.blocks.block_size != 0
         return 0 if is_partial and len(prefill.children) == 1 else 1
 
@@ -273,12 +273,12 @@ class Scheduler:
         if result.counts is None:
             tokens = result.tokens[:count]
             ended = rows.advance(tokens, result.logprobs[:count])
-            for request in rows.requests if rows.num_watched else ():
+            for request in rows.requests if rows.num_with_stops else ():
                 if request.stop_strings is not None and request.stop_strings.push(tokens.item(request.row)):
                     request.finish_reason = "stop"
         else:
             ended = rows.advance_many(result.tokens, result.logprobs, result.counts, self.blocks.block_size)
-        if rows.num_watched:
+        if rows.num_with_stops:
             stopped = [r.row for r in rows.requests if r.finish_reason is not None]
             ended = sorted({*ended, *stopped})
         if self._reserved:
@@ -286,7 +286,7 @@ class Scheduler:
         return self._end(ended) if ended else []
 
     def _end(self, ended: list[int]) -> list[Request]:
-        """Takes out the rows of `ended` that are at their end; returns their requests."""
+        """Removes the rows of `ended` that have really ended; returns their requests."""
         rows, finished = self.rows, []
         for row in ended:
             request = rows.requests[row]
@@ -307,7 +307,7 @@ class Scheduler:
         rows = self.rows
         if result.counts is None:
             return
-        if not rows.num_watched and rows.stop_tokens.isdisjoint(result.tokens.tolist()):
+        if not rows.num_with_stops and rows.stop_tokens.isdisjoint(result.tokens.tolist()):
             return
         hits = rows.is_stop[result.tokens]
         ends = np.cumsum(result.counts)
@@ -322,7 +322,7 @@ class Scheduler:
             result.keep(within < np.repeat(counts, result.counts), counts)
 
     def _return_unused(self) -> None:
-        """Gives back the blocks that were reserved for tokens which were not accepted."""
+        """Frees the blocks that were reserved for tokens which were not accepted."""
         rows, size = self.rows, self.blocks.block_size
         self._reserved = False
         count = rows.num_rows
@@ -332,7 +332,7 @@ class Scheduler:
             self.blocks.free(rows.drop_blocks(row, need.item(row)))
 
     def _leave(self, request: Request) -> list[int]:
-        """Takes a running request out of its row and frees its blocks; returns them."""
+        """Removes a running request from its row and frees its blocks; returns them."""
         blocks = self.rows.stop(request)
         self.blocks.free(blocks)
         return blocks
@@ -383,13 +383,13 @@ class Scheduler:
 
 
 def _resumption(request: Request) -> Prefill:
-    """What brings a preempted request back: prompt and output but for the last token, which is fed next."""
+    """The prefill of a preempted request: prompt and output but for the last token, which is fed next."""
     tokens = np.concatenate((request.prompt, np.asarray(request.output[:-1], np.int32)))
     return Prefill(tokens, [request], sampled=True)
 
 
 def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-    """Gives every child its first token; returns (and takes out) those that end with it."""
+    """Sets every child's first token; returns and removes those that end with it."""
     prefill.sampled = True
     for request, token, logprob in zip(prefill.children, tokens, logprobs, strict=True):
         request.output, request.logprobs = [token], [logprob]

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import Tokenizer
 
 
-class StopStringWatcher:
-    """Watches one answer; work per token does not grow with the answer's length."""
+class StopStringFinder:
+    """Finds the stop strings of one answer; work per token does not grow with the answer's length."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         assert all(stops), "empty stop strings are refused at submission"
@@ -23,19 +23,19 @@ class StopStringWatcher:
         self._end: int | None = None
 
     def push(self, token_id: int) -> bool:
-        """Takes the next token; true when a stop string is complete. Mutates the watcher."""
+        """Adds the next token; true when a stop string is complete. Mutates."""
         start = len(self._text)
         self._text += self._decoder.add([token_id])
-        # Characters that wait for an unfinished one behind them are certain already: a stop may end in them.
+        # Characters held back until the next one is complete are certain already: a stop may end in them.
         return self._find(self._text + self._decoder.held, start)
 
     @property
     def cut_text(self) -> str | None:
-        """The answer up to and including the stop string; None before one came."""
+        """The answer up to and including the stop string; None before one was found."""
         return None if self._end is None else self._text[: self._end]
 
     def _find(self, text: str, new_from: int) -> bool:
-        """Looks where a stop string can end in the new part; the one that ends first wins."""
+        """Whether a stop string ends in the new part; the one that ends first counts. Mutates text and end."""
         start = max(0, new_from - self._longest + 1)
         ends = [at + len(stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
         if not ends:

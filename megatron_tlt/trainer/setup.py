@@ -235,7 +235,7 @@ def open_backend(
         local_ranks=world.local_size,
         load_weights=False,  # the first push brings them, by the same way as every later one
         drafter=_drafter_weights(config, trainer),
-        keep_features=keep_hidden_states or trainer is not None,
+        keep_hidden_states=keep_hidden_states or trainer is not None,
     )
 
 

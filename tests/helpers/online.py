@@ -9,7 +9,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
 CONFIG = FAMILIES["qwen2"]

@@ -273,7 +273,7 @@ class TrtllmBackend:
         """Empty: the engine says nothing of answers under way."""
         return np.zeros(0, np.int32)
 
-    def collect_features(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what wants them)."""
         if sink is not None:
             raise BackendError("TensorRT-LLM engines give no hidden states to train a drafter on")

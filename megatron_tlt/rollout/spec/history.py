@@ -67,7 +67,7 @@ class AnswerHistory:
         return list(question.answers) if question is not None else []
 
     def expected_length(self, dataset_id: str) -> float | None:
-        """Mean tokens of the answers of the question's latest visit; None if nothing is known of it."""
+        """Mean tokens of the answers of the question's latest visit; None for a question without history."""
         question = self._questions.get(dataset_id)
         return question.mean_length if question is not None else None
 
@@ -77,8 +77,8 @@ class AnswerHistory:
         Equals stay in their order; prompts never seen before are expected to be average.
         """
         lengths = [self.expected_length(p.dataset_id) for p in prompts]
-        known = [n for n in lengths if n is not None]
-        usual = sum(known) / len(known) if known else 0.0
+        past = [n for n in lengths if n is not None]
+        usual = sum(past) / len(past) if past else 0.0
         order = sorted(range(len(prompts)), key=lambda i: -(usual if (n := lengths[i]) is None else n))
         return [prompts[i] for i in order]
 

@@ -125,7 +125,7 @@ class Speculator:
         self.drafter.finish(request)
 
     def end_generate(self) -> None:
-        """No request is left: what was kept for siblings can go."""
+        """Drops what the drafter kept for siblings; no request is left."""
         self.drafter.end_generate()
 
     def use_selector(self, selector: StrategySelector) -> None:
@@ -141,12 +141,12 @@ class Speculator:
         return [] if self._trace is None else self._trace.runs(prompt_id, sample_index)
 
     def release(self) -> None:
-        """Gives the drafter's cache memory back until `resume`, after the runner has given its own."""
+        """Frees the drafter's cache until `resume`, after the runner's."""
         if self.eagle is not None:
             self.eagle.release()
 
     def resume(self) -> None:
-        """Takes the memory again, after the runner has."""
+        """Allocates the drafter's cache again, after the runner's."""
         if self.eagle is not None:
             self.eagle.resume()
 

@@ -99,7 +99,7 @@ class SuffixDrafter:
             self._add(request)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; no row is read then."""
+        """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; then no row is read."""
         assert rows is self._rows
         for request in self._unread.values():
             self._add(request)
@@ -128,7 +128,7 @@ class SuffixDrafter:
             self._num_read[request.slot] = len(output)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`. Siblings stand beside the trunk only, and only as long as the trunk goes on."""
+        """See `Drafter.propose`. Siblings stand beside the trunk only, up to its end."""
         count, topk = rows.num_rows, strategy.topk
         longest = min(strategy.draft_len, MAX_LENGTH)
         assert rows is self._rows and 0 < topk <= MAX_TOPK
@@ -152,7 +152,7 @@ class SuffixDrafter:
             self._calibration.observe(draft.feature, reached, accepted)
 
     def end_generate(self) -> None:
-        """See `Drafter.end_generate`. The questions' tries go; the common one stays; if large, its older half goes.
+        """See `Drafter.end_generate`. Drops the questions' tries and, if it is large, the older half of the common one.
 
         Answers that were never read, because nothing was drafted, are not in it.
         """

@@ -16,7 +16,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}

@@ -160,9 +160,9 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
 
 def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
-    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_features=True)
+    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_hidden_states=True)
     chunks: list[HiddenStateSample] = []
-    backend.collect_features(chunks.append)
+    backend.collect_hidden_states(chunks.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for version in (3, 4):
         backend.begin_update(version)

@@ -52,7 +52,7 @@ def backend_of(
     if speculation.uses_eagle:
         torch.manual_seed(0)
         trained = EagleModel(CONFIG).state_dict()
-    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_features=True)
+    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_hidden_states=True)
 
 
 def answers(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:
@@ -87,9 +87,9 @@ def test_hidden_states_are_collected_as_before(model_dir):
     for on, chunks in zip((False, True), found, strict=True):
         backend = backend_of(model_dir, on)
         for _ in range(2):
-            backend.collect_features(chunks.append)
+            backend.collect_hidden_states(chunks.append)
             answers(backend)
-            backend.collect_features(None)
+            backend.collect_hidden_states(None)
     assert len(found[0]) == len(found[1]) == 24
     for kept, released in zip(*found, strict=True):
         assert torch.equal(kept.hidden, released.hidden)
@@ -152,7 +152,7 @@ def test_a_released_engine_takes_no_step(model_dir):
     backend = backend_of(model_dir, False, "native")
     backend.release()
     backend.engine.add([1, 2], PARAMS, 0)
-    with pytest.raises(AssertionError, match="given back"):
+    with pytest.raises(AssertionError, match="released"):
         backend.engine.step()
     backend.engine.abort_all()
     backend.close()

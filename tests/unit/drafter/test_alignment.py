@@ -14,7 +14,7 @@ from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.features import imitable_chunk, imitable_policy
+from tests.helpers.hidden_states import imitable_chunk, imitable_policy
 from tests.helpers.tiny_drafters import FAMILIES
 
 CONFIG = FAMILIES["qwen3"]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES
 
 CONFIG = FAMILIES["llama"]

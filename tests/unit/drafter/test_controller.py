@@ -20,7 +20,7 @@ from megatron_tlt.models.config import EMBED
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.types import Prompt, Sample
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
 CONFIG = FAMILIES["qwen2"]  # tied embeddings or not: `lookup_tables` gives both tables
@@ -56,7 +56,7 @@ class Backend:
     def running_lengths(self) -> np.ndarray:
         return np.array([3, 5])
 
-    def collect_features(self, sink) -> None:
+    def collect_hidden_states(self, sink) -> None:
         self.sink = sink
 
     def begin_update(self, version: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 from tests.helpers.tiny_drafters import lookup_tables
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.sharing import HiddenStateSharing, pack_answers, unpack_answers
-from tests.helpers.features import random_chunk
+from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES
 
 CONFIG = FAMILIES["llama"]

@@ -51,7 +51,7 @@ def test_a_free_block_cannot_be_shared():
 
 
 def test_taking_more_than_is_free_is_an_assertion():
-    with pytest.raises(AssertionError, match="5 blocks wanted, 4 free"):
+    with pytest.raises(AssertionError, match="5 blocks requested, 4 free"):
         BlockManager(4, 16).allocate(5)
 
 

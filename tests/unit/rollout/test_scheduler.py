@@ -59,7 +59,7 @@ def answers(engine: Engine, jobs: list[Job], arrive: random.Random | None = None
         assert held.num_free + held.num_used == held.num_blocks
     assert engine.blocks.num_used == 0
     assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
-    assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_watched == 0
+    assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_with_stops == 0
     return {(r.prompt_id, r.sample_index): answer(r) for r in finished}
 
 

@@ -8,7 +8,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.stops import StopStringWatcher
+from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 
@@ -34,7 +34,7 @@ class WordTokenizer(CharTokenizer):
 
 def watch(tokenizer: CharTokenizer, tokens: list[int], *stops: str) -> tuple[int | None, str | None]:
     """(tokens taken when a stop string came, the cut text)."""
-    watcher = StopStringWatcher(tokenizer, stops)
+    watcher = StopStringFinder(tokenizer, stops)
     for count, token in enumerate(tokens, 1):
         if watcher.push(token):
             return count, watcher.cut_text
