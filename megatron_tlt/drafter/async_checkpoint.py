@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,41 +19,39 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_tlt.drafter.checkpoint import write_tensors
 from megatron_tlt.errors import CheckpointError
 
 DRAFTER_STATE = "drafter.safetensors"  # in a checkpoint's directory
-_FORMAT = 1
-_Flat = dict[str, Tensor]
+_FORMAT = "1"
 
 
 class AsyncDrafterCheckpoint:
-    """Writes states (nested maps of tensors and JSON values) one after the other, in a thread of its own.
+    """Writes states (nested dictionaries of tensors and JSON values) one after the other, in a thread of its own.
 
     Host memory for one state is kept between saves: new memory costs more than the copy.
     """
 
     def __init__(self) -> None:
-        self._host: _Flat = {}
+        self._host: dict[str, Tensor] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter-checkpoint")
         self._pending: tuple[Path, Future[None]] | None = None
 
     def save(self, file: str | Path, state: Mapping[str, Any]) -> None:
         """Copies `state` and returns; the file appears, whole, at some later time. Waits for a save under way.
 
-        Raises CheckpointError that names the file if the save before failed, or for a value that cannot be kept.
+        Raises CheckpointError that names the file if the save before failed, TypeError for a value that is not JSON.
         """
         self.wait()
-        target = Path(file)
-        tensors: _Flat = {}
-        about = _split(state, "", tensors, target)
+        tensors: dict[str, Tensor] = {}
+        about = json.dumps(_without_tensors(state, "", tensors), sort_keys=True)
         self._snapshot(tensors)
-        self._pending = target, self._pool.submit(write_state, target, self._host, about)
+        self._pending = Path(file), self._pool.submit(write_state, Path(file), self._host, about)
 
     def is_done(self) -> bool:
-        """Whether nothing is being written (or it failed: `wait` says so)."""
+        """Whether nothing is being written (or it failed: `wait` raises then)."""
         return self._pending is None or self._pending[1].done()
 
     def wait(self) -> None:
@@ -64,11 +61,11 @@ class AsyncDrafterCheckpoint:
         (file, writing), self._pending = self._pending, None
         try:
             writing.result()
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CheckpointError(f"{file} cannot be written: {error}") from error
 
-    def _snapshot(self, tensors: _Flat) -> None:
-        host: _Flat = {}
+    def _snapshot(self, tensors: Mapping[str, Tensor]) -> None:
+        host: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             kept = self._host.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -79,16 +76,12 @@ class AsyncDrafterCheckpoint:
         self._host = host
 
 
-def write_state(file: Path, tensors: _Flat, about: Any) -> None:
-    """Writes tensors and JSON value; an older file is replaced when the new one is on disk. Raises OSError."""
-    text = json.dumps(about, sort_keys=True)
+def write_state(file: Path, tensors: Mapping[str, Tensor], about: str) -> None:
+    """Writes tensors and JSON text; an older file is replaced when the new one is on disk. Raises OSError."""
     scratch = file.with_name(f".{file.name}.saving")
-    metadata = {"format": str(_FORMAT), "about": text, "sha256": _digest(tensors, text)}
     try:
-        save_file(tensors, str(scratch), metadata=metadata)
-        scratch.chmod(_mode(scratch.parent))  # safetensors makes its files private
-        with scratch.open("rb") as handle:
-            os.fsync(handle.fileno())
+        metadata = {"format": _FORMAT, "about": about, "sha256": _digest(tensors, about)}
+        write_tensors(scratch, tensors, metadata)
         os.replace(scratch, file)
     finally:
         scratch.unlink(missing_ok=True)
@@ -97,14 +90,6 @@ def write_state(file: Path, tensors: _Flat, about: Any) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _mode(directory: Path) -> int:
-    """What a new file in `directory` gets: the umask cannot be read without being set, for all threads."""
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        probe = Path(folder) / "probe"
-        probe.touch()
-        return probe.stat().st_mode & 0o777
 
 
 def load_state(file: str | Path) -> dict[str, Any]:
@@ -116,40 +101,30 @@ def load_state(file: str | Path) -> dict[str, Any]:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if metadata.get("format") != str(_FORMAT) or "about" not in metadata:
+    if metadata.get("format") != _FORMAT or "about" not in metadata:
         raise CheckpointError(f"{path} is no drafter state of format {_FORMAT}")
     if _digest(tensors, metadata["about"]) != metadata.get("sha256"):
         raise CheckpointError(f"{path} was altered: its checksum does not match")
     state: dict[str, Any] = json.loads(metadata["about"])
     for name, tensor in tensors.items():
-        *path_to, last = name.split("/")
+        *parents, last = name.split("/")
         place = state
-        for part in path_to:
+        for part in parents:
             place = place[part]
         place[last] = tensor
     return state
 
 
-def _split(value: Any, path: str, tensors: _Flat, file: Path) -> Any:
-    """Moves the tensors below `value` into `tensors`; the rest, as JSON can hold it."""
-    if isinstance(value, Mapping):
-        out = {}
-        for name, item in value.items():
-            if not isinstance(name, str) or "/" in name:
-                raise CheckpointError(
-                    f"{file}: {path or 'the state'} has the key {name!r}: only text without /"
-                )
-            inner = f"{path}/{name}" if path else name
-            if isinstance(item, Tensor):
-                tensors[inner] = item.detach().contiguous()
-            else:
-                out[name] = _split(item, inner, tensors, file)
-        return out
-    if isinstance(value, list | tuple):
-        return [_split(item, f"{path}[{i}]", tensors, file) for i, item in enumerate(value)]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    raise CheckpointError(f"{file}: {path} is a {type(value).__name__}: only tensors in maps and JSON values")
+def _without_tensors(state: Mapping[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`state` without its tensors, which are put into `tensors` under their paths."""
+    out: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[path + name] = value.detach().contiguous()
+        else:
+            is_state = isinstance(value, Mapping)
+            out[name] = _without_tensors(value, f"{path}{name}/", tensors) if is_state else value
+    return out
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:

@@ -61,11 +61,22 @@ class DraftSequence:
         """Places at which a draft may begin; the last token predicts nothing."""
         return max(0, self.length - 1 - self.first_base)
 
+    def part(self, begin: int, end: int, prompt_len: int) -> DraftSequence:
+        """Tokens `begin` .. `end` - 1 (views), of which drafts begin behind the first `prompt_len`."""
+        return replace(
+            self,
+            token_ids=self.token_ids[begin:end],
+            hidden=self.hidden[begin:end],
+            prompt_len=prompt_len,
+            offset=self.offset + begin,
+            answer_at=self.answer_start,
+        )
+
 
 def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
-    """Pieces of at most `size` tokens in which every base of the sequence appears once.
+    """Windows of at most `size` tokens in which every base of the sequence appears once.
 
-    A piece after the first begins with a quarter of `size` as context only; the drafter sees nothing before it, as
+    A window after the first begins with a quarter of `size` as context only; the drafter sees nothing before it, as
     when drafting starts late in the engine. Positions stay the sequence's.
     """
     first, end = sequence.first_base, sequence.length
@@ -75,14 +86,7 @@ def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
     begin = max(0, min(first - 1, first - size // 4))
     while first <= end - 2:
         stop = min(end, begin + size)
-        yield replace(
-            sequence,
-            token_ids=sequence.token_ids[begin:stop],
-            hidden=sequence.hidden[begin:stop],
-            prompt_len=first + 1 - begin,
-            offset=sequence.offset + begin,
-            answer_at=sequence.answer_start,
-        )
+        yield sequence.part(begin, stop, first + 1 - begin)
         first = stop - 1
         begin = first - size // 4
 
@@ -109,7 +113,7 @@ def epoch(
 ) -> Iterator[PairBatch]:
     """All sequences once, in an order that `seed` fixes; those without an answer token to predict are left out."""
     rng = np.random.default_rng(seed)
-    usable = [piece for s in sequences if s.num_bases for piece in windows(s, window)]
+    usable = [part for s in sequences if s.num_bases for part in windows(s, window)]
     order = rng.permutation(len(usable))
     groups = [
         group

@@ -107,8 +107,8 @@ def measure(
     """
     drafted = model.full_logits if isinstance(model, Eagle3Model) else partial(linear, weight=head.float())
     sums, bases = Acceptance.empty(steps).sums, 0
-    pieces = [piece for s in sequences if s.num_bases for piece in windows(s, window)]
-    for group in pack(pieces, batch_tokens):
+    parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
+    for group in pack(parts, batch_tokens):
         batch = collate(group, head.device)
         layout = PairLayout(batch)
         owner = np.repeat(np.arange(len(group)), [s.num_bases for s in group])

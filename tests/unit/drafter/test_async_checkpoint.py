@@ -138,17 +138,3 @@ def test_torn_and_foreign_files_are_refused(tmp_path) -> None:
     save_file({"x": torch.zeros(1)}, str(file))
     with pytest.raises(CheckpointError, match="no drafter state"):
         load_state(file)
-
-
-@pytest.mark.parametrize(
-    ("state", "what"),
-    [
-        ({"a": {"b": {1, 2}}}, "a/b is a set"),
-        ({"a": [torch.zeros(1)]}, r"a\[0\] is a Tensor"),
-        ({"a": {3: 1}}, "a has the key 3"),
-        ({"a/b": 1}, "the state has the key 'a/b'"),
-    ],
-)
-def test_what_cannot_be_kept_is_named(tmp_path, state, what: str) -> None:
-    with pytest.raises(CheckpointError, match=what):
-        save(tmp_path / "d", state)
