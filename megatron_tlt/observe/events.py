@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_tlt.observe.clock import wall_seconds
@@ -122,14 +121,6 @@ class EventLog:
             self.flush()
             self._file.close()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_events(run_dir: str | Path, rank: int) -> list[Row]:

@@ -64,21 +64,17 @@ class LineFile:
             self._fd = -1
 
 
-class StepFile:
-    """A file of rank 0 with rows by step. A resumed run drops the rows after the step that it continues from."""
+class StepFile(LineFile):
+    """A file with rows by step. A resumed run drops the rows after the step that it continues from."""
 
     def __init__(self, path: Path, start_step: int = 0):
         """Opens or creates `path`; with `start_step` 0 without its rows."""
         cut_back(path, start_step)
-        self._file = LineFile(path)
+        super().__init__(path)
 
-    def write(self, step: int, *rows: Mapping[str, Any]) -> None:
+    def write_rows(self, step: int, *rows: Mapping[str, Any]) -> None:
         """Appends rows of a step; at once on disk."""
-        self._file.write(to_line({"step": step, **row}) for row in rows)
-
-    def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        self._file.close()
+        self.write(to_line({"step": step, **row}) for row in rows)
 
 
 def parse_row(line: bytes) -> Row | None:

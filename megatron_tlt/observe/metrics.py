@@ -32,25 +32,21 @@ class Sink(Protocol):
         """Adds the numbers of one step."""
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Writes out what is buffered, and closes."""
 
 
 class JsonlSink:
-    """run_dir/metrics.jsonl. Histograms are kept as their values' quartiles and extremes."""
+    """run_dir/metrics.jsonl. Of histograms it has the quartiles and extremes."""
 
     def __init__(self, run_dir: Path, start_step: int):
         self._file = StepFile(run_dir / METRICS_FILE, start_step)
+        self.close = self._file.close
 
     def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        """Appends one row."""
         row: dict[str, Any] = {"time": round(wall_seconds(), 3), **scalars}
         quartiles = np.linspace(0.0, 1.0, 5)
         row |= {f"{name}/quartiles": np.quantile(values, quartiles) for name, values in histograms.items()}
-        self._file.write(step, row)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        self._file.write_rows(step, row)
 
 
 class TensorBoardSink:
@@ -61,18 +57,14 @@ class TensorBoardSink:
         # purge_step hides what an interrupted run wrote after the step that this one resumes from.
         purge_step = start_step + 1 if start_step else 0
         self._writer = tensorboard.SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)
+        self.close = self._writer.close
 
     def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        """Adds scalars and histograms."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         for name, values in histograms.items():
             self._writer.add_histogram(name, np.asarray(values, dtype=np.float64), step)
         self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self._writer.close()
 
 
 class WandbSink:
@@ -99,15 +91,11 @@ class WandbSink:
         # Our own step axis: after a resume the steps go back, which W&B's built-in one refuses.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self.close = self._run.finish
 
     def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        """Logs one row."""
         shapes = {name: self._wandb.Histogram(list(values)) for name, values in histograms.items()}
         self._run.log({"step": step, **scalars, **shapes})
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
 
 
 class MetricsLogger:

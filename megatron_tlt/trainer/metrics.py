@@ -27,14 +27,9 @@ if TYPE_CHECKING:
     from megatron_tlt.types import EngineStats, SampleGroup
 
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
-_SUMMED = (
-    "engine/generated_tokens",
-    "idle/seconds",
-    "idle/recovered_seconds",
-    "drafter/steps",
-    "idle/stolen_requests",
-)
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
+_SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
 class RunMetrics:
@@ -46,7 +41,7 @@ class RunMetrics:
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
-        self._peaks = PhasePeaks.of(world.device)
+        self._peaks = PhasePeaks(world.device)
         self._metrics: MetricsLogger | None = None
         self._samples: StepFile | None = None
         self._rollouts: StepFile | None = None
@@ -110,14 +105,14 @@ class RunMetrics:
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        of_rank = {**(mine or {}), **self._peaks.take(), **_counters(stats)}
+        own = {**(mine or {}), **self._peaks.take(), **_counters(stats)}
         figures = own_figures(stats, groups, self._config.rollout.max_tokens)
-        gathered = self._world.all_gather_object((phases, of_rank, figures))
-        all_phases = [rank_phases for rank_phases, _, _ in gathered]
+        gathered = self._world.all_gather_object((phases, own, figures))
+        all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
-        row |= _phase_times(all_phases) | combined([own for _, own, _ in gathered])
+        row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
         tokens = row["engine/generated_tokens"]
-        wall = max(rank_phases.get("rollout", 0.0) for rank_phases in all_phases)
+        wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row)
         for name in _SUMMED:
@@ -127,10 +122,10 @@ class RunMetrics:
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._rollouts is not None:
-            self._rollouts.write(step, combined_figures([rank_figures for *_, rank_figures in gathered]))
+            self._rollouts.write_rows(step, combined_figures([of_rank for *_, of_rank in gathered]))
         if self._samples is not None:
             rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
-            self._samples.write(step, *rows)
+            self._samples.write_rows(step, *rows)
         self._progress.step_done(step, seconds, int(tokens), row)
 
     def log_eval(self, result: EvalResult) -> None:
@@ -190,10 +185,8 @@ def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     result = {}
     for name in sorted({name for figures in ranks for name in figures}):
         values = [figures[name] for figures in ranks if name in figures]
-        if name.endswith(("_max", "_peak_mib")):
-            result[name] = max(values)
-        else:
-            result[name] = sum(values) / (len(values) if name.endswith("_mean") else 1)
+        total = max(values) if name.endswith(("_max", "_peak_mib")) else sum(values)
+        result[name] = total / len(values) if name.endswith("_mean") else total
     return result
 
 
@@ -205,10 +198,9 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _counters(stats: EngineStats) -> dict[str, float]:
-    counters = {f"engine/{name}": float(getattr(stats, name)) for name in _COUNTERS}
-    return counters | {
-        f"engine/spec_{name}": float(getattr(stats.speculation, name)) for name in _SPEC_COUNTERS
-    }
+    values = {name: getattr(stats, name) for name in _COUNTERS}
+    values |= {f"spec_{name}": getattr(stats.speculation, name) for name in _SPEC_COUNTERS}
+    return {f"engine/{name}": float(value) for name, value in values.items()}
 
 
 def _acceptance(row: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,6 @@ https://chromedevtools.github.io/devtools-protocol/ ; messages are JSON, each en
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -139,16 +138,6 @@ class Browser:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
-
-    def screenshot(self, path: Path, whole: bool = True, clip: dict[str, float] | None = None) -> None:
-        """A PNG of the whole page, of the window, or of a part (x, y, width, height of the page, scale)."""
-        options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole or clip is not None}
-        if clip is not None:
-            options["clip"] = {"scale": 1, **clip}
-        elif whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            options["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def close(self) -> None:
         """Ends the browser."""

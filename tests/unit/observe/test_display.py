@@ -46,7 +46,7 @@ def test_a_log_line_says_rank_step_and_phase(logger):
     assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
 
 
-def test_rank_0_speaks_from_info_up(logger):
+def test_rank_0_logs_from_info_up(logger):
     stream = io.StringIO()
     log.setup_logging(0, 4, stream=stream)
     log.setup_logging(0, 4, stream=stream)
@@ -147,26 +147,33 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
 
 def test_the_summary_shows_what_idle_time_became():
     stream = io.StringIO()
+    idle = {"idle_seconds": 40.0, "recovered_seconds": 36.0, "drafter_steps": 700, "stolen_requests": 42}
     lengths = [1.0 + i / 10 for i in range(31)]
-    values = {
-        "idle_seconds": 40.0,
-        "recovered_seconds": 36.0,
-        "drafter_steps": 700,
-        "accept_lengths": lengths,
-    }
-    Console(file=stream, width=120).print(render_summary(summary(**values)))
+    Console(file=stream, width=120).print(render_summary(summary(**idle, accept_lengths=lengths)))
     text = stream.getvalue()
     assert "40.0 s idle, 36.0 s recovered (90%), 700 steps" in text
-    assert "requests stolen" not in text
-    Console(file=stream, width=120).print(render_summary(summary(stolen_requests=42)))
-    assert "requests stolen" in stream.getvalue()
-    assert "42 from the queues of other ranks" in stream.getvalue()
+    assert "requests stolen" in text and "42 from the queues of other ranks" in text
     assert "1.00 1.30 1.70 2.00 2.30 2.70 3.00 3.30 3.70 4.00" in text  # 10 of 31, first and last among them
 
 
 def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
-    ranks = [{"idle/seconds": 1.0, "idle/stop_ms_max": 4.0}, {"idle/seconds": 2.0}, {}]
-    assert combined(ranks) == {"idle/seconds": 3.0, "idle/stop_ms_max": 4.0}
+    ranks = [
+        {
+            "idle/seconds": 1.0,
+            "idle/stop_ms_max": 4.0,
+            "memory/update_peak_mib": 3.0,
+            "drafter/loss_mean": 1.0,
+        },
+        {"idle/seconds": 2.0, "memory/update_peak_mib": 5.0, "drafter/loss_mean": 2.0},
+        {},
+    ]
+    added = {
+        "idle/seconds": 3.0,
+        "idle/stop_ms_max": 4.0,
+        "memory/update_peak_mib": 5.0,
+        "drafter/loss_mean": 1.5,
+    }
+    assert combined(ranks) == added
 
 
 def test_shares_add_up():

@@ -1,12 +1,13 @@
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.observe.events import EventLog, events_path, read_events
-from megatron_tlt.observe.jsonl import LineFile, cut_back, read_rows, to_line
+from megatron_tlt.observe.jsonl import cut_back, read_rows, to_line
 
 
 def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
@@ -28,7 +29,7 @@ def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
 
 
 def test_totals_of_a_step_start_anew_and_those_of_the_run_go_on(tmp_path):
-    with EventLog(tmp_path, 0) as log:
+    with closing(EventLog(tmp_path, 0)) as log:
         for step in range(2):
             with log.span("update", step):
                 time.sleep(0.002)
@@ -38,7 +39,7 @@ def test_totals_of_a_step_start_anew_and_those_of_the_run_go_on(tmp_path):
 
 
 def test_states_are_logged_but_no_phase(tmp_path):
-    with EventLog(tmp_path, 2) as log:
+    with closing(EventLog(tmp_path, 2)) as log:
         log.state("TRAINING", 4, 100.0, 1.5, steps=3)
         assert log.end_step() == {} and not log.phase_totals
     row = read_events(tmp_path, 2)[1]
@@ -62,7 +63,7 @@ def test_an_error_is_noted_and_written_at_once(tmp_path):
 
 
 def test_a_span_inside_an_except_block_is_no_error(tmp_path):
-    with EventLog(tmp_path, 0) as log:
+    with closing(EventLog(tmp_path, 0)) as log:
         try:
             raise ValueError
         except ValueError:
@@ -94,7 +95,7 @@ def test_a_torn_line_is_left_out_and_the_next_one_stands_alone(tmp_path):
     path = events_path(tmp_path, 0)
     path.parent.mkdir()
     path.write_text('{"ts":1,"name":"whole"}\n{"ts":2,"na')
-    with EventLog(tmp_path, 0) as log:
+    with closing(EventLog(tmp_path, 0)) as log:
         log.instant("after", 1)
     assert [e["name"] for e in read_events(tmp_path, 0)] == ["whole", "open", "after"]
 
@@ -117,15 +118,6 @@ def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):
     assert cut_back(path, 0) == 4
     assert path.read_text() == ""
     assert cut_back(tmp_path / "none.jsonl", 1) == 0
-
-
-def test_line_file_appends(tmp_path):
-    for text in ("a\n", "b\n"):
-        file = LineFile(tmp_path / "deep" / "f")
-        file.write([text])
-        file.close()
-        file.close()
-    assert (tmp_path / "deep" / "f").read_text() == "a\nb\n"
 
 
 def test_a_phase_is_on_disk_when_it_begins(tmp_path):

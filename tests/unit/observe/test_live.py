@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_last_steps_and_what_they_waited(tmp_path):
 
 def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
     folder = write_run(tmp_path / "r", ranks=300, steps=2, num_steps=9)
-    with EventLog(folder, 250) as log, pytest.raises(KeyError), log.span("update", 2):
+    with closing(EventLog(folder, 250)) as log, pytest.raises(KeyError), log.span("update", 2):
         raise KeyError("x")
     text = drawn(folder, 100)
     assert "16 of 300 ranks" in text and "update: KeyError" in text
@@ -69,7 +70,7 @@ def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
 
 
 def test_the_view_follows_the_run_and_reads_only_the_end_of_long_logs(tmp_path):
-    with EventLog(tmp_path, 0) as log:
+    with closing(EventLog(tmp_path, 0)) as log:
         for step in range(2000):
             log.enter("rollout", step)
         assert line_of(drawn(tmp_path), 0)[:3] == ["0", "2000", "rollout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, make):
 
 def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
     for turn, steps in (("first", (0, 1, 2)), ("second", (1, 2, 3))):
-        with EventLog(tmp_path, 0) as log:
+        with closing(EventLog(tmp_path, 0)) as log:
             for step in steps:
                 log.instant(f"{turn} a", step)
                 log.instant(f"{turn} b", step)

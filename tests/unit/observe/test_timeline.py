@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
 
 def test_real_event_logs_follow_the_rules(tmp_path):
     for rank in range(2):
-        with EventLog(tmp_path, rank) as log:
+        with closing(EventLog(tmp_path, rank)) as log:
             for step in range(3):
                 log.enter("rollout", step)
                 with log.span("rollout", step):

@@ -110,7 +110,7 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
 def test_a_histogram_of_a_run_is_no_list_of_lengths(tmp_path):
     log = StepFile(tmp_path / "rollouts.jsonl")
     group = SampleGroup(Prompt(0, "", (1,), ""), [Sample(0, 0, [1] * 300, [], "", "stop", 0)])
-    log.write(1, combined_figures([own_figures(EngineStats(), [group], 300)]))
+    log.write_rows(1, combined_figures([own_figures(EngineStats(), [group], 300)]))
     log.close()
     with pytest.raises(ConfigError) as caught:
         quantiles_of(from_path(tmp_path / "rollouts.jsonl"))
