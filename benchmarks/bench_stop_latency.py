@@ -1,8 +1,8 @@
 """How long after the last rank is done have all ranks stopped: 2 to 64 ranks on this machine, and a model for 512.
 
 Every rank but one trains in micro-steps that sleep, so that few cores can carry many ranks; the last one comes at a
-random moment. Windows alternate between the coordinator as it is and one that does not say OVER, where only the
-barrier tells. Figures are in milliseconds.
+random moment. Windows alternate between the coordinator as it is and one that does not send ALL_DONE, where only the
+barrier ends the window. Figures are in milliseconds.
 
     python benchmarks/bench_stop_latency.py [--quick] [--ranks 2,4,8] [--step-ms 50] --out r.json
 """
@@ -32,18 +32,19 @@ SEND_US = 5.0  # of one small non-blocking send (mpich's shared memory: 2.4 to 4
 
 
 def worker(step_s: float, windows: int) -> None:
-    """One rank. Rank 0 prints [[with OVER or not, seconds from last-done to all out, ditto at the last], ...]."""
+    """One rank. Rank 0 prints [[with ALL_DONE or not, seconds from last-done to all out, ditto at the last], ...]."""
     from mpi4py import MPI
 
+    from megatron_tlt.config.idle import IdleSection
     from megatron_tlt.idle.coordinator import IdleCoordinator
     from megatron_tlt.idle.policy import IdlePolicy
-    from megatron_tlt.idle.window import IdleWindow, stop_latency
+    from megatron_tlt.idle.window import IdleWindow
 
     class Silent(IdleCoordinator):
-        says_over = True
+        announces = True
 
         def _announce(self, last_done_at: float) -> None:
-            if self.says_over:
+            if self.announces:
                 super()._announce(last_done_at)
 
     def step() -> dict[str, float]:
@@ -51,24 +52,24 @@ def worker(step_s: float, windows: int) -> None:
         return {"tokens": 1.0}
 
     world, rng, rows = MPI.COMM_WORLD, random.Random(11), []
-    coordinator = Silent(world, min_poll_seconds=POLL_S)
+    coordinator = Silent(world, IdleSection(poll_ms=1e3 * POLL_S))
     window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.0), poll_seconds=POLL_S)
     for i in range(2 * windows):
         last = rng.randrange(world.size)
         starts = [rng.random() * 2 * step_s for _ in range(world.size)]
         starts[last] = (4 + rng.random()) * step_s
         quiet(world.Ibarrier())
-        Silent.says_over = i % 2 == 0
+        Silent.announces = i % 2 == 0
         window.begin()
         until = time.perf_counter() + starts[world.rank]
         while (left := until - time.perf_counter()) > 0:
-            coordinator.progress(1, 100.0, 0.0)  # speed not told: nobody stops because it will soon be over
+            coordinator.progress(1, 100.0, 0.0)  # speed 0, not known: no rank stops because it will soon be over
             time.sleep(min(left, POLL_S))
         report = window.run(step)
         mine = np.array([report.entered_at, report.left_at])
         everyone = np.empty((world.size, 2))
         quiet(world.Iallgather(mine, everyone))
-        rows.append((Silent.says_over, stop_latency(everyone[:, 0].tolist(), everyone[:, 1].tolist())))
+        rows.append((Silent.announces, float(everyone[:, 1].max() - everyone[:, 0].max())))
     coordinator.close()
     if world.rank == 0:
         print("rows", json.dumps(rows), flush=True)
@@ -81,7 +82,7 @@ def quiet(request: Any) -> None:
 
 
 def measure(ranks: int, step_s: float, windows: int) -> dict[bool, list[float]]:
-    """Latencies in milliseconds, by whether OVER was said."""
+    """Latencies in milliseconds, by whether ALL_DONE was sent."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = [
         str(Path(sys.executable).parent / "mpiexec"),
@@ -95,8 +96,8 @@ def measure(ranks: int, step_s: float, windows: int) -> dict[bool, list[float]]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     line = next(x for x in done.stdout.splitlines() if x.startswith("rows "))
     found: dict[bool, list[float]] = {True: [], False: []}
-    for says_over, seconds in json.loads(line[5:]):
-        found[says_over].append(1e3 * seconds)
+    for announces, seconds in json.loads(line[5:]):
+        found[announces].append(1e3 * seconds)
     return found
 
 
@@ -116,10 +117,10 @@ def fit(rows: list[dict[str, Any]], step_ms: float) -> tuple[float, float]:
     return float(weights[0]), float(weights[1])
 
 
-def one_row(ranks: int, says_over: bool, times: list[float], step_ms: float) -> dict[str, Any]:
+def one_row(ranks: int, announces: bool, times: list[float], step_ms: float) -> dict[str, Any]:
     return {
         "ranks": ranks,
-        "says_over": says_over,
+        "announces": announces,
         "step_ms": step_ms,
         "windows": len(times),
         "min_ms": min(times),
@@ -149,18 +150,18 @@ def main() -> None:
         args.ranks, args.windows = "2,4,8", 5
     rows: list[dict[str, Any]] = []
     print(f"micro-steps of {args.step_ms:g} ms, {args.windows} windows of each kind; milliseconds")
-    print(f"{'ranks':>6s} {'told by':10s}{'median':>9s}{'p99':>9s}{'max':>9s}{'<= step + 20 ms':>17s}")
+    print(f"{'ranks':>6s} {'ended by':10s}{'median':>9s}{'p99':>9s}{'max':>9s}{'<= step + 20 ms':>17s}")
     for ranks in map(int, args.ranks.split(",")):
-        for says_over, times in measure(ranks, args.step_ms / 1e3, args.windows).items():
-            row = one_row(ranks, says_over, times, args.step_ms)
+        for announces, times in measure(ranks, args.step_ms / 1e3, args.windows).items():
+            row = one_row(ranks, announces, times, args.step_ms)
             rows.append(row)
             print(
-                f"{ranks:6d} {'OVER' if says_over else 'barrier':10s}{row['median_ms']:9.1f}{row['p99_ms']:9.1f}"
+                f"{ranks:6d} {'ALL_DONE' if announces else 'barrier':10s}{row['median_ms']:9.1f}{row['p99_ms']:9.1f}"
                 f"{row['max_ms']:9.1f}{row['within_step_plus_20']:17.0%}",
                 flush=True,
             )
-    told = [r for r in rows if r["says_over"]]
-    a_round, a_rank = fit(told, args.step_ms)
+    announced = [r for r in rows if r["announces"]]
+    a_round, a_rank = fit(announced, args.step_ms)
     rounds = math.log2(MODEL_RANKS)
     here = args.step_ms + a_round * rounds + a_rank * MODEL_RANKS
     # With a core each, a round takes at most one look more, and each message of the last one what a send takes.
@@ -171,8 +172,8 @@ def main() -> None:
         f"  at most {apart:.0f} ms with a core each: {1e3 * POLL_S:g} ms a round, {SEND_US:g} us a send "
         f"instead of {1e3 * a_rank:.0f} us a rank"
     )
-    summary: dict[str, Any] = {f"stop_ms_median_{r['ranks']}": r["median_ms"] for r in told}
-    summary |= {f"stop_ms_p99_{r['ranks']}": r["p99_ms"] for r in told}
+    summary: dict[str, Any] = {f"stop_ms_median_{r['ranks']}": r["median_ms"] for r in announced}
+    summary |= {f"stop_ms_p99_{r['ranks']}": r["p99_ms"] for r in announced}
     summary |= {
         "round_ms": a_round,
         "rank_ms": a_rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from bench_record import ROOT
@@ -58,7 +59,7 @@ def main() -> None:
     for turn in range(2 * int(sys.argv[2])):
         seconds = {}
         for kind in ("waiting", "training") if turn % 2 == 0 else ("training", "waiting"):
-            with IdleCoordinator(comm) as coordinator:
+            with closing(IdleCoordinator(comm)) as coordinator:
                 policy = IdlePolicy(train_drafter=kind == "training", min_tail_seconds=0.0)
                 window = IdleWindow(coordinator, policy)
                 window.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.distributed.world import World
 
 
 def add_eval(commands: Any) -> None:
@@ -28,8 +32,38 @@ def _eval(args: argparse.Namespace) -> int:
     config = read_config(args, Config)
     if problems := output_file_problems("--out", args.out):
         raise ConfigError(problems)
-    from megatron_tlt.trainer.setup import run_evaluation
-
     return run_on_every_rank(
-        config.distributed, config.rollout.threads, lambda world: run_evaluation(config, world, args.out)
+        config.distributed, config.rollout.threads, lambda world: _eval_on(config, world, args.out)
     )
+
+
+def _eval_on(config: Config, world: World, out: Path | None) -> None:
+    """Evaluates the model in `model.path` on the held-out prompts; prints the result as JSON. Collective."""
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.loader import iter_weights
+    from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.sync.push import BucketedSync
+    from megatron_tlt.trainer.preflight import check_on, without_checkpoints
+    from megatron_tlt.trainer.setup import build_evaluator, open_backend, open_tokenizer
+
+    if config.data.eval is None:
+        raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
+    check_on(without_checkpoints(config), world)
+    tokenizer = open_tokenizer(config)
+    rewards = RewardPool(config.rewards)
+    backend = open_backend(config, world, tokenizer)
+    world.enter("load")
+    sync = BucketedSync(config.sync, backend, world)
+    sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
+    evaluator = build_evaluator(config, world, tokenizer, backend, rewards)
+    assert evaluator is not None, "data.eval is there"
+    world.enter("eval")
+    result = evaluator.run(0)
+    rewards.close()
+    backend.close()
+    if world.is_main:
+        text = json.dumps(result.to_json(), indent=2)
+        print(text, flush=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text + "\n", encoding="utf-8")

@@ -27,5 +27,3 @@ class IdleSection(Section):
     """A busy rank reports again when the tokens it still expects changed by this share."""
     heartbeat_seconds: PositiveFloat = 1.0
     """A rank with nothing new reports so often."""
-    sub_leaders_above: PositiveInt = 500
-    """Above so many ranks, reports go through the first rank of each node."""

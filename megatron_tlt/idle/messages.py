@@ -1,74 +1,71 @@
-"""What ranks say to each other, as bytes: a head of 24 and up to 32 reports of 56, or 112 pieces of work of 16.
+"""The messages of the idle coordinator, as bytes: a head of 24, then a report of 56 or up to 100 request ranges of 16.
 Torch-free, MPI-free.
 
-    REPORT  up      a rank's state (a sub-leader's: those of its members that have news)
-    TAIL    down    seconds until the slowest replica is expected to be done
-    LAST    down    to one rank: all others are done, you are the one they wait for
-    OVER    to all  every rank is done; carries the wall time at which the last one was
-    ASK     up      this replica is dry and would take requests over   (`idle.takeover`, as the next three)
-    GRANT   down    to a replica with a queue: give some of it to this rank
-    GIVE    across  queued requests, in pieces
-    DRY     down    nobody has a queue any more; 1: and that is the answer to your ASK
+    REPORT         to rank 0         a replica's state
+    EXPECTED_WAIT  to idle ranks     seconds until the slowest replica is expected to be done
+    LAST_BUSY      to one rank       all other ranks are done: this one announces the end of the window
+    ALL_DONE       to all ranks      every rank is done; carries the wall time at which the last one was
+    REQUEST_WORK   to rank 0         this replica has no request left and can answer others'   (`idle.work_stealing`,
+    ASSIGN         to a busy rank    move some of its queue to this rank                        as the next three)
+    TRANSFER       busy to idle      queued requests, as ranges of samples
+    NO_WORK        to all ranks      no replica has a queue any more; value 1: this answers the rank's REQUEST_WORK
 
-Each carries the window's number (`epoch`); what belongs to an earlier window is dropped.
+Each carries the window's number (`epoch`); messages of earlier windows are dropped.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from megatron_tlt.errors import CoordinatorError
 from megatron_tlt.idle.state import RankState
 
-_HEAD = struct.Struct("<BxHIqd")  # kind, reports, sender, epoch, value
+_HEAD = struct.Struct("<BxHIqd")  # kind, number of ranges, sender, epoch, value
 _REPORT = struct.Struct("<IIqB?xxIIiddd")
-_PIECE = struct.Struct("<qII")
-MAX_REPORTS, MAX_PIECES = 32, 112
-MAX_BYTES = (
-    _HEAD.size + MAX_REPORTS * _REPORT.size
-)  # small enough to be sent without waiting for the receiver
+_RANGE = struct.Struct("<qII")
+MAX_RANGES = 100  # of one message
+MAX_BYTES = _HEAD.size + MAX_RANGES * _RANGE.size  # small enough for MPI's eager protocol: a send never waits
 
 
 class Kind(IntEnum):
     """What a message is."""
 
     REPORT = 1
-    TAIL = 2
-    LAST = 3
-    OVER = 4
-    ASK = 5
-    GRANT = 6
-    GIVE = 7
-    DRY = 8
+    EXPECTED_WAIT = 2
+    LAST_BUSY = 3
+    ALL_DONE = 4
+    REQUEST_WORK = 5
+    ASSIGN = 6
+    TRANSFER = 7
+    NO_WORK = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says of itself."""
+    """The state of one rank (the leader of a tensor-parallel group reports for the group). Fields as in `_REPORT`."""
 
     rank: int
     seq: int
-    """Counts this rank's reports, so that the newest wins however it travelled."""
+    """Counts this rank's reports, so that the newest counts whichever way it came."""
     epoch: int
-    """The window that it speaks of."""
+    """The window that it belongs to."""
     state: RankState
+    is_requesting: bool = False
+    """It has no request left, and may still be assigned others'."""
     running: int = 0
     """Live and queued requests."""
     steps: int = 0
     """Micro-steps of this window."""
+    queued: int = 0
+    """Requests that another replica could answer; -1: not known yet."""
     tokens_left: float = 0.0
     """Tokens still expected of this replica."""
     tokens_per_second: float = 0.0
-    """How fast it makes them; 0: not known."""
+    """Its speed; 0: not known."""
     changed_at: float = 0.0
     """Wall time of its last transition, seconds since 1970."""
-    queued: int = 0
-    """Requests that another replica could take over; -1: not known yet."""
-    asks: bool = False
-    """It is dry, and may still take over some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,64 +81,36 @@ class RequestRange:
 class Message:
     """One message.
 
-    `value` means seconds (TAIL), wall time (OVER), a report's number (ASK), a rank (GRANT), 1 for the last of several
-    (GIVE) or for an answer (DRY).
+    `value` is seconds (EXPECTED_WAIT), a wall time (ALL_DONE), the number of a report (REQUEST_WORK), a rank (ASSIGN),
+    1 for the last of several (TRANSFER) or for an answer (NO_WORK).
     """
 
     kind: Kind
     sender: int
     epoch: int
     value: float = 0.0
-    reports: tuple[Report, ...] = ()
-    pieces: tuple[RequestRange, ...] = ()
+    ranges: tuple[RequestRange, ...] = ()
+    report: Report | None = None
 
-
-def pack(
-    kind: Kind,
-    sender: int,
-    epoch: int,
-    value: float = 0.0,
-    reports: Sequence[Report] = (),
-    pieces: Sequence[RequestRange] = (),
-) -> bytearray:
-    """The bytes of a message with at most MAX_REPORTS reports (a REPORT) or MAX_PIECES pieces (all others)."""
-    body = _pack_reports(reports) if kind is Kind.REPORT else b"".join(map(_pack_piece, pieces))
-    count = len(reports) if kind is Kind.REPORT else len(pieces)
-    assert len(body) <= MAX_BYTES - _HEAD.size
-    return bytearray(_HEAD.pack(kind, count, sender, epoch, value) + body)
-
-
-def _pack_reports(reports: Sequence[Report]) -> bytes:
-    assert len(reports) <= MAX_REPORTS
-    parts = []
-    for r in reports:
-        numbers = (r.running, r.steps, r.queued, r.tokens_left, r.tokens_per_second, r.changed_at)
-        parts.append(_REPORT.pack(r.rank, r.seq, r.epoch, r.state, r.asks, *numbers))
-    return b"".join(parts)
-
-
-def _pack_piece(piece: RequestRange) -> bytes:
-    return _PIECE.pack(piece.prompt_id, piece.first, piece.count)
+    def pack(self) -> bytearray:
+        """The message's bytes; at most MAX_RANGES ranges."""
+        assert len(self.ranges) <= MAX_RANGES
+        data = bytearray(_HEAD.pack(self.kind, len(self.ranges), self.sender, self.epoch, self.value))
+        if self.report is not None:
+            data += _REPORT.pack(*(getattr(self.report, name) for name in Report.__slots__))
+        for some in self.ranges:
+            data += _RANGE.pack(some.prompt_id, some.first, some.count)
+        return data
 
 
 def unpack(data: bytes | bytearray) -> Message:
-    """The message in the first bytes of `data`. Raises CoordinatorError for bytes that are none."""
+    """The message in the first bytes of `data`. Raises CoordinatorError for bytes that are no message."""
     kind, count, sender, epoch, value = _HEAD.unpack_from(data)
-    most = MAX_REPORTS if kind == Kind.REPORT else MAX_PIECES
-    if kind not in Kind.__members__.values() or count > most:
-        raise CoordinatorError(f"rank {sender} sent no message of ours: kind {kind}, {count} parts")
+    if kind not in Kind.__members__.values() or count > MAX_RANGES:
+        raise CoordinatorError(f"rank {sender} sent bytes that are no message: kind {kind}, {count} ranges")
     if kind == Kind.REPORT:
-        return Message(Kind.REPORT, sender, epoch, value, reports=_unpack_reports(data, count))
-    ends = _HEAD.size + count * _PIECE.size
-    pieces = tuple(RequestRange(*fields) for fields in _PIECE.iter_unpack(memoryview(data)[_HEAD.size : ends]))
-    return Message(Kind(kind), sender, epoch, value, pieces=pieces)
-
-
-def _unpack_reports(data: bytes | bytearray, count: int) -> tuple[Report, ...]:
-    reports = []
-    for i in range(count):
-        fields = _REPORT.unpack_from(data, _HEAD.size + i * _REPORT.size)
-        rank, seq, epoch, state, asks, running, steps, queued, left, speed, changed_at = fields
-        state = RankState(state)
-        reports.append(Report(rank, seq, epoch, state, running, steps, left, speed, changed_at, queued, asks))
-    return tuple(reports)
+        rank, seq, of, state, *figures = _REPORT.unpack_from(data, _HEAD.size)
+        return Message(Kind.REPORT, sender, epoch, value, report=Report(rank, seq, of, RankState(state), *figures))
+    body = memoryview(data)[_HEAD.size : _HEAD.size + count * _RANGE.size]
+    ranges = tuple(RequestRange(*fields) for fields in _RANGE.iter_unpack(body))
+    return Message(Kind(kind), sender, epoch, value, ranges)

@@ -1,13 +1,12 @@
-"""The three states of a rank, what may follow what, and how long each lasted. Torch-free, MPI-free.
+"""The three states of a rank, the transitions between them, and how long each lasted. Torch-free, MPI-free.
 
     BUSY ----> IDLE <----> TRAINING
       ^          |            |
       +----------+------------+
 
 BUSY: the replica has live or queued requests. IDLE: it has none, and others do. TRAINING: idle, and training the
-drafter. A window ends with BUSY (the step goes on) from IDLE where no micro-step was worth it, from TRAINING where
-one was. Within it BUSY follows IDLE where requests of others were taken over. TRAINING goes back to IDLE where training
-stops before the window does: enough micro-steps, no data, the expected tail too short, or training failed.
+drafter. A window ends with BUSY (the step goes on). Within a window BUSY follows IDLE where requests were stolen, and
+IDLE follows TRAINING where training stops first: enough micro-steps, no data, the wait nearly over, or a failure.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class StateSpan:
 class StateTracker:
     """The states of one rank through one rollout phase.
 
-    A span ends at the very reading of the clock at which the next begins, so that the spans cover the phase without
-    gap or overlap.
+    A span ends at the same reading of the clock at which the next one begins: no gap, no overlap.
     """
 
     def __init__(self, clock: Clock):
@@ -81,11 +79,6 @@ class StateTracker:
         self._since = clock.now()
         self._spans: list[StateSpan] = []
 
-    @property
-    def seconds_in_state(self) -> float:
-        """Seconds since the last transition."""
-        return self._clock.now() - self._since
-
     def to(self, state: RankState) -> None:
         """Goes to another state now. Raises CoordinatorError for a transition that is not in the table."""
         check_transition(self.state, state)
@@ -93,7 +86,7 @@ class StateTracker:
         self.state = state
 
     def finish(self) -> tuple[StateSpan, ...]:
-        """Ends the phase now and returns its spans, in order; `self` is then at its end and cannot be used again."""
+        """Ends the phase now and returns its spans, in order. The tracker cannot be used afterwards."""
         self._close()
         return tuple(self._spans)
 

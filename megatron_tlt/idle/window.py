@@ -1,12 +1,15 @@
-"""The idle window of one rank: from its own replica running dry to every replica being done.
+"""The idle window of one rank: from its own replica having no request left until all replicas are done.
 
-    rank 0   rollout ===============================| out
-    rank 1   rollout =========|look|step|look|step|st| out      look: is it over? is a step worth it?
-    rank 2   rollout ============|look|zz|look|zz|look| out      zz:   sleep 1-5 ms
-                              ^ enters the done barrier            nobody waits inside MPI
+    rank 0   rollout ===============================| out      (the slowest: waits for nobody)
+    rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over? is a micro-step worth it?
+    rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `poll_ms`
+                              ^ enters the done barrier
 
-`step_fn` is handed in: this file does not know what is trained. The ranks of one replica go through the same looks
-together, because a micro-step may hold collectives among them: the first one decides, `Unit.agree` tells the others.
+Who waits for whom: every rank for the slowest replica, by polling between micro-steps or sleeps; no call blocks in MPI.
+The ranks of a tensor-parallel group take every decision together, because a micro-step may hold collectives of the
+group: its leader decides, and `agree`, a collective of the group, gives all of its ranks the highest proposal.
+
+`step_fn` is passed in: this module does not depend on what is trained.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
@@ -24,97 +27,16 @@ from megatron_tlt.idle.state import MonotonicClock, RankState, StateSpan, StateT
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
+    from megatron_tlt.idle.coordinator import IdleCoordinator
     from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import Clock
 
 TOKENS = "tokens"
-_EMA = 0.2
+_EMA = 0.2  # weight of the newest micro-step in the average of their seconds
 _log = logging.getLogger(__name__)
 
 StepFn = Callable[[], Mapping[str, float] | None]
 """One micro-step: its metrics, `tokens` (trained on) among them, or None when there is nothing to train on."""
-SpanSink = Callable[[str, float, float], None]
-"""Takes a span: the state's name, its start as wall time, its seconds."""
-
-
-class Coordinator(Protocol):
-    """The part of `IdleCoordinator` that a window uses."""
-
-    entered_at: float
-    last_done_at: float | None
-
-    @property
-    def is_over(self) -> bool: ...
-    def begin(self) -> None: ...
-    def progress(
-        self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0
-    ) -> None: ...
-    def ask_for_work(self) -> None: ...
-    def given_work(self) -> Sequence[RequestRange] | None: ...
-    def enter_done(self) -> None: ...
-    def tell(self, state: RankState, steps: int = 0) -> None: ...
-    def count_steps(self, steps: int) -> None: ...
-    def all_done(self) -> bool: ...
-    def expected_tail(self) -> float | None: ...
-    def check_alive(self, silent_seconds: float) -> None: ...
-
-
-class SoloCoordinator:
-    """The coordinator of a world of one rank: whoever is done, everyone is done."""
-
-    is_over = True
-
-    def __init__(self) -> None:
-        self.entered_at = 0.0
-        self.last_done_at: float | None = None
-
-    def begin(self) -> None:
-        """Nobody to tell."""
-
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float, queued: int = 0) -> None:
-        """Nobody to tell."""
-
-    def ask_for_work(self) -> None:
-        """Nobody to ask."""
-
-    def given_work(self) -> Sequence[RequestRange] | None:
-        """Nothing."""
-        return ()
-
-    def enter_done(self) -> None:
-        """Notes the time."""
-        self.entered_at = self.last_done_at = wall_seconds()
-
-    def tell(self, state: RankState, steps: int = 0) -> None:
-        """Nobody to tell."""
-
-    def count_steps(self, steps: int) -> None:
-        """Nobody to tell."""
-
-    def all_done(self) -> bool:
-        """At once."""
-        return True
-
-    def expected_tail(self) -> float | None:
-        """None left."""
-        return 0.0
-
-    def check_alive(self, silent_seconds: float) -> None:
-        """Nobody to miss."""
-
-
-def _same(value: int) -> int:
-    return value
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The ranks of one replica as one: they train together or not at all."""
-
-    is_first: bool = True
-    """Whether this rank decides for the others."""
-    agree: Callable[[int], int] = _same
-    """The highest of all ranks' proposals, on every rank; collective among the unit (`tensor_parallel.agree_on`)."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +46,7 @@ class WindowReport:
     spans: tuple[StateSpan, ...]
     """The rollout phase by state, BUSY first, without gaps (seconds of the window's clock)."""
     idle_seconds: float
-    """From running dry to leaving, training or not."""
+    """In IDLE and TRAINING."""
     training_seconds: float
     """Of that, inside micro-steps: recovered."""
     steps: int
@@ -132,199 +54,174 @@ class WindowReport:
     tokens: int
     """Tokens trained on."""
     entered_at: float
-    """Wall time at which this rank ran dry."""
+    """Wall time at which this rank had its last request."""
     left_at: float
     """Wall time at which it left the window."""
     last_done_at: float | None
-    """Wall time at which the last rank ran dry, where somebody said so (OVER); see `stop_latency` for the exact way."""
-    disabled_reason: str | None = None
-    """Why training is off for the rest of the run; None: it is not."""
+    """Wall time at which the last rank was done, as ALL_DONE gave it; None: it did not come."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means of the micro-steps' metrics, `tokens` left out."""
 
     @property
     def stop_seconds(self) -> float | None:
-        """From the last rank's running dry to this one's leaving; None where nobody said when that was."""
+        """From the last rank's end to this one's leaving; None where the former is not known."""
         return None if self.last_done_at is None else self.left_at - self.last_done_at
 
 
-def stop_latency(entered_at: Sequence[float], left_at: Sequence[float]) -> float:
-    """Seconds from last-done to all-stopped of one window, from all ranks' reports.
-
-    Ranks do not gather this in the window: the step's metrics are gathered anyway. Hosts' clocks must agree.
-    """
-    return max(left_at) - max(entered_at)
-
-
 class IdleWindow:
-    """Runs the idle windows of one rank. Mutates its own averages and the coordinator."""
+    """Runs the idle windows of one rank, one a rollout. Mutates its own averages and the coordinator."""
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: IdleCoordinator,
         policy: IdlePolicy,
         *,
-        clock: Clock | None = None,
-        unit: Unit | None = None,
-        samples: Callable[[], int] | None = None,
-        on_span: SpanSink | None = None,
-        on_look: Callable[[str], None] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        wall: Callable[[], float] = wall_seconds,
+        is_group_leader: bool = True,
+        agree: Callable[[int], int] = lambda value: value,
+        num_samples: Callable[[], int] | None = None,
+        on_span: Callable[[str, float, float], None] | None = None,
+        on_poll: Callable[[str], None] | None = None,
         poll_seconds: float = 0.002,
         silent_seconds: float = 600.0,
+        clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        wall: Callable[[], float] = wall_seconds,
     ):
-        """`samples` counts the sequences there are to train on; ranks silent for `silent_seconds` end the job.
+        """`num_samples()`: sequences there are to train on. A rank silent for `silent_seconds` ends the job.
 
-        `on_look` is told the state at every look: a sign of life.
+        `on_span(state, wall time of its start, seconds)` is called at the end of a window, `on_poll(state)` at every
+        poll.
         """
         self.coordinator, self.policy = coordinator, policy
         self.disabled_reason: str | None = None
-        self._clock, self._unit = clock or MonotonicClock(), unit or Unit()
-        self._samples, self._on_span, self._on_look = samples, on_span, on_look
-        self._sleep, self._wall = sleep, wall
-        self._poll, self._silent = poll_seconds, silent_seconds
-        self._micro_step: float | None = None
-        self._tracker: StateTracker | None = None
-        self._failed: str | None = None
+        self._is_group_leader, self._agree = is_group_leader, agree
+        self._num_samples, self._on_span, self._on_poll = num_samples, on_span, on_poll
+        self._poll_seconds, self._silent_seconds = poll_seconds, silent_seconds
+        self._clock, self._sleep, self._wall = clock or MonotonicClock(), sleep, wall
+        self._micro_step_seconds: float | None = None
+        self._failure: str | None = None
+        self._tracker = StateTracker(self._clock)
+        self._began_at = self._wall()
 
     def begin(self) -> None:
         """The rollout phase begins: opens the window, BUSY. Raises CoordinatorError while one is open."""
         self.coordinator.begin()
         self._tracker = StateTracker(self._clock)
-        self._started_at = self._wall()
+        self._began_at = self._wall()
 
     def disable(self, reason: str) -> None:
-        """Turns training off for the rest of the run, with one warning. A second call does nothing."""
-        if self.disabled_reason is None:
-            self.disabled_reason = reason
-            _log.warning("drafter training is off for the rest of the run: %s", reason)
+        """Turns training off for the rest of the run. A second call does nothing."""
+        self.disabled_reason = self.disabled_reason or reason
 
-    def take_over(self) -> Sequence[RequestRange]:
-        """This replica has no request left: those of others that it was given, after which it is BUSY again; none when
-        no replica has a queue any more. Sleeps meanwhile: this takes a step of an engine.
+    def steal_work(self) -> Sequence[RequestRange]:
+        """This replica has no request left: returns requests stolen from others, this rank being BUSY again, or none
+        when no replica has a queue any more. Polls and sleeps meanwhile, for about one engine step.
         """
-        assert self._tracker is not None, "take_over needs begin before it"
-        self.coordinator.ask_for_work()
+        self.coordinator.request_work()
         self._tracker.to(RankState.IDLE)
-        while (pieces := self.coordinator.given_work()) is None:
-            self._say_alive()
-            self._sleep(self._poll)
-        if pieces:
+        while (ranges := self.coordinator.receive_work()) is None:
+            self._check_alive()
+            self._sleep(self._poll_seconds)
+        if ranges:
             self._tracker.to(RankState.BUSY)
-        return pieces
+        return ranges
 
     def run(self, step_fn: StepFn) -> WindowReport:
-        """Trains or sleeps until every rank is done. Call it when this replica has no request left.
+        """Trains or sleeps until every rank is done. To be called after `begin`, without a request left.
 
-        A DrafterError of `step_fn` turns training off, here and on the other ranks of the unit; any other error
-        passes through.
+        A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
+        passes through. Raises CoordinatorError for a rank that is silent.
         """
-        if self._tracker is None:
-            self.begin()
-        assert self._tracker is not None
         tally = _Tally(self._clock.now())
         self.coordinator.enter_done()
         if self._tracker.state is RankState.BUSY:
             self._tracker.to(RankState.IDLE)
-        while (action := self._look(tally)) is not Action.STOP:
+        while (action := self._next_action(tally)) is not Action.STOP:
             if action is Action.TRAIN:
                 self._enter(RankState.TRAINING, tally)
                 self._train_one(step_fn, tally)
                 continue
             if action is Action.DISABLE:
-                self._unit_failed()
+                self._disable_group()
             self._enter(RankState.IDLE, tally)
-            self._sleep(self._poll)
-        while not self.coordinator.all_done():  # told that it is over: the barrier's last rounds
-            self._sleep(self._poll)
-            self.coordinator.check_alive(self._silent)
+            self._sleep(self._poll_seconds)
+        while not self.coordinator.test_done():  # it is over: the barrier's last rounds
+            self._sleep(self._poll_seconds)
+            self.coordinator.check_alive(self._silent_seconds)
         return self._finish(tally)
 
-    def _unit_failed(self) -> None:
-        """The rank that failed warns; the others of its unit stop as quietly as they would have gone on."""
-        if self._failed is not None:
-            self.disable(self._failed)
-        elif self.disabled_reason is None:
-            self.disabled_reason = "training failed on another rank of this replica"
-
-    def _look(self, tally: _Tally) -> Action:
-        """What the unit does next. Collective among the unit."""
-        self.coordinator.all_done()  # polls, too
-        self._say_alive()
+    def _next_action(self, tally: _Tally) -> Action:
+        """Polls; what the group does next. Collective among the group."""
+        self.coordinator.test_done()
+        self._check_alive()
         proposal = Action.WAIT
-        if self._failed is not None and self.disabled_reason is None:
+        if self._failure is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
-        elif self._unit.is_first:
-            proposal = self.policy.decide(self._view(tally)).action
-        return Action(self._unit.agree(proposal))
+        elif self._is_group_leader:
+            proposal = self.policy.decide(self._view(tally))
+        return Action(self._agree(proposal))
 
-    def _say_alive(self) -> None:
-        """A look at the others: this rank is alive, and so must they be."""
-        if self._on_look is not None and self._tracker is not None:
-            self._on_look(self._tracker.state.name)
-        self.coordinator.check_alive(self._silent)
+    def _disable_group(self) -> None:
+        """Training has failed on a rank of the group: that rank logs the warning."""
+        if self._failure is not None:
+            _log.warning("drafter training is off for the rest of the run: %s", self._failure)
+        self.disable(self._failure or "training failed on another rank of this replica")
+
+    def _check_alive(self) -> None:
+        if self._on_poll is not None:
+            self._on_poll(self._tracker.state.name)
+        self.coordinator.check_alive(self._silent_seconds)
 
     def _view(self, tally: _Tally) -> IdleView:
-        assert self._tracker is not None
+        available = None if self._num_samples is None else self._num_samples()
         return IdleView(
             state=self._tracker.state,
             seconds_idle=self._clock.now() - tally.idle_since,
             is_over=self.coordinator.is_over,
             is_disabled=self.disabled_reason is not None,
-            expected_tail=self.coordinator.expected_tail(),
-            micro_step_seconds=self._micro_step,
-            samples_available=self._available(tally),
+            expected_wait=self.coordinator.expected_wait(),
+            micro_step_seconds=self._micro_step_seconds,
+            # An idle replica gets no new samples: without any, none come before the window ends.
+            samples_available=0 if tally.has_no_samples else available,
             steps=tally.steps,
         )
 
-    def _available(self, tally: _Tally) -> int | None:
-        """Nothing new comes in while this replica is dry: what ran out stays out until the window ends."""
-        if tally.is_starved:
-            return 0
-        return None if self._samples is None else self._samples()
-
     def _enter(self, state: RankState, tally: _Tally) -> None:
-        assert self._tracker is not None
         if self._tracker.state is not state:
             self._tracker.to(state)
-            self.coordinator.tell(state, tally.steps)
+            self.coordinator.set_state(state, tally.steps)
 
     def _train_one(self, step_fn: StepFn, tally: _Tally) -> None:
         started = self._clock.now()
         try:
             metrics = step_fn()
         except DrafterError as error:
-            self._failed = str(error)
+            self._failure = str(error)
             return
         seconds = self._clock.now() - started
         if metrics is None:
-            tally.is_starved = True
+            tally.has_no_samples = True
             return
         tally.add(metrics, seconds)
         self.coordinator.count_steps(tally.steps)
-        old = self._micro_step
-        self._micro_step = seconds if old is None else old + _EMA * (seconds - old)
+        old = self._micro_step_seconds
+        self._micro_step_seconds = seconds if old is None else old + _EMA * (seconds - old)
 
     def _finish(self, tally: _Tally) -> WindowReport:
-        assert self._tracker is not None
         self._tracker.to(RankState.BUSY)
-        *spans, _ = self._tracker.finish()  # without the BUSY of no length that closes it
-        self._tracker = None
-        origin = spans[0].start
+        spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
         if self._on_span is not None:
             for span in spans:
-                self._on_span(span.state.name, self._started_at + span.start - origin, span.seconds)
+                self._on_span(span.state.name, self._began_at + span.start - spans[0].start, span.seconds)
         return WindowReport(
-            spans=tuple(spans),
-            idle_seconds=seconds_in(tuple(spans), RankState.IDLE, RankState.TRAINING),
+            spans=spans,
+            idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING),
             training_seconds=tally.seconds,
             steps=tally.steps,
             tokens=tally.tokens,
             entered_at=self.coordinator.entered_at,
             left_at=self._wall(),
             last_done_at=self.coordinator.last_done_at,
-            disabled_reason=self.disabled_reason,
             metrics=tally.means(),
         )
 
@@ -337,7 +234,7 @@ class _Tally:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    is_starved: bool = False
+    has_no_samples: bool = False
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, metrics: Mapping[str, float], seconds: float) -> None:

@@ -1,140 +1,158 @@
-"""Queued requests of a busy replica go to one that has run dry (`idle.work_stealing`). Torch-free, MPI-free.
+"""Work stealing: a replica without requests answers queued ones of a busy replica (`idle.work_stealing`). Torch-free,
+MPI-free.
 
-    dry replica                    rank 0: the board                busy replica
-      | ---- ASK ---------------------> |                                |
-      |                                 | ---- GRANT to whom ----------> |
-      | <------------------------- GIVE, between two steps of its engine |
-      | BUSY with them, then it asks again
-      | <--- DRY ---------------------- |   nobody has a queue any more: into the done barrier
+    thief (no request left)        rank 0: the status board         victim (has a queue)
+      | --- REQUEST_WORK -------------> |                                |
+      |                                 | --- ASSIGN, naming the thief-> |
+      | <------------------------ TRANSFER, between two steps of the victim's engine
+      | BUSY with the transferred requests, then requests work again
+      | <--- NO_WORK ------------------ |   no replica has a queue any more: into the done barrier
 
-Every ASK is answered once, by the GIVE of whom rank 0 chose or by DRY, and nobody enters the barrier before: so no
-message here outlives its window. An empty GIVE (the queue ran out on the way) is followed by the next ASK. What was
-taken over can be taken over again while it waits. DRY goes to those, too, who have not asked: they need not, so that
-the last one loses no time. Queues grow by gifts only, and rank 0 waits for these; a request that is preempted before it
-has decoded may be in one again, and is then answered where it is.
+Who waits for whom: the thief for an answer to its REQUEST_WORK, polling and sleeping; rank 0 and the victim do not.
+Every REQUEST_WORK is answered once, by the TRANSFER of the victim that rank 0 chose or by NO_WORK, and a replica enters
+the done barrier only after that: so none of these messages outlives its window. An empty TRANSFER (the queue ran out
+on the way) is followed by the next REQUEST_WORK. Rank 0 sends NO_WORK once, also to replicas that have not requested
+any, so that the last one to finish does not wait for an answer.
+
+A transferred request may be stolen again while it waits. A preempted request that has not decoded yet may be in a queue
+a second time; it is then answered where it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from megatron_tlt.idle.board import StatusBoard
-from megatron_tlt.idle.messages import MAX_PIECES, Kind, Message, RequestRange
+from megatron_tlt.idle.messages import MAX_RANGES, Kind, Message, RequestRange
 
-Give = Callable[[], tuple[Sequence[RequestRange], int]]
-"""Takes a share out of this replica's queue; with it, how many are left there."""
+
+class RequestQueue(Protocol):
+    """The queue of this replica's engine."""
+
+    def num_queued(self) -> int:
+        """Requests that another replica could answer; -1 while the next engine step may still change that."""
+
+    def withdraw_share(self) -> list[RequestRange]:
+        """Removes a share of the queue (`policy.share_of_queue`) and returns it. Mutates the queue."""
 
 
 class Send(Protocol):
-    """Brings a message of the present window to a rank, which may be this one."""
+    """Sends a message of the present window to a rank, which may be this one."""
 
-    def __call__(self, to: int, kind: Kind, value: float = 0.0, pieces: Sequence[RequestRange] = ()) -> None: ...
+    def __call__(self, to: int, kind: Kind, value: float = 0.0, ranges: Sequence[RequestRange] = ()) -> None: ...
 
 
-def pieces_of(requests: Iterable[tuple[int, int]]) -> list[RequestRange]:
-    """Runs of (prompt id, sample index), in order."""
-    pieces: list[RequestRange] = []
+def request_ranges(requests: Iterable[tuple[int, int]]) -> list[RequestRange]:
+    """Consecutive samples of (prompt id, sample index) pairs as ranges, in order."""
+    ranges: list[RequestRange] = []
     for prompt_id, index in sorted(requests):
-        last = pieces[-1] if pieces else None
+        last = ranges[-1] if ranges else None
         if last is not None and (last.prompt_id, last.first + last.count) == (prompt_id, index):
-            pieces[-1] = RequestRange(prompt_id, last.first, last.count + 1)
+            ranges[-1] = RequestRange(prompt_id, last.first, last.count + 1)
         else:
-            pieces.append(RequestRange(prompt_id, index, 1))
-    return pieces
+            ranges.append(RequestRange(prompt_id, index, 1))
+    return ranges
 
 
-class Takeover:
-    """One rank's part: as a dry one, as a busy one, and on rank 0 as the one that chooses."""
+class WorkStealing:
+    """One rank's part in all three roles: thief, victim, and on rank 0 the one that assigns victims to thieves."""
 
-    def __init__(self, speakers: Sequence[int], send: Send, give: Give):
-        """`speakers`: the first ranks of all replicas."""
-        self._speakers, self._send, self._give = speakers, send, give
+    def __init__(self, leaders: Sequence[int], send: Send, queue: RequestQueue):
+        """`leaders`: the ranks that report, one a replica."""
+        self._leaders, self._send, self._queue = leaders, send, queue
         self.begin()
 
     def begin(self) -> None:
-        """The next window: nothing asked, nothing known."""
-        self._asked = self._dry = self._has_told = False
+        """Forgets the window before."""
+        self._has_requested = self._no_work = self._no_work_sent = False
         self._seq = 0
-        self._came: list[RequestRange] = []
-        self._whole: tuple[RequestRange, ...] = ()
-        # Who asked and has not been answered, with the number of the report in which it said that it is dry.
-        self._pending: deque[tuple[int, int]] = deque()
-        # By rank: its newest report when it was chosen to give; that of its ASK when somebody was chosen to give to it.
-        self._givers: dict[int, int] = {}
-        self._takers: dict[int, int] = {}
+        self._incoming: list[RequestRange] = []
+        self._received: tuple[RequestRange, ...] = ()
+        # On rank 0. Thieves without an answer, each with the number of the report that says that it is idle.
+        self._thieves: deque[tuple[int, int]] = deque()
+        # Numbers of reports by rank: of a victim, when it was last assigned; of a thief, when it was assigned a victim.
+        self._victims: dict[int, int] = {}
+        self._assigned: dict[int, int] = {}
+
+    @property
+    def queued(self) -> int:
+        """Requests that another replica could steal from this one now; -1: not known."""
+        return self._queue.num_queued()
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing can come to this rank any more."""
-        return self._dry and not self._asked and not self._whole
+        """Whether no request can come to this rank any more."""
+        return self._no_work and not self._has_requested and not self._received
 
     @property
-    def must_lead(self) -> bool:
-        """On rank 0: whether there may be something to choose or to tell."""
-        return bool(self._pending) or not self._has_told
+    def has_open_requests(self) -> bool:
+        """On rank 0: whether `assign` may have something to do."""
+        return bool(self._thieves) or not self._no_work_sent
 
-    def ask(self, seq: int) -> None:
-        """This replica is dry, as its report number `seq` says."""
-        assert not self._asked and not self._whole, "one ASK at a time"
+    def request(self, seq: int) -> None:
+        """As thief: this replica is idle, as its report number `seq` says."""
+        assert not self._has_requested and not self._received, "one REQUEST_WORK at a time"
         self._seq = seq
-        if not self._dry:
-            self._asked = True
-            self._send(0, Kind.ASK, seq)
+        if not self._no_work:
+            self._has_requested = True
+            self._send(0, Kind.REQUEST_WORK, seq)
 
-    def collect(self) -> tuple[RequestRange, ...]:
-        """What was given to this rank, once."""
-        whole, self._whole = self._whole, ()
-        return whole
+    def take_received(self) -> tuple[RequestRange, ...]:
+        """Requests that were transferred to this rank since the last call."""
+        received, self._received = self._received, ()
+        return received
 
     def handle(self, message: Message) -> int | None:
-        """Takes a message of the present window; if this rank was to give, how many are left in its queue."""
-        if message.kind is Kind.ASK:
-            self._pending.append((message.sender, int(message.value)))
-            self._takers.pop(message.sender, None)
-        elif message.kind is Kind.DRY:
-            self._dry = True
-            self._asked &= not message.value
-        elif message.kind is Kind.GIVE:
-            self._take(message)
-        elif message.kind is Kind.GRANT:
-            pieces, left = self._give()
-            self._hand_over(int(message.value), pieces)
-            return left
+        """Handles a message of the present window; as victim, returns how many requests are left in the queue."""
+        if message.kind is Kind.REQUEST_WORK:
+            self._thieves.append((message.sender, int(message.value)))
+            self._assigned.pop(message.sender, None)
+        elif message.kind is Kind.NO_WORK:
+            self._no_work = True
+            self._has_requested &= not message.value
+        elif message.kind is Kind.TRANSFER:
+            self._receive(message)
+        elif message.kind is Kind.ASSIGN:
+            self._transfer(int(message.value), self._queue.withdraw_share())
+            return self._queue.num_queued()
         return None
 
-    def lead(self, board: StatusBoard) -> None:
-        """On rank 0: chooses for each ASK the longest queue, one ASK a report of its owner; or says: none."""
-        queues, is_all = board.queues()
-        # What was given to a rank is its queue from the report on in which it is busy with it.
-        self._takers = {r: seq for r, seq in self._takers.items() if board.seq_of(r) <= seq or board.asks(r)}
-        if not self._has_told and is_all and not queues and not self._takers:
-            self._has_told = True
-            for rank in set(self._speakers).difference(taker for taker, _ in self._pending):
-                self._send(rank, Kind.DRY)
-        if self._has_told:
-            while self._pending:
-                self._send(self._pending.popleft()[0], Kind.DRY, 1.0)
+    def assign(self, board: StatusBoard) -> None:
+        """On rank 0: assigns the longest queue to each thief, each victim once a report of its; or sends NO_WORK."""
+        queues, is_complete = board.queues()
+        # Transferred requests count from the thief's report on in which it is busy with them.
+        self._assigned = {
+            thief: seq for thief, seq in self._assigned.items()
+            if (report := board.report_of(thief)) is None or report.seq <= seq or report.is_requesting
+        }  # fmt: skip
+        if not self._no_work_sent and is_complete and not queues and not self._assigned:
+            self._no_work_sent = True
+            for rank in set(self._leaders).difference(thief for thief, _ in self._thieves):
+                self._send(rank, Kind.NO_WORK)
+        if self._no_work_sent:
+            while self._thieves:
+                self._send(self._thieves.popleft()[0], Kind.NO_WORK, 1.0)
             return
-        free = [report for report in queues if self._givers.get(report.rank) != report.seq]
+        free = [report for report in queues if self._victims.get(report.rank) != report.seq]
         free.sort(key=lambda report: (report.queued, -report.rank))
-        while self._pending and free:
-            taker, seq = self._pending.popleft()
-            giver = free.pop()
-            self._givers[giver.rank], self._takers[taker] = giver.seq, seq
-            self._send(giver.rank, Kind.GRANT, taker)
+        while self._thieves and free:
+            thief, seq = self._thieves.popleft()
+            victim = free.pop()
+            self._victims[victim.rank], self._assigned[thief] = victim.seq, seq
+            self._send(victim.rank, Kind.ASSIGN, thief)
 
-    def _hand_over(self, taker: int, pieces: Sequence[RequestRange]) -> None:
-        """Sends them, many in one message; none at all in one, too."""
-        for start in range(0, max(1, len(pieces)), MAX_PIECES):
-            some = pieces[start : start + MAX_PIECES]
-            self._send(taker, Kind.GIVE, float(start + MAX_PIECES >= len(pieces)), some)
+    def _transfer(self, thief: int, ranges: Sequence[RequestRange]) -> None:
+        """Sends the ranges, MAX_RANGES in a message; an empty share as one message, too."""
+        for start in range(0, max(1, len(ranges)), MAX_RANGES):
+            some = ranges[start : start + MAX_RANGES]
+            self._send(thief, Kind.TRANSFER, float(start + MAX_RANGES >= len(ranges)), some)
 
-    def _take(self, message: Message) -> None:
-        self._came += message.pieces
-        if not message.value:  # the others are on their way
+    def _receive(self, message: Message) -> None:
+        self._incoming += message.ranges
+        if not message.value:  # more messages of this transfer follow
             return
-        self._asked, self._whole, self._came = False, tuple(self._came), []
-        if not self._whole:
-            self.ask(self._seq)
+        self._has_requested, self._received, self._incoming = False, tuple(self._incoming), []
+        if not self._received:
+            self.request(self._seq)

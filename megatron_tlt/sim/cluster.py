@@ -60,17 +60,14 @@ class Cluster:
     def barrier(self) -> float:
         """From the last replica's end to everybody's knowing it.
 
-        Two polls, a message of every rank to its leader, and a hop for each doubling of ranks (facts: measured up to
+        Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (facts: measured up to
         256 ranks on loopback; a network adds to each hop).
         """
         cluster, idle = self._config.cluster, self._config.idle
         if self.gpus == 1:
             return 0.0
-        heard = self.gpus
-        if heard > idle.sub_leaders_above:  # through the first rank of each node
-            heard = cluster.nodes + cluster.gpus_per_node
         hops = math.ceil(math.log2(self.gpus))
-        return 2e-3 * idle.poll_ms + 1e-6 * (cluster.message_us * heard + cluster.hop_us * hops)
+        return 2e-3 * idle.poll_ms + 1e-6 * (cluster.message_us * self.gpus + cluster.hop_us * hops)
 
     def micro_step(self) -> float:
         """One micro-step of drafter training on one replica: 6 operations a parameter and token, the head's 2."""

@@ -4,7 +4,7 @@
     replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: everybody waits
     replica 2   rollout ====|idle|  train train train train  |
 
-`idle.policy.IdlePolicy` decides, on `IdleView`s with the tail that `expected_tail` and `tokens_left` make of what busy
+`idle.policy.IdlePolicy` decides, on `IdleView`s with the tail that `expected_wait` and `tokens_left` make of what busy
 replicas would report. Approximated: decisions are asked for at `_LOOKS` moments of the wait, nearer to each other
 towards its end, instead of before every micro-step; of more than `_REPORTERS` busy replicas so many speak.
 
@@ -26,7 +26,7 @@ from megatron_tlt.idle.policy import (
     BusyReplica,
     IdlePolicy,
     IdleView,
-    expected_tail,
+    expected_wait,
     tokens_left,
 )
 from megatron_tlt.idle.state import RankState, StateTracker
@@ -73,8 +73,8 @@ class IdleTime:
 
     def _trains(self, tail: float | None, seconds_idle: float) -> bool:
         """What the production policy says of a replica that has waited `seconds_idle`."""
-        view = IdleView(RankState.IDLE, seconds_idle, expected_tail=tail, micro_step_seconds=self._micro_step)
-        return self._policy.decide(view).action is Action.TRAIN
+        view = IdleView(RankState.IDLE, seconds_idle, expected_wait=tail, micro_step_seconds=self._micro_step)
+        return self._policy.decide(view) is Action.TRAIN
 
     def _tail(
         self, rollouts: Sequence[ReplicaRollout], ends: np.ndarray, now: float, usual: np.ndarray | None
@@ -91,7 +91,7 @@ class IdleTime:
             guess = np.array([256.0]) if usual is None else usual
             left = tokens_left(rollout.lengths_at(now), 0, guess)
             said.append(BusyReplica(left, generated / max(now, 1e-9)))
-        return expected_tail(said)
+        return expected_wait(said)
 
     def _divide(
         self,

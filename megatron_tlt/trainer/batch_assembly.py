@@ -1,13 +1,13 @@
-"""From samples to a training batch: scoring, the step's table, and who trains on what.
+"""From scored samples to a training batch: the step's table, the placement of sequences, log-probs, advantages.
 
-Everything that decides is computed from the same global table on every rank, so all ranks agree without a
+The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
 controller. Legend: N samples of the step over all ranks, R response tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from megatron_tlt.types import PastAnswer, SampleGroup, TrainBatch, TrainSequenc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
-    from megatron_tlt.distributed.dims import Dims
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import Prompt, Sample
@@ -46,10 +46,10 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
 
 
 def share_answers(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
-    """Tells every engine of all ranks' scored answers, also those that nobody trains on: the next visit of a question
-    may come to any engine.
+    """Adds all ranks' scored answers, also those that are not trained on, to the history of every engine: any of them
+    may answer the question the next time.
 
-    Collective where the engines keep a history, which all of them do or none: they share one configuration.
+    Collective where the engines keep a history (all of them do or none: they share one configuration).
     """
     if not backend.wants_history:
         return
@@ -85,6 +85,22 @@ class StepTable:
         """Rows of one mini-batch, int64."""
         return np.flatnonzero(self.mini_batch == mini_batch)
 
+    def metrics(self) -> dict[str, float]:
+        """Statistics of rewards, accuracy and lengths over all ranks."""
+        length = self.rewards.length
+        if not len(length):
+            return {"rollout/samples": 0.0}
+        return {
+            "rollout/samples": float(len(length)),
+            "reward/accuracy": float(self.rewards.correct.mean()),
+            "reward/failures": float(self.failures),
+            "length/mean": float(length.mean()),
+            "length/median": float(np.median(length)),
+            "length/p95": float(np.quantile(length, 0.95)),
+            "length/max": float(length.max()),
+            "length/truncated": float(self.rewards.truncated.mean()),
+        }
+
 
 def place(
     prompt_id: np.ndarray, costs: np.ndarray, mini_batches: int, dp: int
@@ -112,7 +128,7 @@ def make_sequence(group: SampleGroup, sample: Sample) -> TrainSequence:
         prompt_len=len(group.prompt.token_ids),
         advantages=np.zeros(response, dtype=np.float32),
         loss_mask=np.ones(response, dtype=np.float32),
-        # NaN where the engine has none: the loop scores them, and a loss that met one would say so.
+        # NaN where the engine gives none: they are computed with the policy, and a loss that met one would be NaN.
         rollout_logprobs=np.asarray(sample.logprobs or [np.nan] * response, dtype=np.float32),
     )
 
@@ -120,11 +136,55 @@ def make_sequence(group: SampleGroup, sample: Sample) -> TrainSequence:
 class BatchAssembler:
     """Turns scored groups into this replica's training batch."""
 
-    def __init__(self, world: World, dims: Dims, algorithm: Algorithm, temperature: float):
-        self._world, self._dims, self._algorithm, self._temperature = world, dims, algorithm, temperature
+    def __init__(
+        self,
+        world: World,
+        policy: MegatronPolicy,
+        algorithm: Algorithm,
+        temperature: float,
+        has_logprobs: bool = True,
+    ):
+        """`temperature` is that of the rollout; `has_logprobs`: the engine gives the log-probs of its answers."""
+        self._world, self._policy, self._dims, self._algorithm = world, policy, policy.dims, algorithm
+        self._temperature, self._has_logprobs = temperature, has_logprobs
         self._mini_batches = algorithm.config.mini_batches
 
-    def collect(self, groups: Sequence[SampleGroup]) -> StepTable:
+    def exchange(self, groups: Sequence[SampleGroup]) -> tuple[StepTable, list[list[TrainSequence]]]:
+        """The step's table, and this replica's sequences by mini-batch. Collective."""
+        table = self._gather_table(groups)
+        ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
+        row_of = table.rewards.row_of()
+        outgoing = []
+        for sequence in (make_sequence(group, sample) for group in groups for sample in group.samples):
+            row = row_of[(sequence.prompt_id, sequence.sample_index)]
+            outgoing.append(((int(table.mini_batch[row]), sequence), ranks[int(table.dp_rank[row])]))
+        mine = redistribute(self._world, outgoing)
+        mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
+        return table, [[seq for index, seq in mine if index == i] for i in range(self._mini_batches)]
+
+    def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
+        """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.
+
+        `parts`: this replica's sequences by mini-batch.
+        """
+        flat = [sequence for part in parts for sequence in part]
+        if not self._has_logprobs:
+            for sequence, logprobs in zip(flat, self._logprobs(flat, "policy"), strict=True):
+                sequence.rollout_logprobs = np.asarray(logprobs, dtype=np.float32)
+        token_kl: list[np.ndarray] | None = None
+        rewards = table.rewards
+        if self._algorithm.needs_token_kl:  # k1, the estimator for a KL to the reference in the reward
+            pairs = zip(self._logprobs(flat, "policy"), self._logprobs(flat, "reference"), strict=True)
+            token_kl = [policy - reference for policy, reference in pairs]
+            rewards = self._with_kl(table, flat, token_kl)
+        metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum_over_replicas)
+        divisors = [self._algorithm.denominator(rewards, table.members(i)) for i in range(len(parts))]
+        return TrainBatch(parts, divisors, self._temperature, metrics)
+
+    def _logprobs(self, flat: list[TrainSequence], which: Literal["policy", "reference"]) -> list[np.ndarray]:
+        return self._policy.logprobs(flat, self._temperature, which=which)
+
+    def _gather_table(self, groups: Sequence[SampleGroup]) -> StepTable:
         """The step's table from every rank's scored groups. Collective."""
         rows = [
             (
@@ -152,31 +212,6 @@ class BatchAssembler:
         mini_batch, dp_rank = place(columns["prompt_id"], costs, self._mini_batches, self._dims.dp)
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
         return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
-
-    def exchange(self, groups: Sequence[SampleGroup], table: StepTable) -> list[list[TrainSequence]]:
-        """Sends every sequence to the ranks of its replica; returns mine, by mini-batch. Collective."""
-        ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
-        row_of = table.rewards.row_of()
-        outgoing = []
-        for sequence in (make_sequence(group, sample) for group in groups for sample in group.samples):
-            row = row_of[(sequence.prompt_id, sequence.sample_index)]
-            outgoing.append(((int(table.mini_batch[row]), sequence), ranks[int(table.dp_rank[row])]))
-        mine = redistribute(self._world, outgoing)
-        mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
-        return [[seq for index, seq in mine if index == wanted] for wanted in range(self._mini_batches)]
-
-    def finish(
-        self, parts: list[list[TrainSequence]], table: StepTable, token_kl: list[np.ndarray] | None = None
-    ) -> TrainBatch:
-        """Advantages, masks and divisors. Collective.
-
-        `token_kl[i]`, float32 [R], belongs to the i-th sequence of all parts (KL in the reward).
-        """
-        flat = [sequence for part in parts for sequence in part]
-        rewards = table.rewards if token_kl is None else self._with_kl(table, flat, token_kl)
-        metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum_over_replicas)
-        divisors = [self._algorithm.denominator(rewards, table.members(i)) for i in range(len(parts))]
-        return TrainBatch(parts, divisors, self._temperature, metrics)
 
     def _with_kl(
         self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]

@@ -1,12 +1,12 @@
-"""Putting a run together from its configuration: the only place that knows all the parts.
+"""Assembly of a run from its configuration: the only module that imports all of a run's parts.
 
-Order matters: everything that can be wrong is found before weights are loaded, and weights before steps are spent.
+Order matters: configuration errors are found before weights are loaded, and weight errors before steps are spent.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,14 @@ from megatron_tlt.distributed.tensor_parallel import (
     TensorParallel,
     agree_on,
 )
-from megatron_tlt.drafter.controller import OnlineDrafterController, Options
+from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
-from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
-from megatron_tlt.idle.stolen_requests import RequestStealing
-from megatron_tlt.idle.window import Coordinator, IdleWindow, SoloCoordinator, Unit
+from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rank_watch import start_watch
 from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
@@ -44,7 +42,11 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
-from megatron_tlt.trainer.preflight import check_on, without_checkpoints
+from megatron_tlt.trainer.idle_figures import IdleFigures
+from megatron_tlt.trainer.preflight import check_on
+from megatron_tlt.trainer.rollout_phase import RolloutPhase
+from megatron_tlt.trainer.stolen_requests import StolenRequests
+from megatron_tlt.trainer.weight_push import WeightPush
 from megatron_tlt.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,10 +54,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
     from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.observe.samples import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
@@ -67,59 +72,73 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     `signals` may have come already; without them the run cannot be ended by signals.
     """
-    from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
     from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpoint.manager import CheckpointManager
+    from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
 
     check_on(config, world)
     lock = _prepare(config, world)
+    run_dir = Path(config.train.run_dir)
+
+    # What a batch is made of.
     tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
     rewards = RewardPool(config.rewards, on_verdict=world.pulse)
     rewards.warm_up()  # the workers import while this rank builds its engine
+
+    # Engine and drafter, then the policy: the order of the memory plan.
     tp = tensor_parallel(world, config.rollout.tp)
-    trainer = _drafter_trainer(config, world, tp)
-    backend = open_backend(config, world, tokenizer, tp, trainer)
+    drafter_trainer = _drafter_trainer(config, world, tp)
+    backend = open_backend(config, world, tokenizer, tp, drafter_trainer)
     params = sampling_params(config)
-    policy = MegatronPolicy(
-        world,
-        config.model,
-        config.actor,
-        config.optimizer,
-        algorithm,
-        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
-        keep_reference=algorithm.needs_reference,
-        seed=config.train.seed,
+    policy = _policy(config, world, algorithm)
+    metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
+
+    # What happens around rollout and update.
+    drafter = OnlineDrafterController(
+        world, backend, drafter_trainer, _sharing(config, world), config.rollout.speculation.uses_eagle
     )
-    drafts_of = None
-    takeover = _takeover(config, world, backend, params)
-    if world.is_main and isinstance(backend, EmbeddedBackend):
-        # Samples are written in pairs of one prompt: its best answer and its worst.
-        backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
-        drafts_of = backend.drafts_of
-    metrics = RunMetrics(config, world, drafts_of)
-    return RLTrainer(
-        config,
+    stolen = _stolen_requests(config, world, backend, params)
+    idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
+    rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
+    agree_in_engine = agree_on(tp, world.device) if tp.size > 1 else None
+    shutdown = GracefulShutdown(world, config.stop, signals, agree_in_engine)
+    rollout = RolloutPhase(
         world,
+        backend,
+        rollout_cache,
+        drafter,
+        idle_window,
+        shutdown,
+        metrics.on_rollout,
+        rollout_tp=tp.size,
+        stolen=stolen,
+    )
+    return RLTrainer(
+        config=config,
+        world=world,
         prompts=prompts,
+        backend=backend,
+        rollout=rollout,
+        idle_window=idle_window,
+        drafter=drafter,
         rewards=rewards,
         algorithm=algorithm,
+        assembler=BatchAssembler(
+            world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs
+        ),
         policy=policy,
-        backend=backend,
-        upkeep=_upkeep(config, world, backend, tp, trainer, metrics, takeover),
-        evaluator=_evaluator(config, world, tokenizer, backend, rewards, params),
-        checkpoints=CheckpointManager(
-            config.checkpoint, Path(config.train.run_dir), config.train.num_steps, policy, world, lock
-        ),
+        weight_push=WeightPush(policy, drafter, rollout_cache, BucketedSync(config.sync, backend, world)),
+        evaluator=build_evaluator(config, world, tokenizer, backend, rewards),
+        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
-        rollout_cache=_rollout_cache(config, world, tokenizer, backend, params),
-        stop=GracefulShutdown(
-            world, config.stop, signals, agree_on(tp, world.device) if config.rollout.tp > 1 else None
-        ),
-        takeover=takeover,
+        idle_figures=IdleFigures(_gpu_monitor(world), tp.rank == 0),
+        rollout_cache=rollout_cache,
+        nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
+        shutdown=shutdown,
     )
 
 
@@ -132,72 +151,23 @@ def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
     return SftTrainer(config, world, open_tokenizer(config))
 
 
-def run_export(config: Config, world: World, out: Path, dtype: str | None) -> None:
-    """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory.
-
-    `out` appears whole or not at all. Collective. Raises CheckpointError, ConfigError (also where `out` is there).
-    """
-    from megatron_tlt.actor.policy import MegatronPolicy
-    from megatron_tlt.checkpoint.export import export_problems, write_run
-    from megatron_tlt.checkpoint.manager import CheckpointManager
-    from megatron_tlt.trainer.sft import CompletionLoss
-
-    check_on(_without_drafter(config), world)
-    run_dir = Path(config.train.run_dir)
-    found = export_problems(out, run_dir, str(config.checkpoint.resume)) if world.is_main else []
-    if problems := world.broadcast_object(found):  # only rank 0 writes, perhaps where others see nothing
-        raise ConfigError(problems)
-    policy = MegatronPolicy(
-        world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps
-    )
-    manager = CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world)
-    world.enter("load")
-    if manager.load_latest() is None:
-        raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'}")
-    world.enter("export")
-    drafter = manager.load_drafter()
-    write_run(policy, world, config.model, out, dtype or config.actor.dtype, drafter)
-    if world.is_main:
-        trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
-        print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
-
-
-def _without_drafter(config: Config) -> Config:
-    """Nobody drafts in an export, so a drafter that the configuration names need not be there, or fit."""
-    speculation = config.rollout.speculation.model_copy(update={"drafter": "none"})
-    rollout = config.rollout.model_copy(update={"speculation": speculation})
-    idle = config.idle.model_copy(update={"train_drafter": False})
-    return config.model_copy(update={"rollout": rollout, "idle": idle})
-
-
-def run_evaluation(config: Config, world: World, out: Path | None) -> None:
-    """Evaluates the model in `model.path` on the config's held-out prompts; prints and optionally writes JSON."""
-    if config.data.eval is None:
-        raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
-    check_on(without_checkpoints(config), world)
-    tokenizer = open_tokenizer(config)
-    rewards = RewardPool(config.rewards)
-    backend = open_backend(config, world, tokenizer)
-    world.enter("load")
-    sync = BucketedSync(config.sync, backend, world)
-    sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
-    evaluator = _evaluator(config, world, tokenizer, backend, rewards, sampling_params(config))
-    assert evaluator is not None
-    world.enter("eval")
-    result = evaluator.run(0)
-    rewards.close()
-    backend.close()
-    if world.is_main:
-        text = json.dumps(result.to_json(), indent=2)
-        print(text, flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text + "\n", encoding="utf-8")
-
-
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
     """The tokenizer of the model, or the one named beside it."""
     return HFTokenizer(config.model.tokenizer or config.model.path)
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    section = config.rollout
+    return SamplingParams(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        max_tokens=section.max_tokens,
+        stop=section.stop,
+        seed=config.train.seed,
+    )
 
 
 def tensor_parallel(world: World, size: int) -> TensorParallel:
@@ -213,10 +183,10 @@ def open_backend(
     world: World,
     tokenizer: Tokenizer,
     tp: TensorParallel | None = None,
-    trainer: OnlineDrafterTrainer | None = None,
+    drafter_trainer: OnlineDrafterTrainer | None = None,
     keep_hidden_states: bool = False,
 ) -> RolloutBackend:
-    """The rollout engine of this rank, without weights; with the drafter of `trainer`, if there is one.
+    """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
     would start from. Collective, unless `tp` (see `tensor_parallel`) is given.
@@ -233,14 +203,40 @@ def open_backend(
         tokenizer=tokenizer,
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
-        load_weights=False,  # the first push brings them, by the same way as every later one
-        drafter=_drafter_weights(config, trainer),
-        keep_hidden_states=keep_hidden_states or trainer is not None,
+        load_weights=False,  # the first push brings them, in the same way as every later one
+        drafter=_drafter_weights(config, drafter_trainer),
+        keep_hidden_states=keep_hidden_states or drafter_trainer is not None,
+    )
+
+
+def build_evaluator(
+    config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, rewards: RewardPool
+) -> Evaluator | None:
+    """The evaluator of a configuration's held-out prompts; None where it has none."""
+    if config.data.eval is None:
+        return None
+    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed)
+    some = prompts.next_batch(config.eval.num_prompts)
+    return Evaluator(some, config.eval, sampling_params(config), backend, rewards, world, config.rollout.tp)
+
+
+def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolicy:
+    from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
+
+    return MegatronPolicy(
+        world,
+        config.model,
+        config.actor,
+        config.optimizer,
+        algorithm,
+        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
+        keep_reference=algorithm.needs_reference,
+        seed=config.train.seed,
     )
 
 
 def _drafter_weights(config: Config, trainer: OnlineDrafterTrainer | None) -> Mapping[str, Tensor] | None:
-    """What the engine drafts with instead of `drafter_path`; None: that is right."""
+    """The engine's drafter, where it is not that of `drafter_path`; None: it is."""
     if trainer is not None:
         return trainer.weights()
     section = config.rollout.speculation
@@ -273,7 +269,7 @@ def _starting_drafter(config: Config) -> EagleModel:
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
-    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that nobody keeps
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
         model = EagleModel(shape)
     if path is not None:
         model.load_state_dict(load_drafter(path, shape).weights)
@@ -282,51 +278,59 @@ def _starting_drafter(config: Config) -> EagleModel:
     return model
 
 
-def _upkeep(
-    config: Config,
-    world: World,
-    backend: RolloutBackend,
-    tp: TensorParallel,
-    trainer: OnlineDrafterTrainer | None,
-    metrics: RunMetrics,
-    takeover: RequestStealing | None,
-) -> OnlineDrafterController:
-    """What this rank does while it waits for others. Collective."""
-    from megatron_tlt.idle.coordinator import IdleCoordinator  # needs MPI
-
-    coordinator: Coordinator = SoloCoordinator()
-    if world.size > 1:
-        give = None if takeover is None else takeover.give
-        coordinator = IdleCoordinator.of(config.idle, world.comm, tp.size, world.local_size, give)
-    window = IdleWindow(
-        coordinator,
-        IdlePolicy.of(config.idle),
-        unit=Unit(tp.rank == 0, agree_on(tp, world.device)) if tp.size > 1 else None,
-        samples=None if trainer is None else lambda: len(trainer.buffer),
-        on_span=metrics.state,
-        on_look=lambda state: world.pulse(state=state),
-        poll_seconds=config.idle.poll_ms / 1e3,
-        silent_seconds=world.timeout_s,
-    )
-    uuid = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else None
-    sync = BucketedSync(config.sync, backend, world)
-    online, (replica, _) = config.drafter.online, rollout_replica(world.rank, tp.size)
+def _sharing(config: Config, world: World) -> HiddenStateSharing:
+    online, tp = config.drafter.online, config.rollout.tp
+    replica, tp_rank = rollout_replica(world.rank, tp)
     shared = int(min(online.share_mib, online.buffer_mib) * 2**20) if online.max_age else 0
-    sharing = HiddenStateSharing(replica, world.size // tp.size, tp.size, shared, tp.rank == 0)
-    options = Options(tp.rank == 0, config.rollout.speculation.uses_eagle, GpuMonitor(uuid), sharing)
-    if takeover is not None:
-        options = replace(options, queued=takeover.queued)
-    return OnlineDrafterController(world, backend, sync, window, trainer, options)
+    return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
 
-def _takeover(
+def _stolen_requests(
     config: Config, world: World, backend: RolloutBackend, params: SamplingParams
-) -> RequestStealing | None:
-    """How replicas answer each other's queued requests; None where they do not, or there is one only."""
+) -> StolenRequests | None:
+    """Work stealing between replicas; None where it is off, or there is one replica only."""
     if not config.idle.work_stealing or world.size == 1:
         return None
     assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
-    return RequestStealing(backend, params, config.rollout.samples_per_prompt, world)
+    return StolenRequests(backend, params, config.rollout.samples_per_prompt, world)
+
+
+def _idle_window(
+    config: Config,
+    world: World,
+    tp: TensorParallel,
+    drafter: OnlineDrafterController,
+    metrics: RunMetrics,
+    stolen: StolenRequests | None,
+) -> IdleWindow:
+    """The idle windows of this rank, with their coordinator. Collective."""
+    from megatron_tlt.idle.coordinator import IdleCoordinator
+
+    return IdleWindow(
+        IdleCoordinator(world.comm, config.idle, group_size=tp.size, queue=stolen),
+        IdlePolicy.of(config.idle),
+        is_group_leader=tp.rank == 0,
+        agree=agree_on(tp, world.device) if tp.size > 1 else int,
+        num_samples=drafter.num_samples,
+        on_span=metrics.state,
+        on_poll=lambda state: world.pulse(state=state),
+        poll_seconds=config.idle.poll_ms / 1e3,
+        silent_seconds=world.timeout_s,
+    )
+
+
+def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> DraftsOf | None:
+    """Rank 0's drafts of the samples that are logged; None: this rank logs no samples, or its engine traces none."""
+    if not (world.is_main and isinstance(backend, EmbeddedBackend)):
+        return None
+    # Samples are written in pairs of one prompt: its best answer and its worst.
+    backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
+    return backend.drafts_of
+
+
+def _gpu_monitor(world: World) -> GpuMonitor:
+    is_gpu = world.device.type == "cuda"
+    return GpuMonitor(str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None)
 
 
 def _rollout_cache(
@@ -358,36 +362,6 @@ def _rollout_cache(
         tp=rollout.tp,
         fresh=config.checkpoint.resume == "never",
     )
-
-
-def sampling_params(config: Config) -> SamplingParams:
-    """How training rollouts are sampled."""
-    section = config.rollout
-    return SamplingParams(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-        max_tokens=section.max_tokens,
-        stop=section.stop,
-        seed=config.train.seed,
-    )
-
-
-def _evaluator(
-    config: Config,
-    world: World,
-    tokenizer: Tokenizer,
-    backend: RolloutBackend,
-    rewards: RewardPool,
-    params: SamplingParams,
-) -> Evaluator | None:
-    if config.data.eval is None:
-        return None
-    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(
-        config.eval.num_prompts
-    )
-    return Evaluator(prompts, config.eval, params, backend, rewards, world, config.rollout.tp)
 
 
 def _prepare(config: Config, world: World) -> RunLock | None:

@@ -29,7 +29,7 @@ pending: list = []  # of this rank: the phase, and what to send
 def phase_with_signal(self, name):
     with _phase(self, name):
         if pending and pending[0] == [name, self.progress.step]:
-            signals = self.stop._signals
+            signals = self.shutdown._signals
             for index, number in enumerate(pending[1]):
                 os.kill(os.getpid(), getattr(signal, number))
                 while signals.count < index + 1:
@@ -56,7 +56,7 @@ def run_once(job, world):
         world.store.delete_key(STORE_KEY)  # one world for all starts, where every start has its own
     world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")
-    return ended, 0 if latest is None else step_of(latest), trainer.stop.has_dropped_step
+    return ended, 0 if latest is None else step_of(latest), trainer.shutdown.has_dropped_step
 
 
 def body(world):

@@ -63,8 +63,8 @@ def body(world: World) -> None:
         break_it(fault, world)
         trainer = build_trainer(load_config(path, overrides, Config), world)
         trainer.run()
-        if trainer.upkeep.trainer is not None:  # one drafter: the same bits on every rank
-            parts = WEIGHTS(trainer.upkeep.trainer).values()
+        if trainer.drafter.trainer is not None:  # one drafter: the same bits on every rank
+            parts = WEIGHTS(trainer.drafter.trainer).values()
             mine = torch.cat([p.flatten() for p in parts]).numpy().tobytes()
             assert len(set(world.all_gather_object(mine))) == 1
         trainer.close()

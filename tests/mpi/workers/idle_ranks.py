@@ -1,6 +1,7 @@
-"""Idle windows on real ranks; argv: scenario, then its arguments. Rank 0 prints "ok" with figures. No torch.
+"""Idle windows on real ranks, without torch; argv: scenarios, each `name` or `name:argument:...`.
 
-What ranks tell each other here besides the coordinator goes over COMM_WORLD, between windows.
+Rank 0 prints the figures of each.
+The checks between windows use COMM_WORLD, not the coordinator's communicator.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import random
 import signal
 import sys
 import time
+from contextlib import closing
 
 from mpi4py import MPI
 
+from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.errors import CoordinatorError, DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.messages import RequestRange
 from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.window import IdleWindow, WindowReport
-from megatron_tlt.idle.work_stealing import pieces_of
+from megatron_tlt.idle.work_stealing import request_ranges
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -36,7 +39,7 @@ def step() -> dict[str, float]:
 
 
 def work(coordinator: IdleCoordinator, seconds: float, rate: float = 100.0) -> None:
-    """A rollout of 100 tokens a second, told every 2 ms; with rate 0 its speed is not told."""
+    """A rollout of 100 tokens a second, reported every 2 ms; with rate 0 its speed is not known."""
     end = time.perf_counter() + seconds
     while (left := end - time.perf_counter()) > 0:
         coordinator.progress(3, 100 * left, rate)
@@ -61,7 +64,7 @@ def check(report: WindowReport) -> list[WindowReport]:
 
 def say_ok(**figures: object) -> None:
     if RANK == 0:
-        print("ok", json.dumps(figures), flush=True)
+        print("ok", sys._getframe(1).f_code.co_name, json.dumps(figures), flush=True)
 
 
 def orders() -> None:
@@ -71,7 +74,7 @@ def orders() -> None:
     while len(some) < 12 and SIZE > 4:
         some.append(tuple(rng.sample(range(SIZE), SIZE)))
     trained = late = 0
-    with IdleCoordinator(WORLD) as coordinator:
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, EAGER)
         for order in some:
             window.begin()
@@ -87,7 +90,7 @@ def orders() -> None:
 
 
 def at_once() -> None:
-    with IdleCoordinator(WORLD) as coordinator:
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, EAGER)
         for _ in range(40):
             WORLD.Barrier()
@@ -97,35 +100,35 @@ def at_once() -> None:
 
 
 def never_idle() -> None:
-    """One rank is always the slowest by far: the others learn how long it takes, and train the whole time."""
-    with IdleCoordinator(WORLD) as coordinator:
+    """One rank is always the slowest by far: the others are sent the expected wait, and train the whole time."""
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.02))
-        shares, tails = [], []
+        shares, waits = [], []
         for slow in (0, SIZE - 1):
             WORLD.Barrier()
             window.begin()
             work(coordinator, 0.6 if slow == RANK else 0.02)
-            told: list[float | None] = []
+            seen: list[float | None] = []
 
-            def telling_step(told: list[float | None] = told) -> dict[str, float]:
-                told.append(coordinator.expected_tail())
+            def noting_step(seen: list[float | None] = seen) -> dict[str, float]:
+                seen.append(coordinator.expected_wait())
                 return step()
 
-            reports = check(window.run(telling_step))
+            reports = check(window.run(noting_step))
             assert reports[slow].steps == 0
             others = [r for i, r in enumerate(reports) if i != slow]
             shares.append(min(r.training_seconds / r.idle_seconds for r in others))
-            known = [t for t in told if t is not None]
+            known = [t for t in seen if t is not None]
             everyone = WORLD.allgather(max(known, default=0.0))
-            tails.append(min(t for i, t in enumerate(everyone) if i != slow))
-        assert min(tails) > 0.2, tails  # everyone was told, and about right: 0.58 s at first
-        assert max(tails) < 0.8, tails
+            waits.append(min(t for i, t in enumerate(everyone) if i != slow))
+        assert min(waits) > 0.2, waits  # every rank was sent one, and about right: 0.58 s at first
+        assert max(waits) < 0.8, waits
         assert min(shares) > 0.4, shares
-    say_ok(trained_share=[round(s, 3) for s in shares], tails=tails)
+    say_ok(trained_share=[round(s, 3) for s in shares], waits=waits)
 
 
 def leak(windows: str) -> None:
-    with IdleCoordinator(WORLD, heartbeat_seconds=0.01) as coordinator:
+    with closing(IdleCoordinator(WORLD, IdleSection(heartbeat_seconds=0.01))) as coordinator:
         window = IdleWindow(coordinator, EAGER, sleep=lambda s: time.sleep(s / 10))
         most, early, total = 0, 0, int(windows)
         rng = random.Random(RANK)
@@ -161,18 +164,17 @@ def raises() -> None:
             raise DrafterError("loss is nan")
         return step()
 
-    with IdleCoordinator(WORLD) as coordinator:
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, EAGER)
         for _ in range(3):
             WORLD.Barrier()
             window.begin()
             work(coordinator, 0.2 if RANK == 0 else 0.0)
-            reports = check(window.run(step_fn))
-            assert [r.disabled_reason for r in reports] == [
-                "loss is nan" if i == 1 else None for i in range(SIZE)
-            ]
+            check(window.run(step_fn))
+            reasons = ["loss is nan" if i == 1 else None for i in range(SIZE)]
+            assert WORLD.allgather(window.disabled_reason) == reasons
     if RANK == 1:
-        assert calls == 1
+        assert calls == 1  # it trains no more
     elif RANK > 1:
         assert calls > 3
     say_ok()
@@ -181,7 +183,7 @@ def raises() -> None:
 def slow_step() -> None:
     """A micro-step of 0.25 s: everyone is out about one of it after the last one was done, not several."""
     stops = []
-    with IdleCoordinator(WORLD) as coordinator:
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, EAGER)
         for last in range(min(SIZE, 4)):
             WORLD.Barrier()
@@ -194,89 +196,64 @@ def slow_step() -> None:
 
             reports = check(window.run(long_step))
             stops.append(max(r.left_at for r in reports) - max(r.entered_at for r in reports))
-            assert all(r.last_done_at is not None for r in reports), "nobody said that it is over"
+            assert all(r.last_done_at is not None for r in reports), "ALL_DONE did not come"
     assert sorted(stops)[len(stops) // 2] < 0.25 + 0.2, stops
     say_ok(stops=stops)
 
 
-def sub_leaders(per_node: str) -> None:
-    """Reports go through the first rank of each node; rank 0 knows everyone, everyone is told the tail."""
-    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node))
-    window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.02))
-    tails = []
-    for slow in (SIZE - 1, 0, 1):
-        WORLD.Barrier()
-        window.begin()
-        work(coordinator, 0.5 if slow == RANK else 0.01)
-        heard: list[float] = []
-        boards: list[str] = []
+class Queue:
+    """The queue of one rank; `running` of its requests are being answered."""
 
-        def step_fn(heard: list[float] = heard, boards: list[str] = boards) -> dict[str, float]:
-            if (tail := coordinator.expected_tail()) is not None:
-                heard.append(tail)
-            boards.append(coordinator.board_text())
-            return step()
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, int]] = []
+        self.running = 0
 
-        reports = check(window.run(step_fn))
-        everyone = WORLD.allgather(max(heard, default=0.0))
-        tails += [t for i, t in enumerate(everyone) if i != slow]
-        assert reports[slow].steps == 0
-        if RANK == 0 and slow:
-            alone = f"BUSY: rank {slow} (window {coordinator.epoch}"
-            assert any(alone in text and "UNKNOWN" not in text for text in boards), boards[-1]
-            seen = {e.rank for e in coordinator.board()}
-            assert seen == set(range(SIZE))
-        if RANK and RANK % int(per_node):
-            assert coordinator.board() == []
-    assert min(tails) > 0.15, tails
-    coordinator.close()
-    say_ok(tails=[round(t, 3) for t in tails])
+    def num_queued(self) -> int:
+        return len(self.requests)
+
+    def withdraw_share(self) -> list[RequestRange]:
+        count = share_of_queue(len(self.requests), self.running)
+        return request_ranges(self.requests.pop() for _ in range(count))
 
 
-def takes_over(per_node: str) -> None:
+def steals() -> None:
     """All requests are one rank's at first, a different one each window; every one is answered once."""
-    queue: list[tuple[int, int]] = []
-    running = taken = 0
-
-    def give() -> tuple[list[RequestRange], int]:
-        given = [queue.pop() for _ in range(share_of_queue(len(queue), running))]
-        return pieces_of(given), len(queue)
-
-    coordinator = IdleCoordinator(WORLD, sub_leaders_above=2, ranks_per_node=int(per_node), give=give)
+    queue, stolen = Queue(), 0
+    coordinator = IdleCoordinator(WORLD, queue=queue)
     window = IdleWindow(coordinator, EAGER)
     for number, rich in enumerate((0, SIZE - 1, 1)):
-        queue[:] = [(number, i) for i in range(200)] if rich == RANK else []
+        queue.requests = [(number, i) for i in range(200)] if rich == RANK else []
         answered: list[tuple[int, int]] = []
         WORLD.Barrier()
         window.begin()
         while True:
-            while queue:
-                some, queue[:2] = queue[:2], []
-                running = len(some)
-                coordinator.progress(running, 50.0 * len(queue), 100.0, len(queue))
+            while queue.requests:
+                some, queue.requests[:2] = queue.requests[:2], []
+                queue.running = len(some)
+                coordinator.progress(queue.running, 50.0 * len(queue.requests), 100.0)
                 time.sleep(0.002)
                 answered += some
-                running = 0
-            pieces = window.take_over()
-            if not pieces:
+                queue.running = 0
+            ranges = window.steal_work()
+            if not ranges:
                 break
-            queue += [(p.prompt_id, p.first + i) for p in pieces for i in range(p.count)]
-            taken += len(queue)
+            queue.requests += [(r.prompt_id, r.first + i) for r in ranges for i in range(r.count)]
+            stolen += len(queue.requests)
         reports = check(window.run(step))
         everything = sorted(one for part in WORLD.allgather(answered) for one in part)
         assert everything == [(number, i) for i in range(200)]
-        assert all(WORLD.allgather(bool(answered))), "somebody got nothing to do"
+        assert all(WORLD.allgather(bool(answered))), "a rank got no request"
         stops = max(r.left_at for r in reports) - max(r.entered_at for r in reports)
         assert stops < 0.25, stops
-    outstanding, taken = coordinator.outstanding, WORLD.allreduce(taken)
+    outstanding, stolen = coordinator.outstanding, WORLD.allreduce(stolen)
     coordinator.close()
-    say_ok(taken=taken, outstanding=outstanding)
+    say_ok(stolen=stolen, outstanding=outstanding)
 
 
-def deaf_leader() -> None:
-    """Rank 0 does not poll while the others have news all the time: they keep the newest, not a heap of sends."""
+def slow_leader() -> None:
+    """Rank 0 does not poll while the others report all the time: they keep the newest, not a list of sends."""
     most = 0
-    with IdleCoordinator(WORLD, min_poll_seconds=0.0) as coordinator:
+    with closing(IdleCoordinator(WORLD, IdleSection(poll_ms=0.1))) as coordinator:
         coordinator.begin()
         for i in range(3000):
             if RANK:
@@ -290,8 +267,9 @@ def deaf_leader() -> None:
         if RANK == 0:
             left = {e.report.tokens_left for e in coordinator.board()[1:] if e.report is not None}
             assert left == {20_000.0 + 2999}, left
+        WORLD.Barrier()  # no rank enters before rank 0 has read its board
         coordinator.enter_done()
-        while not coordinator.all_done():
+        while not coordinator.test_done():
             time.sleep(0.002)
     most = WORLD.allreduce(most, MPI.MAX)
     assert most <= 1, most
@@ -299,10 +277,10 @@ def deaf_leader() -> None:
 
 
 def protocol() -> None:
-    """Calls out of order are refused, and say what they wanted."""
+    """Calls out of order are refused."""
     said = []
-    with IdleCoordinator(WORLD) as coordinator:
-        for call in (coordinator.enter_done, lambda: None, coordinator.begin, coordinator.all_done):
+    with closing(IdleCoordinator(WORLD)) as coordinator:
+        for call in (coordinator.enter_done, lambda: None, coordinator.begin, coordinator.test_done):
             if call == coordinator.begin:
                 coordinator.begin()
             try:
@@ -310,16 +288,16 @@ def protocol() -> None:
             except CoordinatorError as error:
                 said.append(str(error))
         coordinator.enter_done()
-        while not coordinator.all_done():
+        while not coordinator.test_done():
             time.sleep(0.001)
         try:
-            coordinator.tell(RankState.IDLE)
+            coordinator.set_state(RankState.IDLE)
         except CoordinatorError as error:
             said.append(str(error))
     assert said == [
         "enter_done in window 0 needs one begin before it",
-        "window 1 is open: all_done has not been true yet",
-        "all_done in window 1 needs enter_done before it",
+        "window 1 is open: test_done has not been true yet",
+        "test_done in window 1 needs enter_done before it",
         "a rank cannot go from IDLE to IDLE: only BUSY or TRAINING may follow",
     ], said
     say_ok()
@@ -328,7 +306,7 @@ def protocol() -> None:
 def dies(state: str, how: str, silent: str) -> None:
     """Rank 1 kills or stops itself (SIGKILL, SIGSTOP) in `state`; rank 0 prints its board now and then."""
     victim, wanted = 1, RankState[state]
-    coordinator = IdleCoordinator(WORLD, heartbeat_seconds=0.2)
+    coordinator = IdleCoordinator(WORLD, IdleSection(heartbeat_seconds=0.2))
     policy = IdlePolicy(train_drafter=wanted is not RankState.IDLE, min_tail_seconds=0.0)
     shown = 0.0
 
@@ -354,4 +332,6 @@ def dies(state: str, how: str, silent: str) -> None:
     window.run(step_fn)
 
 
-globals()[sys.argv[1]](*sys.argv[2:])
+for scenario in sys.argv[1:]:
+    name, *arguments = scenario.split(":")
+    globals()[name](*arguments)

@@ -10,12 +10,10 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.controller import OnlineDrafterController, Options
+from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.idle.policy import IdlePolicy
-from megatron_tlt.idle.window import IdleWindow, SoloCoordinator
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 
@@ -146,13 +144,11 @@ def share(world: World) -> None:
     trainer = online_trainer(lengths=lengths, first_prompt=100 * replica)
     is_leader = world.rank % ranks == 0
     sharing = HiddenStateSharing(replica, replicas, ranks, 1 << 20, is_leader)
-    options = Options(speaks=is_leader, sharing=sharing)
-    window = IdleWindow(SoloCoordinator(), IdlePolicy())
-    upkeep = OnlineDrafterController(world, None, None, window, trainer, options)
+    controller = OnlineDrafterController(world, None, trainer, sharing)
     answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
     for turn in range(replicas):
         trainer.version = turn
-        upkeep.merge()
+        controller.merge()
         given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
         assert held(trainer) == sorted(p for r in given | {replica} for p in answers[r]), (
             "one sender at a time"
@@ -160,13 +156,13 @@ def share(world: World) -> None:
     trainer.begin_step(1)
     drawn = [[piece.token_ids.tolist() for piece in trainer.buffer.sample(64) or []] for _ in range(9)]
     peers = world.all_gather_object((replica, drawn))
-    assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a unit draws the same"
+    assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a group draws the same"
     if world.rank == world.size - 1:
         trainer.disable("made to fail")
     trainer.buffer.add(random_chunk(CONFIG, 70, 1000 + replica, 1))
     before = held(trainer)
-    upkeep.merge()
-    assert held(trainer) == before and upkeep._active is None, "nothing is shared once training has ended"
+    controller.merge()
+    assert held(trainer) == before and controller._active_trainer is None, "nothing is shared once training has ended"
     print(f"shared on rank {world.rank}\n", end="", flush=True)
 
 

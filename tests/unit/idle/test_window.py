@@ -9,18 +9,15 @@ import pytest
 from megatron_tlt.errors import CoordinatorError, DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy
 from megatron_tlt.idle.state import RankState, check_transition
-from megatron_tlt.idle.window import IdleWindow, SoloCoordinator, Unit, stop_latency
+from megatron_tlt.idle.window import IdleWindow
+from tests.helpers import fake_mpi
 
 BUSY, IDLE, TRAINING = RankState.BUSY, RankState.IDLE, RankState.TRAINING
 STEP_S, POLL_S = 0.05, 0.002
 
 
-@dataclass
-class Clock:
-    time: float = 10.0
-
-    def now(self) -> float:
-        return self.time
+class Clock(fake_mpi.Clock):
+    """A sleep moves it."""
 
     def sleep(self, seconds: float) -> None:
         assert 0.001 <= seconds <= 0.005
@@ -29,12 +26,12 @@ class Clock:
 
 @dataclass
 class FakeCoordinator:
-    """The others are done at `over_at`; this rank hears of it then, and its barrier is complete `rounds` later."""
+    """The others are done at `over_at`; ALL_DONE comes then, and the barrier is complete `rounds` later."""
 
     clock: Clock
     over_at: float
     rounds: float = 0.0
-    knows_tail: bool = True
+    knows_wait: bool = True
     is_over: bool = False
     entered_at: float = 0.0
     last_done_at: float | None = None
@@ -42,47 +39,44 @@ class FakeCoordinator:
     calls: list[str] = field(default_factory=list)
     steps: int = 0
     dead: bool = False
-    asked_at: float = 0.0
-    gifts: list = field(default_factory=list)
+    requested_at: float = 0.0
+    transfers: list = field(default_factory=list)
 
     def begin(self) -> None:
         self.calls.append("begin")
         self.state, self.is_over = BUSY, False
 
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
-        raise AssertionError("the window does not roll out")
-
     def enter_done(self) -> None:
-        assert self.calls[-1] in ("begin", "ask")
+        assert self.calls[-1] in ("begin", "request")
         self.calls.append("enter_done")
         self.state, self.entered_at = IDLE, self.clock.time
 
-    def tell(self, state: RankState, steps: int = 0) -> None:
+    def set_state(self, state: RankState, steps: int = 0) -> None:
         check_transition(self.state, state)
         self.state = state
 
     def count_steps(self, steps: int) -> None:
         self.steps = steps
 
-    def all_done(self) -> bool:
+    def test_done(self) -> bool:
         assert "enter_done" in self.calls
         if self.clock.time >= self.over_at:
             self.is_over, self.last_done_at = True, self.over_at
         return self.clock.time >= self.over_at + self.rounds
 
-    def expected_tail(self) -> float | None:
-        return self.over_at - self.clock.time if self.knows_tail else None
+    def expected_wait(self) -> float | None:
+        return self.over_at - self.clock.time if self.knows_wait else None
 
-    def ask_for_work(self) -> None:
-        self.calls.append("ask")
-        self.state, self.asked_at = IDLE, self.clock.time
+    def request_work(self) -> None:
+        self.calls.append("request")
+        self.state, self.requested_at = IDLE, self.clock.time
 
-    def given_work(self):
-        if self.clock.time < self.asked_at + 0.01:
+    def receive_work(self):
+        if self.clock.time < self.requested_at + 0.01:
             return None
-        if pieces := self.gifts.pop(0) if self.gifts else ():
+        if ranges := self.transfers.pop(0) if self.transfers else ():
             self.state = BUSY
-        return pieces
+        return ranges
 
     def check_alive(self, silent_seconds: float) -> None:
         if self.dead:
@@ -91,13 +85,19 @@ class FakeCoordinator:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(10.0)
 
 
 def make(coordinator, clock, policy=None, **more):
     policy = policy or IdlePolicy(min_tail_seconds=0.0)
     options = {"clock": clock, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
     return IdleWindow(coordinator, policy, **{**options, **more})
+
+
+def run(window, step_fn):
+    """A window without a rollout."""
+    window.begin()
+    return window.run(step_fn)
 
 
 def stepper(clock, tokens=100.0, calls=None):
@@ -110,26 +110,24 @@ def stepper(clock, tokens=100.0, calls=None):
     return step_fn
 
 
-def test_every_look_is_a_sign_of_life_with_the_state(clock):
-    coordinator = FakeCoordinator(clock, over_at=10.12, knows_tail=False)
-    told = []
-    window = make(coordinator, clock, on_look=told.append)
-    window.begin()
-    window.run(stepper(clock))
-    assert told == ["IDLE", "TRAINING", "TRAINING", "TRAINING"]
+def test_every_poll_is_reported_with_the_state(clock):
+    coordinator = FakeCoordinator(clock, over_at=10.12, knows_wait=False)
+    states = []
+    run(make(coordinator, clock, on_poll=states.append), stepper(clock))
+    assert states == ["IDLE", "TRAINING", "TRAINING", "TRAINING"]
 
 
-def test_a_dry_rank_asks_for_work_until_there_is_none(clock):
+def test_an_idle_rank_steals_until_no_replica_has_a_queue(clock):
     """BUSY and idle in turns, all of it one window; the micro-steps begin when nothing can come any more."""
-    coordinator = FakeCoordinator(clock, over_at=11.0, knows_tail=False, gifts=["some", "more"])
-    told = []
-    window = make(coordinator, clock, on_look=told.append)
+    coordinator = FakeCoordinator(clock, over_at=11.0, knows_wait=False, transfers=["some", "more"])
+    states = []
+    window = make(coordinator, clock, on_poll=states.append)
     window.begin()
-    for gift in ("some", "more", ()):
+    for ranges in ("some", "more", ()):
         clock.time += 0.2
-        assert window.take_over() == gift
-        assert coordinator.state is (BUSY if gift else IDLE)
-    assert set(told) == {"IDLE"}
+        assert window.steal_work() == ranges
+        assert coordinator.state is (BUSY if ranges else IDLE)
+    assert set(states) == {"IDLE"}
     report = window.run(stepper(clock))
     assert [s.state for s in report.spans] == [BUSY, IDLE, BUSY, IDLE, BUSY, IDLE, TRAINING]
     assert report.spans[-1].end - report.spans[0].start == pytest.approx(sum(s.seconds for s in report.spans))
@@ -137,16 +135,16 @@ def test_a_dry_rank_asks_for_work_until_there_is_none(clock):
     assert report.training_seconds == pytest.approx(report.spans[-1].seconds)
 
 
-def test_a_rank_that_waits_for_work_misses_the_dead(clock):
+def test_a_rank_that_requests_work_notices_silent_ranks(clock):
     coordinator = FakeCoordinator(clock, over_at=11.0, dead=True)
     window = make(coordinator, clock)
     window.begin()
     with pytest.raises(CoordinatorError, match="rank 3"):
-        window.take_over()
+        window.steal_work()
 
 
-def test_it_trains_until_the_last_is_done_and_no_step_longer(clock):
-    coordinator = FakeCoordinator(clock, over_at=13.02, knows_tail=False)
+def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
+    coordinator = FakeCoordinator(clock, over_at=13.02, knows_wait=False)
     window = make(coordinator, clock)
     window.begin()
     clock.time += 2.0  # the rollout
@@ -179,11 +177,11 @@ def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
     assert report.steps == 2
 
 
-def test_it_does_not_begin_what_would_make_others_wait(clock):
-    """With a known tail of 0.12 s: two steps of 0.05 s, then it waits, and is out at once."""
+def test_it_does_not_begin_a_step_that_would_delay_others(clock):
+    """With a known wait of 0.12 s: two steps of 0.05 s, then it waits, and is out at once."""
     coordinator = FakeCoordinator(clock, over_at=10.12)
     window = make(coordinator, clock)
-    report = window.run(stepper(clock))
+    report = run(window, stepper(clock))
     assert report.steps == 2
     assert report.stop_seconds <= 2 * POLL_S
 
@@ -203,36 +201,27 @@ def test_the_length_of_a_micro_step_is_a_moving_average_over_windows(clock):
         return {"tokens": 1.0}
 
     policy = Recorder(min_tail_seconds=0.0, max_steps_per_window=2)
-    window = make(FakeCoordinator(clock, over_at=10.31, knows_tail=False), clock, policy)
-    window.run(step_fn)
+    window = make(FakeCoordinator(clock, over_at=10.31, knows_wait=False), clock, policy)
+    run(window, step_fn)
     window.coordinator.over_at = clock.time + 0.5
-    window.run(step_fn)
+    run(window, step_fn)
     averages = sorted({round(s, 6) for s in seen if s is not None})
     assert averages == [0.1, 0.12, 0.136, 0.1688]  # a fifth of the way to each new one
     assert seen[0] is None
 
 
-def test_told_that_it_is_over_it_stops_and_leaves_when_its_barrier_is_complete(clock):
-    coordinator = FakeCoordinator(clock, over_at=10.2, rounds=0.05, knows_tail=False)
+def test_after_all_done_it_stops_and_leaves_when_its_barrier_is_complete(clock):
+    coordinator = FakeCoordinator(clock, over_at=10.2, rounds=0.05, knows_wait=False)
     calls = []
-    report = make(coordinator, clock).run(stepper(clock, calls=calls))
+    report = run(make(coordinator, clock), stepper(clock, calls=calls))
     assert max(calls) < 10.2 + STEP_S + 1e-9
     assert report.left_at >= 10.25
     assert report.left_at < 10.26 + STEP_S
 
 
-def test_the_last_one_does_nothing(clock):
-    report = make(FakeCoordinator(clock, over_at=5.0), clock).run(stepper(clock))
+def test_the_last_rank_does_not_train(clock):
+    report = run(make(FakeCoordinator(clock, over_at=5.0), clock), stepper(clock))
     assert (report.steps, report.training_seconds, report.idle_seconds) == (0, 0.0, 0.0)
-
-
-def test_alone_there_is_no_window(clock):
-    window = make(SoloCoordinator(), clock)
-    for _ in range(2):
-        window.begin()
-        clock.time += 1
-        report = window.run(stepper(clock))
-        assert (report.steps, report.idle_seconds, report.spans[0].seconds) == (0, 0.0, 1.0)
 
 
 def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock, caplog):
@@ -243,14 +232,13 @@ def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock
         clock.time += STEP_S
         raise DrafterError("loss is nan in micro-step 3")
 
-    window = make(FakeCoordinator(clock, over_at=11.0, knows_tail=False), clock)
+    window = make(FakeCoordinator(clock, over_at=11.0, knows_wait=False), clock)
     with caplog.at_level(logging.WARNING):
         for over_at in (11.0, 13.0):
             window.coordinator.over_at = over_at
-            report = window.run(step_fn)
-            assert report.disabled_reason == "loss is nan in micro-step 3"
+            report = run(window, step_fn)
+            assert window.disabled_reason == "loss is nan in micro-step 3"
             assert report.left_at >= over_at
-        window.disable("again")
     assert len(calls) == 1
     assert len(caplog.records) == 1
     assert "off for the rest of the run: loss is nan" in caplog.text
@@ -262,29 +250,29 @@ def test_other_errors_pass_through(clock):
         raise ValueError("a mistake of ours")
 
     with pytest.raises(ValueError, match="a mistake of ours"):
-        make(FakeCoordinator(clock, over_at=11.0, knows_tail=False), clock).run(step_fn)
+        run(make(FakeCoordinator(clock, over_at=11.0, knows_wait=False), clock), step_fn)
 
 
-def test_without_data_it_asks_once_a_window_and_waits(clock):
+def test_without_data_it_tries_once_a_window_and_waits(clock):
     calls = []
 
     def step_fn():
         calls.append(1)
 
     window = make(FakeCoordinator(clock, over_at=11.0), clock)
-    window.run(step_fn)
+    run(window, step_fn)
     window.coordinator.over_at = 12.0
-    report = window.run(step_fn)
+    report = run(window, step_fn)
     assert len(calls) == 2
-    assert report.steps == 0 and report.disabled_reason is None
+    assert report.steps == 0 and window.disabled_reason is None
 
 
 def test_samples_are_counted_before_a_step(clock):
     counts = iter([0] * 50 + [5] * 10_000)
     policy = IdlePolicy(min_tail_seconds=0.0, min_samples=5)
-    window = make(FakeCoordinator(clock, over_at=11.0), clock, policy, samples=lambda: next(counts))
+    window = make(FakeCoordinator(clock, over_at=11.0), clock, policy, num_samples=lambda: next(counts))
     calls = []
-    window.run(stepper(clock, calls=calls))
+    run(window, stepper(clock, calls=calls))
     assert calls[0] == pytest.approx(10.0 + 50 * POLL_S + STEP_S)
 
 
@@ -298,10 +286,10 @@ def test_a_silent_rank_ends_the_window(clock):
         return {"tokens": 1.0}
 
     with pytest.raises(CoordinatorError, match="rank 3"):
-        window.run(step_fn)
+        run(window, step_fn)
 
 
-def test_in_a_unit_the_first_rank_decides_and_a_failure_of_any_counts(clock):
+def test_the_leader_of_a_group_decides_and_a_failure_of_any_rank_counts(clock):
     """This rank is the second: its own view (all done, nothing to train) does not matter."""
     script = [Action.WAIT, Action.TRAIN, Action.TRAIN, Action.DISABLE, Action.STOP]
     proposals = []
@@ -311,14 +299,14 @@ def test_in_a_unit_the_first_rank_decides_and_a_failure_of_any_counts(clock):
         return max(value, script[len(proposals) - 1])
 
     coordinator = FakeCoordinator(clock, over_at=5.0)
-    window = make(coordinator, clock, unit=Unit(is_first=False, agree=agree))
-    report = window.run(stepper(clock))
+    window = make(coordinator, clock, is_group_leader=False, agree=agree)
+    report = run(window, stepper(clock))
     assert proposals == [Action.WAIT] * 5
     assert report.steps == 2
-    assert report.disabled_reason == "training failed on another rank of this replica"
+    assert window.disabled_reason == "training failed on another rank of this replica"
 
 
-def test_a_failure_here_is_proposed_to_the_unit(clock):
+def test_a_failure_here_is_proposed_to_the_group(clock):
     proposals = []
 
     def agree(value):
@@ -328,10 +316,7 @@ def test_a_failure_here_is_proposed_to_the_unit(clock):
     def step_fn():
         raise DrafterError("boom")
 
-    window = make(FakeCoordinator(clock, over_at=5.0), clock, unit=Unit(False, agree))
-    assert window.run(step_fn).disabled_reason == "boom"
+    window = make(FakeCoordinator(clock, over_at=5.0), clock, is_group_leader=False, agree=agree)
+    run(window, step_fn)
+    assert window.disabled_reason == "boom"
     assert proposals == [Action.WAIT, Action.DISABLE, Action.WAIT]
-
-
-def test_stop_latency_is_from_the_last_done_to_the_last_out():
-    assert stop_latency([1.0, 4.0, 2.0], [4.01, 4.0, 4.05]) == pytest.approx(0.05)

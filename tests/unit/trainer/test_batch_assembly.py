@@ -1,5 +1,7 @@
 """The assembler on one rank, and the placement rule for many."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,8 @@ from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place
 from megatron_tlt.types import Prompt, RewardResult, Sample
+
+POLICY = SimpleNamespace(dims=Dims())
 
 
 class OneRank:
@@ -54,10 +58,10 @@ def test_placement_keeps_prompts_whole_and_balances_tokens():
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_batch_holds_every_sample_once_with_its_advantage(mini_batches):
     algorithm = build_algorithm(AlgorithmSection(name="grpo", mini_batches=mini_batches), max_tokens=8)
-    assembler = BatchAssembler(OneRank(), Dims(), algorithm, temperature=0.7)
+    assembler = BatchAssembler(OneRank(), POLICY, algorithm, temperature=0.7)
     groups = make_groups()
-    table = assembler.collect(groups)
-    batch = assembler.finish(assembler.exchange(groups, table), table)
+    table, parts = assembler.exchange(groups)
+    batch = assembler.build_batch(parts, table)
     assert len(batch.mini_batches) == mini_batches and batch.temperature == 0.7
     seen = {(s.prompt_id, s.sample_index): s for part in batch.mini_batches for s in part}
     assert len(seen) == 12 == sum(map(len, batch.mini_batches))
@@ -76,18 +80,39 @@ def test_samples_without_a_verdict_are_counted():
     groups = make_groups()
     for group in groups[:2]:
         group.rewards[1].failure = "no verdict within 1 s"
-    table = BatchAssembler(OneRank(), Dims(), algorithm, temperature=1.0).collect(groups)
+    table = BatchAssembler(OneRank(), POLICY, algorithm, temperature=1.0)._gather_table(groups)
     assert table.failures == 2
 
 
 def test_kl_in_the_reward_lowers_the_sample_that_drifted():
     section = AlgorithmSection(name="dr_grpo", kl_coef=0.5, kl_in="reward")
     algorithm = build_algorithm(section, max_tokens=8)
-    assembler = BatchAssembler(OneRank(), Dims(), algorithm, temperature=1.0)
-    groups = make_groups(num_prompts=1)
-    table = assembler.collect(groups)
-    parts = assembler.exchange(groups, table)
-    kl = [np.full(len(s.advantages), 2.0 if s.sample_index == 0 else 0.0, dtype=np.float32) for s in parts[0]]
-    batch = assembler.finish(parts, table, kl)
+
+    def logprobs(sequences, temperature, which):
+        drifted = {0: 2.0 if which == "policy" else 0.0}
+        return [np.full(len(s.advantages), drifted.get(s.sample_index, 0.0), np.float32) for s in sequences]
+
+    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    assembler = BatchAssembler(OneRank(), policy, algorithm, temperature=1.0)
+    table, parts = assembler.exchange(make_groups(num_prompts=1))
+    batch = assembler.build_batch(parts, table)
     first, _, third = batch.mini_batches[0]
     assert first.advantages[0] < third.advantages[0]
+
+
+@pytest.mark.parametrize("has_logprobs", [True, False])
+def test_answers_of_an_engine_without_log_probs_get_those_of_the_policy(has_logprobs):
+    asked = []
+
+    def logprobs(sequences, temperature, which):
+        asked.append((len(sequences), temperature, which))
+        return [np.full(len(s.loss_mask), -float(s.prompt_id)) for s in sequences]
+
+    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    algorithm = build_algorithm(AlgorithmSection(mini_batches=2), max_tokens=8)
+    assembler = BatchAssembler(OneRank(), policy, algorithm, 0.5, has_logprobs)
+    table, parts = assembler.exchange(make_groups())
+    batch = assembler.build_batch(parts, table)
+    for sequence in (s for part in batch.mini_batches for s in part):
+        assert set(sequence.rollout_logprobs.tolist()) == {-0.5 if has_logprobs else -float(sequence.prompt_id)}
+    assert asked == ([] if has_logprobs else [(12, 0.5, "policy")])

@@ -1,6 +1,7 @@
 """Small messages of one rank over a communicator. Torch-free.
 
-A send is non-blocking and kept until it is tested complete, a receive is a matched probe with a non-blocking receive.
+A send is non-blocking and kept until it is tested complete; a receive is a matched probe with a non-blocking receive.
+No call here waits for another rank.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from megatron_tlt.idle.messages import MAX_BYTES
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MISSES = 8  # in a row, until the queue counts as empty
+_MISSES = 8  # probes without a message until the queue counts as empty: each makes progress for about one message
 
 
-class Post:
-    """Small messages over one communicator. Nothing blocks; what is under way is kept until it is done."""
+class Mailbox:
+    """Sends and receives byte messages over one communicator."""
 
     def __init__(self, comm: MPI.Comm):
         self._comm = comm
@@ -31,7 +32,7 @@ class Post:
 
     @property
     def is_sending(self) -> bool:
-        """Whether a send is under way: the receiver's queue is full, because it does not poll."""
+        """Whether a send is under way: the receiver has not polled for a while."""
         return bool(self._sends)
 
     def send(self, to: int, data: bytearray) -> None:
@@ -41,7 +42,7 @@ class Post:
             self._sends.append((request, data))
 
     def drain(self) -> Iterator[bytearray]:
-        """All messages that are here."""
+        """Yields all messages that have arrived."""
         if self._sends:
             self._sends = [(r, data) for r, data in self._sends if not r.Test()]
         misses = 0
@@ -53,10 +54,10 @@ class Post:
             misses = 0
             data = bytearray(MAX_BYTES)
             self._receives.append((message.Irecv(data), data))
-            yield from self._arrived()
-        yield from self._arrived()
+            yield from self._completed()
+        yield from self._completed()
 
-    def _arrived(self) -> Iterator[bytearray]:
-        """In the order of arrival: one that is not complete holds back those behind it."""
+    def _completed(self) -> Iterator[bytearray]:
+        """Received messages in the order of arrival: one that is not complete holds back those behind it."""
         while self._receives and self._receives[0][0].Test():
             yield self._receives.pop(0)[1]

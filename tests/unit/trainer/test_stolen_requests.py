@@ -1,4 +1,4 @@
-"""Requests that another replica answers: what is given, what is answered, where the answers go."""
+"""Stolen requests: which leave the queue, how they are answered, where the answers go."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 import pytest
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.idle.stolen_requests import RequestStealing
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 
@@ -22,11 +22,11 @@ class OneRank:
     rank, size = 0, 1
 
 
-def make(max_running: int = 4, num_blocks: int = 400) -> tuple[EmbeddedBackend, RequestStealing]:
+def make(max_running: int = 4, num_blocks: int = 400) -> tuple[EmbeddedBackend, StolenRequests]:
     limits = SchedulerLimits(max_running, 64, 128, V)
     engine = Engine(FakeDecoder(V), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     backend = EmbeddedBackend(engine, {})
-    return backend, RequestStealing(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
+    return backend, StolenRequests(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +37,24 @@ def alone() -> dict[tuple[int, int], Sample]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_two_engines_give_the_answers_of_one(alone: dict, monkeypatch: pytest.MonkeyPatch, seed: int):
-    """At random moments a share goes to the other engine, from a pool so small that requests are preempted, too."""
+    """At random moments the other engine steals a share, from a pool so small that requests are preempted, too."""
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
     rng = random.Random(seed)
-    backend, giver = make(num_blocks=rng.choice((18, 30, 400)))
-    other, taker = make(max_running=3)
-    pieces, kept = [], []
+    backend, victim = make(num_blocks=rng.choice((18, 30, 400)))
+    other, thief = make(max_running=3)
+    ranges, kept = [], []
 
-    def give(running: int, waiting: int, generated: int) -> None:
+    def steal(running: int, waiting: int, generated: int) -> None:
         if rng.random() < 0.1:
-            given, left = giver.give()
-            assert left <= max(0, waiting - sum(p.count for p in given))
-            pieces.extend(given)
+            some = victim.withdraw_share()
+            assert victim.num_queued() <= max(0, waiting - sum(r.count for r in some))
+            ranges.extend(some)
 
-    mine = backend.generate(PROMPTS, PARAMS, SAMPLES, give)
+    mine = backend.generate(PROMPTS, PARAMS, SAMPLES, steal)
     assert backend.engine.blocks.num_used == 0
-    assert pieces
+    assert ranges
     by_id = {prompt.prompt_id: prompt for prompt in PROMPTS}
-    theirs = taker.answer(by_id, pieces, kept.append, lambda *_: None)
+    theirs = thief.generate(by_id, ranges, kept.append, lambda *_: None)
     assert sorted((s.prompt_id, s.sample_index) for s in kept) == [
         (s.prompt_id, s.sample_index) for s in theirs
     ]
@@ -64,25 +64,25 @@ def test_two_engines_give_the_answers_of_one(alone: dict, monkeypatch: pytest.Mo
     assert other.engine.is_idle
 
 
-def test_an_engine_that_does_nothing_has_nothing_to_give():
-    _, takeover = make()
-    assert takeover.queued() == 0
-    assert takeover.give() == ([], 0)
+def test_an_idle_engine_has_no_queue():
+    _, stolen = make()
+    assert stolen.num_queued() == 0
+    assert stolen.withdraw_share() == []
 
 
-def test_what_the_next_step_may_change_is_not_known_yet(monkeypatch: pytest.MonkeyPatch):
+def test_a_queue_that_the_next_step_may_change_is_not_known_yet(monkeypatch: pytest.MonkeyPatch):
     """Nothing runs before the first prompt is in; a prompt that takes several steps hides its samples for a while."""
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
     limits = SchedulerLimits(8, 16, 128, V)
     engine = Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     backend = EmbeddedBackend(engine, {})
-    takeover = RequestStealing(backend, PARAMS, 12, OneRank())  # type: ignore[arg-type]
+    stolen = StolenRequests(backend, PARAMS, 12, OneRank())  # type: ignore[arg-type]
     seen: list[tuple[int, int, int]] = []
 
     def look(running: int, waiting: int, generated: int) -> None:
-        seen.append((running, waiting, takeover.queued()))
+        seen.append((running, waiting, stolen.num_queued()))
         if running == 0 and waiting:
-            assert takeover.give() == ([], -1)
+            assert (stolen.withdraw_share(), stolen.num_queued()) == ([], -1)
 
     long = [Prompt(i, "q", tuple(range(1, 41)), "?") for i in range(2)]
     backend.generate(long, PARAMS, 12, look)
@@ -92,24 +92,24 @@ def test_what_the_next_step_may_change_is_not_known_yet(monkeypatch: pytest.Monk
     assert seen[-1] == (0, 0, 0)
 
 
-def test_counts_and_curve_are_those_of_what_was_answered_here(monkeypatch: pytest.MonkeyPatch):
+def test_counts_and_curve_leave_out_stolen_requests(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
-    backend, giver = make()
-    made = backend.generate(PROMPTS, PARAMS, SAMPLES, lambda *_: giver.give() and None)
+    backend, victim = make()
+    made = backend.generate(PROMPTS, PARAMS, SAMPLES, lambda *_: victim.withdraw_share() and None)
     stats = backend.take_stats()
     assert stats.generated_tokens == sum(len(s.token_ids) for s in made)
     assert stats.finished_requests == len(made) < len(PROMPTS) * SAMPLES
     assert stats.running_curve[-1][1] == 0
 
 
-def test_a_cache_that_is_given_back_stays_for_a_whole_step(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_is_released_between_rollouts_stays_for_a_whole_step(monkeypatch: pytest.MonkeyPatch):
     limits = SchedulerLimits(4, 64, 128, V)
     engine = Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     monkeypatch.setattr(engine.runner, "release", lambda: None)  # the fake decoder's cache is an array
     monkeypatch.setattr(engine.runner, "resume", lambda: None)
     backend = EmbeddedBackend(engine, {}, release_cache=True)
-    takeover = RequestStealing(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
-    with takeover.holding():
+    stolen = StolenRequests(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
+    with stolen.holding():
         for _ in range(2):
             backend.generate(PROMPTS[:1], PARAMS, 1)
             assert not engine.is_released
@@ -118,9 +118,9 @@ def test_a_cache_that_is_given_back_stays_for_a_whole_step(monkeypatch: pytest.M
     assert engine.is_released
 
 
-def test_samples_go_home_in_order():
-    _, takeover = make()
+def test_samples_return_in_order():
+    _, stolen = make()
     samples = [Sample(10, i, [1], [0.0], "", "stop", 0) for i in (3, 0, 2)]
-    home = takeover.bring_home(samples, {10: 0})
+    home = stolen.return_home(samples, {10: 0})
     assert [s.sample_index for s in home] == [0, 2, 3]
-    assert takeover.take_count() == 0
+    assert stolen.take_count() == 0

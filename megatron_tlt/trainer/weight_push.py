@@ -1,0 +1,38 @@
+"""The weight push of a step: policy and drafter from the trainer into every rollout engine, both or none.
+
+    policy.named_weights() -> WeightFingerprint -> copies of embedding and LM head -> sync.push -> backend
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.interfaces import Policy, WeightSync
+    from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
+
+
+class WeightPush:
+    """Pushes the policy of a run, and the drafter whenever a merge has changed it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        drafter: OnlineDrafterController,
+        rollout_cache: RolloutCache | NoRolloutCache,
+        sync: WeightSync,
+    ):
+        self._policy, self._drafter, self._cache, self._sync = policy, drafter, rollout_cache, sync
+
+    def push(self) -> dict[str, float]:
+        """Pushes the present weights. Collective. Returns metrics. Raises SyncError."""
+        version = self._policy.policy_version
+        # The stream is consumed once: cache and drafter read what they need of it on its way to the engine.
+        weights = self._cache.fingerprint(self._policy.named_weights())
+        weights = self._drafter.copy_tables(weights, version)
+        drafter = self._drafter.unpublished()
+        metrics = self._sync.push(weights, version, drafter)
+        if drafter is not None:
+            self._drafter.mark_published(drafter[1])
+        return metrics

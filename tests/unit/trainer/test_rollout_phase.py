@@ -1,0 +1,70 @@
+"""What a rank reports while it generates, and what it keeps of the answers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_tlt.idle.policy import tokens_left
+from megatron_tlt.trainer.rollout_phase import RolloutPhase
+from megatron_tlt.types import Prompt, Sample
+
+PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(5)]
+
+
+class Recorder:
+    """World, coordinator, display and cache in one: keeps what is reported."""
+
+    rank, size = 1, 2
+
+    def __init__(self, lengths: list[int]):
+        self.lengths, self.pulses, self.progressed, self.shown, self.asked = lengths, [], [], [], []
+
+    def pulse(self, **figures: Any) -> None:
+        self.pulses.append(figures)
+
+    def progress(self, *figures: float) -> None:
+        self.progressed.append(figures)
+
+    def generate(self, prompts: list[Prompt], on_progress: Any) -> list[Sample]:
+        self.asked += [p.prompt_id for p in prompts]
+        on_progress(2, 1, 10)
+        return [Sample(0, i, [1] * length, [], "", "stop", 0) for i, length in enumerate(self.lengths)]
+
+
+def make(lengths: list[int]) -> tuple[RolloutPhase, Recorder]:
+    seen = Recorder(lengths)
+    backend = SimpleNamespace(running_lengths=lambda: np.array([3, 5]))
+    window = SimpleNamespace(begin=lambda: None, coordinator=seen)
+    drafter = SimpleNamespace(collecting=nullcontext)
+    shutdown = SimpleNamespace(interruptible=lambda generate, on_progress: (generate(on_progress), False))
+    phase = RolloutPhase(
+        seen, backend, seen, drafter, window, shutdown, lambda *figures: seen.shown.append(figures)
+    )  # type: ignore[arg-type]
+    return phase, seen
+
+
+def test_progress_goes_to_watchdog_coordinator_and_display():
+    phase, seen = make([7])
+    phase.generate(PROMPTS)
+    left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
+    assert seen.pulses == [{"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}]
+    ((running, reported, speed),) = seen.progressed
+    assert (running, reported) == (2, left) and speed > 0
+    assert seen.shown == [(2, 1, 10)]
+    assert seen.asked == [1, 3], "the share of the second of two replicas"
+    assert phase.state_dict() == {"lengths": [7.0]}
+
+
+def test_lengths_are_thinned_evenly_for_a_checkpoint():
+    phase, _ = make(list(range(1, 1001)))
+    phase.generate(PROMPTS)
+    kept = phase.state_dict()["lengths"]
+    assert len(kept) <= 256 and np.mean(kept) == pytest.approx(500, rel=0.01)
+    resumed, _ = make([])
+    resumed.load_state_dict({"lengths": kept})
+    assert resumed.state_dict()["lengths"] == kept
