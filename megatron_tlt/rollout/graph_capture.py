@@ -21,13 +21,12 @@ from megatron_tlt.observe.memory import reset_cuda_peak
 Step = Callable[[], object]
 
 
-class Captured(Protocol):
+@dataclass(slots=True)
+class Captured:
     """One captured step."""
 
-    nbytes: int  # memory of its own, free again when it is dropped
-
-    def replay(self) -> None:
-        """Runs the step again on whatever its buffers now hold."""
+    replay: Step  # runs the step again on whatever its buffers now hold
+    nbytes: int = 0  # memory that is free again when it is dropped, beyond the shared pool
 
 
 class Capturer(Protocol):
@@ -50,7 +49,7 @@ class GraphStats:
     """Counters of a cache of captured steps. Bytes and `graphs` are as of now, the rest since the start."""
 
     graphs: int = 0
-    memory_bytes: int = 0  # static buffers, shared pool and what each graph has of its own
+    memory_bytes: int = 0  # static buffers, shared pool and the memory that only one graph uses
     captures: int = 0
     capture_seconds: float = 0.0
     replays: int = 0
@@ -177,20 +176,11 @@ class EagerCapturer:
         return 0
 
     def capture(self, step: Step) -> Captured:
-        """The step, kept."""
-        return _Kept(step)
+        """The step itself."""
+        return Captured(step)
 
     def free_pool(self) -> None:
         """Nothing to do."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    step: Step
-    nbytes: int = 0
-
-    def replay(self) -> None:
-        self.step()
 
 
 class CudaCapturer:
@@ -228,7 +218,7 @@ class CudaCapturer:
         torch.cuda.synchronize(self._device)
         grown = max(0, int(torch.cuda.memory_reserved(self._device)) - int(reserved))
         self.pool_bytes += grown
-        return _CudaGraph(graph, max(0, free - self._free_bytes() - grown))
+        return Captured(graph.replay, max(0, free - self._free_bytes() - grown))
 
     def free_pool(self) -> None:
         """The allocator takes the segments back when no graph uses the handle; a new pool starts."""
@@ -237,12 +227,3 @@ class CudaCapturer:
 
     def _free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
-
-
-@dataclass(slots=True)
-class _CudaGraph:
-    graph: torch.cuda.CUDAGraph
-    nbytes: int
-
-    def replay(self) -> None:
-        self.graph.replay()

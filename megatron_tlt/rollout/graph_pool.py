@@ -1,10 +1,9 @@
 """`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
 
 A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
-and of blocks of context. Strategies that verify equally many tokens share graphs, whoever drafted. All graphs read one
-set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
-time; they are captured when first met, so only sizes that occur cost memory. On CPU the same static forwards run
-without a graph.
+and of blocks of context. Strategies that verify equally many tokens share graphs. All graphs read one set of input
+buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a time; they are
+captured at their first use, so only sizes that occur cost memory. On CPU the same static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
@@ -101,12 +100,12 @@ class GraphPool:
         )
 
     def release(self) -> None:
-        """Gives graphs and output buffers back until `resume`: graphs know addresses of the cache. Mutates."""
+        """Frees graphs and output buffers until `resume`: graphs keep addresses of the cache. Mutates."""
         self._cache.clear()
         self._logits, self._hidden = self._logits.new_empty(0), self._hidden.new_empty(0)
 
     def resume(self) -> None:
-        """Takes the buffers again; graphs are captured anew when they are met. Mutates."""
+        """Allocates the buffers again; graphs are captured anew at their first use. Mutates."""
         self._make_outputs()
 
     @property
@@ -167,7 +166,7 @@ class GraphPool:
 class PooledDecoder:
     """A decoder whose batches in CPU memory run through a `GraphPool`; those on the device run as they are.
 
-    So on CUDA whoever makes batches uploads prefill chunks and leaves decoding and verifying steps on the host.
+    So on CUDA the model runner uploads prefill chunks and leaves decoding and verifying steps on the host.
     """
 
     kind = "torch"
@@ -196,10 +195,6 @@ class PooledDecoder:
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """See `base.Decoder`."""
         return self.inner.new_kv_cache(num_blocks, block_size)
-
-    def kv_bytes_per_block(self, block_size: int) -> int:
-        """See `base.Decoder`."""
-        return self.inner.kv_bytes_per_block(block_size)
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """See `base.Decoder`."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.native.build import library_path
-
-ABI_VERSION = 3
 
 AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
 
@@ -44,7 +43,7 @@ class Model(Structure):
     """`TltModel`."""
 
     _fields_ = [
-        *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab embed_rows"),
+        *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab"),
         *fields_of(c_int32, "max_rows rope_len tp"),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),
@@ -58,9 +57,8 @@ class Step(Structure):
 
     _fields_ = [
         *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
-        *fields_of(c_void_p, "token_ids positions slots query_start context_lens block_tables logit_rows"),
+        *fields_of(c_void_p, "token_ids positions slots query_start block_tables logit_rows"),
         *fields_of(c_void_p, "parents branch kv logits hidden all_hidden"),
-        ("logits_stride", c_int64),
     ]
 
 
@@ -106,12 +104,11 @@ class EagleDraft(Structure):
     ]
 
 
+Signature = tuple[Any, list[Any]]  # result and argument types
 _PACK = [c_void_p, c_void_p, c_int, c_int, *[c_int64] * 6, c_int]
 _FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
 _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "abi_version": (c_int, []),
-    "isa": (c_char_p, []),
+_SIGNATURES: dict[str, Signature] = {
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
     "pack": (None, _PACK),
@@ -135,12 +132,10 @@ def library() -> ctypes.CDLL:
     except OSError as e:
         raise BackendError(f"cannot load the native decoder {path}: {e}") from e
     declare(lib, "tlt", _SIGNATURES)
-    if lib.tlt_abi_version() != ABI_VERSION:
-        raise BackendError(f"{path} has ABI {lib.tlt_abi_version()}, this package needs {ABI_VERSION}")
     return lib
 
 
-def declare(lib: ctypes.CDLL, prefix: str, signatures: dict[str, tuple[type | None, list[type]]]) -> None:
+def declare(lib: ctypes.CDLL, prefix: str, signatures: dict[str, Signature]) -> None:
     """Declares the functions `prefix`_name of `lib`: result and argument types by name."""
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, f"{prefix}_{name}")

@@ -68,11 +68,6 @@ class NativeDecoder:
         self._step = Step()
 
     @property
-    def isa(self) -> str:
-        """The instruction set that the library was compiled for, for logs."""
-        return self._lib.tlt_isa().decode()
-
-    @property
     def complete(self) -> bool:
         """Whether all weights have come."""
         return self._ledger.complete
@@ -150,7 +145,6 @@ class NativeDecoder:
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
         step.all_hidden = None if every is None else every.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
-        step.logits_stride = self.config.vocab_size
         self._run(batch)
         return DecoderOutput(logits, hidden, every)
 

@@ -173,7 +173,6 @@ class Forward:
             head_dim=c.head_dim,
             inter=shard.inter,
             vocab=c.vocab_size,
-            embed_rows=c.vocab_size,
             max_rows=MAX_ROWS,
             rope_len=self._rope.shape[0],
             tp=shard.size,
@@ -241,7 +240,6 @@ def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
     step.positions = address("positions", batch.positions, tokens)
     step.slots = address("slots", batch.slot_mapping, tokens)
     step.query_start = address("query_start", batch.query_start, seqs + 1)
-    step.context_lens = address("context_lens", batch.context_lens, seqs)
     step.block_tables = address("block_tables", batch.block_tables, seqs)
     step.logit_rows = address("logit_rows", batch.logit_rows, wanted)
     step.parents = None if batch.parents is None else address("parents", batch.parents, tokens)

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_
 from functools import cache
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.native.abi import declare, fields_of, library
+from megatron_tlt.models.native.abi import Signature, declare, fields_of, library
 
 MAX_DEPTH = 64
 MAX_TOPK = 8
@@ -36,7 +36,7 @@ class Ask(Structure):
 
 
 _HANDLE = c_int32
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+_SIGNATURES: dict[str, Signature] = {
     "new": (c_void_p, [c_int32, c_int32, c_int64]),
     "free": (None, [c_void_p]),
     "trie": (c_int32, [c_void_p]),

@@ -13,7 +13,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer, GraphCache
+from megatron_tlt.rollout.graph_capture import Captured, CudaCapturer, EagerCapturer, GraphCache
 from megatron_tlt.rollout.graph_pool import (
     GraphKey,
     GraphPool,
@@ -36,7 +36,7 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 class Fake:
-    """A capturer whose bytes are told beforehand: each step's temporary memory and each graph's own."""
+    """A capturer with given sizes: each step's temporary memory and each graph's own."""
 
     def __init__(self, temporary: dict[str, int] | int = 0, own: int = 0, unforeseen: int = 0):
         self.pool_bytes = 0
@@ -53,19 +53,11 @@ class Fake:
     def capture(self, step):
         self.captured += 1
         self.pool_bytes = max(self.pool_bytes, self._needed + self.unforeseen)
-        return FakeGraph(step, self.own)
+        return Captured(step, self.own)
 
     def free_pool(self) -> None:
         self.pools_freed += 1
         self.pool_bytes = 0
-
-
-class FakeGraph:
-    def __init__(self, step, nbytes: int):
-        self.step, self.nbytes = step, nbytes
-
-    def replay(self) -> None:
-        self.step()
 
 
 @pytest.fixture
@@ -191,7 +183,7 @@ def test_a_graph_replayed_by_address_gives_the_same(setup) -> None:
             step()
             decoder.forward_static = plain
             batch, into, rows_each = seen[0]
-            return FakeGraph(lambda: plain(batch, driver.kv, rows_each, into), 0)
+            return Captured(lambda: plain(batch, driver.kv, rows_each, into), 0)
 
     pool = GraphPool(decoder, driver.kv, SIZES, capturer=ByAddress())
     for seed in range(3):

@@ -233,7 +233,7 @@ static void head_of_picked(Run *r) {
     for (long i = 0, j; i < r->picked; i = j) {
         for (j = i + 1; j < r->picked && m->picked[2 * j] == m->picked[2 * j - 2] + 1;) j++;
         Gemm g = {r->kind, EPI_STORE, j - i, m->vocab, m->hidden, (char *)m->x + i * r->hp * act_bytes(r->kind),
-                  r->hp, m->head, NULL, s->logits + m->picked[2 * i] * s->logits_stride, s->logits_stride, 0};
+                  r->hp, m->head, NULL, s->logits + m->picked[2 * i] * (long)m->vocab, m->vocab, 0};
         tlt_gemm(&g, r->threads);
     }
 }
@@ -314,6 +314,4 @@ int tlt_copy_slots(void *kv, const TltModel *m, int64_t num_blocks, int64_t bloc
     return TLT_OK;
 }
 
-int tlt_abi_version(void) { return TLT_ABI; }
-const char *tlt_isa(void) { return TLT_DPBF16 ? TLT_ISA "+bf16" : TLT_ISA; }
 int tlt_panel_width(void) { return NR; }

@@ -15,7 +15,7 @@
 #include "topk.h"
 
 typedef struct {
-    Run r; /* first: units get a Run and those below know that it is one of these */
+    Run r; /* first: units get a Run, those below cast it to this */
     const TltEagle *e;
     const void *states;      /* [.][H] hidden states, compute type */
     const int32_t *state_of; /* of each row of the step */
@@ -60,7 +60,7 @@ static int check_pairs(const TltModel *m, const TltPairs *p) {
     const long slots = (long)p->num_blocks * p->block_size;
     if (p->block_size < TILE || p->block_size % TILE) return TLT_BAD_SHAPE;
     for (long i = 0; i < p->count; i++) {
-        if (p->tokens[i] < 0 || p->tokens[i] >= m->embed_rows) return TLT_BAD_TOKEN;
+        if (p->tokens[i] < 0 || p->tokens[i] >= m->vocab) return TLT_BAD_TOKEN;
         if (p->positions[i] < 1 || p->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
         if (p->slots[i] < 0 || p->slots[i] >= slots) return TLT_BAD_SLOT;
         if (p->state_slots[i] < 0 || p->state_slots[i] >= slots) return TLT_BAD_SLOT;
@@ -153,7 +153,7 @@ static int lay_row(const TltModel *m, TltDraft *d, Scratch *c, long row) {
     if (bad) return bad;
     const int32_t *tokens = d->outputs + slot * d->width + drawn - 1 - last; /* of position p at [p] */
     for (long p = begin; p <= last; p++) {
-        if (tokens[p] < 0 || tokens[p] >= m->embed_rows) return TLT_BAD_TOKEN;
+        if (tokens[p] < 0 || tokens[p] >= m->vocab) return TLT_BAD_TOKEN;
         if (p == last) break;
         const long i = c->pairs++;
         c->token[i] = tokens[p];
@@ -222,8 +222,7 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     const TltStep s = {.tokens = (int32_t)c->active, .logits_rows = (int32_t)c->active, .max_blocks = d->max_blocks,
                        .num_blocks = d->num_blocks, .block_size = d->block_size, .token_ids = c->next_token,
                        .positions = c->next_position, .slots = c->next_slot, .block_tables = d->block_tables,
-                       .logit_rows = c->identity, .kv = d->kv, .logits = c->logits, .hidden = c->hidden,
-                       .logits_stride = r->m->vocab};
+                       .logit_rows = c->identity, .kv = d->kv, .logits = c->logits, .hidden = c->hidden};
     r->s = &s;
     g->state_of = c->at;
     for (long first = 0; first < c->active; first += r->m->max_rows) {

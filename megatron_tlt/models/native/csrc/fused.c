@@ -91,7 +91,6 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     s.branch = t->branch;
     s.kv = f->kv;
     s.logits = f->logits;
-    s.logits_stride = m->vocab;
     s.hidden = f->hidden;
     return tlt_forward(m, &s, threads, 0);
 }

@@ -15,16 +15,13 @@
 #include <immintrin.h>
 #define VW 16      /* floats in a vector */
 #define MR 12      /* rows of a register block */
-#define TLT_ISA "avx512"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define VW 8
 #define MR 6
-#define TLT_ISA "avx2"
 #else
 #define VW 4
 #define MR 4
-#define TLT_ISA "portable"
 #endif
 
 #define NV 2            /* vectors in a weight panel */
@@ -139,7 +136,7 @@ INLINE vf vlog_parts(vf e, vf f) {
     return vfma(e, vset(0.693359375f), vfma(e, vset(-2.12194440e-4f), log1p));
 }
 
-/* x = 2^e * (1 + f), as vlog_parts wants it, for normal positive x. */
+/* x = 2^e * (1 + f), as vlog_parts takes it, for normal positive x. */
 INLINE void vlog_split(vf x, vf *e, vf *f) {
     vi bits = (vi)x;
     vi shifted = bits - 0x3f3504f3; /* bits of sqrt(1/2): mantissa lands in [sqrt(1/2), sqrt(2)) */

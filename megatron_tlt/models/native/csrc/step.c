@@ -10,7 +10,7 @@ static long slot_of(const TltStep *s, long seq, long position) {
 
 static int check_rows(const TltModel *m, const TltStep *s) {
     for (long i = 0; i < s->tokens; i++) {
-        if (s->token_ids[i] < 0 || s->token_ids[i] >= m->embed_rows) return TLT_BAD_TOKEN;
+        if (s->token_ids[i] < 0 || s->token_ids[i] >= m->vocab) return TLT_BAD_TOKEN;
         if (s->positions[i] < 0 || s->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
         if (s->slots[i] < 0 || s->slots[i] >= (long)s->num_blocks * s->block_size) return TLT_BAD_SLOT;
     }

@@ -4,14 +4,13 @@
  * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers.
  * Under tensor parallelism heads and the intermediate size are this rank's part; embedding and LM head are whole.
  * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
- * The field order is repeated in abi.py; tlt_abi_version guards against a mismatch.
+ * The field order is repeated in abi.py.
  */
 #ifndef TLT_H
 #define TLT_H
 
 #include <stdint.h>
 
-#define TLT_ABI 3
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
 #define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
@@ -24,11 +23,11 @@ typedef struct {
 } TltLayer;
 
 typedef struct {
-    int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab, embed_rows;
+    int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab;
     int32_t max_rows, rope_len, tp;
     float eps;
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
-    const void *embed;       /* [embed_rows][H] row-major, fp32 or bf16 */
+    const void *embed;       /* [V][H] row-major, fp32 or bf16 */
     const void *head;        /* packed panels */
     const float *final_norm; /* [Hp] or NULL: none */
     const TltLayer *layer;   /* [L] */
@@ -41,14 +40,13 @@ typedef struct {
 
 typedef struct {
     int32_t tokens, seqs, logits_rows, max_blocks, num_blocks, block_size;
-    const int32_t *token_ids, *positions, *slots, *query_start, *context_lens, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *query_start, *block_tables, *logit_rows;
     const int32_t *parents; /* [T] row whose token precedes, -1 for a sequence's first row; NULL: rows follow each other */
     uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
     void *kv;      /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
     void *hidden;  /* [R][H] fp32 or bf16 */
     void *all_hidden; /* [T][H] likewise, or NULL */
-    int64_t logits_stride;
 } TltStep;
 
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
@@ -67,8 +65,6 @@ enum {
     TLT_BAD_BRANCH = 9
 };
 
-int tlt_abi_version(void);
-const char *tlt_isa(void);
 int tlt_panel_width(void);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
 void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t rows, int64_t cols, int64_t ld,
