@@ -164,7 +164,7 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateSample:
-    """One finished answer with the policy's hidden states, as the rollout engine computed them (`rollout.features`).
+    """One finished answer with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
 
     L tokens of prompt and answer; H the policy's hidden size. The last token was drawn and never fed: it has no state.
     """

@@ -1,4 +1,4 @@
-"""The rollout engine: continuous batching over a paged cache; one schedule, forward and sample a step."""
+"""The rollout engine: continuous batching over a paged cache, with speculative decoding steps."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Engine:
                 index,
                 self._arrivals + i,
                 stops,
-                self._stop_watcher(params),
+                self._stop_finder(params),
                 dataset_id,
             )
             for i, index in enumerate(indices)
@@ -150,28 +150,21 @@ class Engine:
     def step(self) -> list[Request]:
         """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
         assert not self._released, "a step while the cache's memory is released"
-        started, speculator = time.perf_counter(), self.speculator
+        started = time.perf_counter()
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: check is_idle first"
         scheduled = time.perf_counter()
         self.runner.copy_blocks(batch.copies)
-        draft = None if speculator is None else speculator.propose(batch)
+        draft = None if self.speculator is None else self.speculator.propose(batch)
         result = self.runner.forward(batch) if draft is None else self.runner.verify(draft)
         self.scheduler.truncate(result)
-        if speculator is not None:
-            speculator.record(batch, draft, result)
+        if self.speculator is not None:
+            self.speculator.record(batch, draft, result)
         computed = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
         for request in finished:
             self._finish(request)
-        ended = time.perf_counter()
-        self._schedule_seconds += scheduled - started
-        self._commit_seconds += ended - computed
-        self._count(batch, result, len(finished), ended - started)
-        if batch.num_decode != self._last_running:
-            self._add_to_curve(batch.num_decode, scheduled)
-        if self.is_idle:
-            self._add_to_curve(0, ended)
+        self._count(batch, result, len(finished), (started, scheduled, computed, time.perf_counter()))
         return finished
 
     def _finish(self, request: Request) -> None:
@@ -182,14 +175,24 @@ class Engine:
             assert self.runner.pages is not None
             self._collector.collect(request, self.runner.pages)
 
-    def _count(self, batch: Batch, result: StepResult, num_finished: int, seconds: float) -> None:
+    def _count(
+        self, batch: Batch, result: StepResult, num_finished: int, times: tuple[float, float, float, float]
+    ) -> None:
+        """Counts a step. `times`, in seconds: its start, scheduled, computed, committed."""
+        started, scheduled, computed, committed = times
+        self._schedule_seconds += scheduled - started
+        self._commit_seconds += committed - computed
         stats = self._stats
-        stats.seconds += seconds
+        stats.seconds += committed - started
         stats.steps += 1
         stats.generated_tokens += len(result.tokens)
         if batch.chunks:
             stats.prompt_tokens += batch.num_tokens - batch.num_decode
         stats.finished_requests += num_finished
+        if batch.num_decode != self._last_running:
+            self._add_to_curve(batch.num_decode, scheduled)
+        if self.is_idle:
+            self._add_to_curve(0, committed)
 
     def run(
         self,
@@ -308,7 +311,7 @@ class Engine:
         self._last_running = running
         self._stats.running_curve.append((now - self._started, running))
 
-    def _stop_watcher(self, params: SamplingParams) -> StopStringFinder | None:
+    def _stop_finder(self, params: SamplingParams) -> StopStringFinder | None:
         if not params.stop:
             return None
         assert self._tokenizer is not None

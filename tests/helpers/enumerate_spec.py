@@ -55,7 +55,7 @@ def policy_joint(policy: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def shared_noise(tables: list[np.ndarray], levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Uniforms [K, levels], one a position, and probabilities [K]: all that inversion can tell apart.
+    """Uniforms [K, levels], one a position, and probabilities [K]: all that inversion can distinguish.
 
     With these, sampling by inversion from any row of `tables` is enumerated exactly.
     """

@@ -91,7 +91,9 @@ class ForkServer:
         answer = self.ask({"module": module, "argv": [str(a) for a in argv], "log": str(log)})
         return Run(self, answer["pid"], log)
 
-    def run(self, *argv: object, module: str = "megatron_tlt.cli.main", check: bool = True) -> tuple[int, str]:
+    def run(
+        self, *argv: object, module: str = "megatron_tlt.cli.main", check: bool = True
+    ) -> tuple[int, str]:
         """`megatron-tlt ARGV`, to its end: exit status and output. With `check` a failure fails the test."""
         run = self.start(module, *argv)
         code = run.wait()

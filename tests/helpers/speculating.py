@@ -19,7 +19,7 @@ from megatron_tlt.rollout.spec.build import Drafting
 
 
 def eagle_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
-    """A drafter that knows nothing."""
+    """Random weights of a drafter."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(shape)

@@ -43,14 +43,14 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def tapped(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
-    chunks: list[HiddenStateSample] = []
-    engine.collect_hidden_states(HiddenStateCollector(chunks.append, min_tokens=min_tokens))
-    return chunks
+def collecting(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
+    samples: list[HiddenStateSample] = []
+    engine.collect_hidden_states(HiddenStateCollector(samples.append, min_tokens=min_tokens))
+    return samples
 
 
-def check(engine: Engine, jobs: list[Job], chunks: list[HiddenStateSample], exact: bool) -> int:
-    """Answers `jobs`; what was tapped is complete and right. Returns how many rows were compared."""
+def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample], exact: bool) -> int:
+    """Answers `jobs`; what was collected is complete and right. Returns how many rows were compared."""
     requests = [
         r
         for prompt_id, prompt, params, n in jobs
@@ -58,24 +58,24 @@ def check(engine: Engine, jobs: list[Job], chunks: list[HiddenStateSample], exac
     ]
     engine.run()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    told = {(c.prompt_id, c.sample_index): c for c in chunks}
+    by_request = {(c.prompt_id, c.sample_index): c for c in samples}
     expected = [r for r in requests if len(r.output) >= 2]
-    assert len(told) == len(chunks) == len(expected)
+    assert len(by_request) == len(samples) == len(expected)
     texts = [[*r.prompt.tolist(), *r.output] for r in expected]
     decoder = getattr(engine.runner.decoder, "inner", engine.runner.decoder)
     for request, text, want in zip(expected, texts, read_hidden_states(decoder, texts, 16, 512), strict=True):
-        chunk = told[request.prompt_id, request.sample_index]
-        assert chunk.token_ids.dtype == np.int32 and chunk.token_ids.tolist() == text
-        assert (chunk.prompt_len, chunk.key) == (len(request.prompt), request.key)
-        assert chunk.hidden.dtype == decoder.dtype and chunk.hidden.shape == (
+        sample = by_request[request.prompt_id, request.sample_index]
+        assert sample.token_ids.dtype == np.int32 and sample.token_ids.tolist() == text
+        assert (sample.prompt_len, sample.key) == (len(request.prompt), request.key)
+        assert sample.hidden.dtype == decoder.dtype and sample.hidden.shape == (
             len(text) - 1,
             CONFIG.hidden_size,
         )
         if exact:
-            assert torch.equal(chunk.hidden, want[:-1])
+            assert torch.equal(sample.hidden, want[:-1])
         else:
-            torch.testing.assert_close(chunk.hidden, want[:-1], atol=1e-5, rtol=1e-5)
-    return sum(len(c.hidden) for c in chunks)
+            torch.testing.assert_close(sample.hidden, want[:-1], atol=1e-5, rtol=1e-5)
+    return sum(len(c.hidden) for c in samples)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -86,7 +86,7 @@ def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
     jobs = random_jobs(131, 6, seed=8)
     for blocks, budget in ((200, 40), (10, 128)):
         engine = speculating_engine(CONFIG, WEIGHTS, kernels, num_blocks=blocks, budget=budget, **WAYS[way])
-        assert check(engine, jobs, tapped(engine), kernels == "native") > 200
+        assert check(engine, jobs, collecting(engine), kernels == "native") > 200
         stats = engine.take_stats()
         assert (stats.preemptions > 0) == (blocks == 10)
         if WAYS[way].get("selector") == "fixed":
@@ -103,20 +103,20 @@ def test_accepted_branches_move_with_their_states(dtype: torch.dtype, in_one: bo
         engine = make_engine(CONFIG, WEIGHTS, dtype=dtype, num_blocks=blocks, max_running=8)
         selector = RandomSelector("oracle", 6, 3)
         attach(engine, OracleDrafter(known, 131, 0.3, True), selector)
-        chunks = tapped(engine)
+        samples = collecting(engine)
         if not in_one:
             engine.runner.native_step = None
-        check(engine, jobs, chunks, exact=True)
+        check(engine, jobs, samples, exact=True)
         assert selector.emitted > 1.1 * selector.rows
         assert all(
-            c.token_ids[c.prompt_len :].tolist() == known[c.prompt_id, c.sample_index][0] for c in chunks
+            c.token_ids[c.prompt_len :].tolist() == known[c.prompt_id, c.sample_index][0] for c in samples
         )
 
 
 def test_answers_are_the_same_with_and_without() -> None:
     jobs = random_jobs(131, 6, seed=2)
     plain, watched = (make_engine(CONFIG, WEIGHTS) for _ in range(2))
-    tapped(watched)
+    collecting(watched)
     assert answer_all(plain, jobs) == answer_all(watched, jobs)
 
 
@@ -126,29 +126,31 @@ def test_short_answers_are_left_out() -> None:
     jobs = [(i, [1, 2, 3, 4, 5 + i] * 4, p, 2) for i, p in enumerate(params)]
     for least, lengths in ((1, [1, 1, 2, 2, 3, 3]), (2, [2, 2, 3, 3]), (3, [3, 3]), (4, [])):
         engine = make_engine(CONFIG, WEIGHTS)
-        chunks = tapped(engine, least)
+        samples = collecting(engine, least)
         answer_all(engine, jobs)
-        assert sorted(len(c.token_ids) - c.prompt_len for c in chunks) == lengths
-        texts = [c.token_ids.tolist() for c in chunks]
-        for chunk, want in zip(chunks, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True):
-            assert torch.equal(chunk.hidden, want[:-1])
+        assert sorted(len(c.token_ids) - c.prompt_len for c in samples) == lengths
+        texts = [c.token_ids.tolist() for c in samples]
+        for sample, want in zip(
+            samples, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True
+        ):
+            assert torch.equal(sample.hidden, want[:-1])
 
 
 def test_aborted_requests_emit_nothing() -> None:
     engine = make_engine(CONFIG, WEIGHTS)
-    chunks = tapped(engine)
+    samples = collecting(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True), 0, num_samples=3)
     for _ in range(10):
         engine.step()
     assert engine.num_running == 3
     engine.abort_all()
-    assert not chunks and engine.blocks.num_free == engine.blocks.num_blocks
+    assert not samples and engine.blocks.num_free == engine.blocks.num_blocks
 
 
-def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
+def test_a_sink_that_raises_leaks_no_block() -> None:
     engine = make_engine(CONFIG, WEIGHTS)
 
-    def refuse(chunk: HiddenStateSample) -> None:
+    def refuse(sample: HiddenStateSample) -> None:
         raise RuntimeError("full")
 
     engine.collect_hidden_states(HiddenStateCollector(refuse, min_tokens=1))
@@ -160,23 +162,23 @@ def test_a_sink_that_raises_leaves_the_pool_whole() -> None:
         assert engine.is_idle and engine.blocks.num_free == engine.blocks.num_blocks
 
 
-def test_pages_are_kept_as_long_as_somebody_reads_them() -> None:
+def test_pages_are_kept_as_long_as_they_are_read() -> None:
     plain = make_engine(CONFIG, WEIGHTS)
     assert plain.runner.pages is None
-    chunks = tapped(plain)
+    samples = collecting(plain)
     assert plain.runner.pages is not None
     plain.collect_hidden_states(None)
     assert plain.runner.pages is None
     answer_all(plain, random_jobs(131, 3))
-    assert not chunks
+    assert not samples
     drafting = speculating_engine(CONFIG, WEIGHTS, **CHAIN)
     pages = drafting.runner.pages
-    tapped(drafting)
+    collecting(drafting)
     drafting.collect_hidden_states(None)
     assert pages is not None and drafting.runner.pages is pages
     drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
     with pytest.raises(AssertionError, match="hidden states"):
-        tapped(drafting)
+        collecting(drafting)
 
 
 def test_graphs_write_their_states_too() -> None:
@@ -189,5 +191,5 @@ def test_graphs_write_their_states_too() -> None:
         engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder))
         if attached:
             attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
-        assert check(engine, jobs, tapped(engine), exact=False) > 200
+        assert check(engine, jobs, collecting(engine), exact=False) > 200
         assert engine.runner.decoder.pool.stats().rows > 0

@@ -50,4 +50,6 @@ def test_what_was_read_is_a_copy() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_of_a_block(dtype: torch.dtype) -> None:
-    assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(SIZE, WIDTH, dtype)
+    assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(
+        SIZE, WIDTH, dtype
+    )

@@ -48,8 +48,8 @@ def test_a_preempted_request_is_not_read_twice() -> None:
         assert check_against_naive(table, table.propose(), CHAIN) > 0
 
 
-def test_whatever_was_missed_is_read_when_it_is_wanted() -> None:
-    """At the next draft, or when a request leaves, however long nobody looked; outputs may move in between."""
+def test_tokens_of_plain_steps_are_read_before_the_next_draft() -> None:
+    """Also when a request has finished in between, or the output buffer has moved."""
     rng, table = random.Random(2), Table()
     requests = [make_request(i, [1, 2, 3], [i]) for i in range(3)]
     for request in requests:
@@ -68,21 +68,6 @@ def test_whatever_was_missed_is_read_when_it_is_wanted() -> None:
     ]
     assert lengths[1] == len(requests[1].output) > 20
     assert [lengths[r.order] for r in table.rows.requests] == table.rows.output_len[:2].tolist()
-
-
-def test_a_request_that_went_on_elsewhere_catches_up() -> None:
-    """Its output grew while it had no row here: the rest is read."""
-    table = Table()
-    request = make_request(0, [1, 2, 3], [0])
-    table.admit(request)
-    table.extend([[4, 5, 4, 5]])
-    table.stop(request)
-    table.naive["q"].add([1, 2, 3, *request.output], [6, 4, 5])
-    table.common.add([1, 2, 3, *request.output], [6, 4, 5])
-    request.output += [6, 4, 5]
-    request.logprobs += [0.0] * 3
-    table.start(request)
-    assert check_against_naive(table, table.propose(), CHAIN) > 0
 
 
 def test_siblings_history_and_prompt_are_read() -> None:
@@ -116,7 +101,7 @@ def test_better_answers_weigh_more() -> None:
     assert table.propose().tokens.tolist()[:2] == [5, 5]
 
 
-def test_after_a_call_the_form_of_answers_is_still_known() -> None:
+def test_the_common_trie_outlives_a_generate() -> None:
     table = Table(depth=6)
     first = make_request(0, [1, 2, 3], [0], name="one")
     table.admit(first)
@@ -130,7 +115,7 @@ def test_after_a_call_the_form_of_answers_is_still_known() -> None:
     assert table.propose().tokens.tolist()[:5] == [4, 5, 6, 5, 4]
 
 
-def test_memory_stays_in_its_bounds_and_nothing_breaks() -> None:
+def test_memory_is_bounded() -> None:
     table, rng = Table(depth=12, mib=1), np.random.default_rng(0)
     peak, drafted = 0, 0
     for call in range(6):
@@ -195,8 +180,8 @@ def test_adversarial_text_costs_no_more_than_other(name: str) -> None:
     assert pool.append(sequence, text[:1]) == 0
 
 
-def test_nothing_is_read_until_a_draft_is_wanted() -> None:
-    """Then all is, also of requests that have come and gone, or had to leave in between."""
+def test_nothing_is_read_before_the_first_draft() -> None:
+    """Then everything is, also of requests that finished or were preempted before."""
     table = Table()
     gone, left, here = (make_request(order, [1, 2, 3], [0]) for order in range(3))
     for request in (gone, left, here):
@@ -212,7 +197,7 @@ def test_nothing_is_read_until_a_draft_is_wanted() -> None:
     assert table.drafter.num_bytes > empty
 
 
-def test_what_nobody_wanted_is_forgotten() -> None:
+def test_unread_requests_are_dropped_at_the_end() -> None:
     table = Table()
     empty, request = table.drafter.num_bytes, make_request(0, [1, 2, 3], [0])
     table.admit(request)
