@@ -47,9 +47,6 @@ def test_first_fit_decreasing_by_hand() -> None:
     assert pack_by_budget([4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 2, 3, 5]]
     assert pack_by_budget([30, 5, 5], 10) == [[0], [1, 2]]
     assert pack_by_budget([], 10) == []
-
-
-def test_equal_lengths_keep_their_order() -> None:
     assert pack_by_budget([5] * 4, 10) == [[0, 1], [2, 3]]
 
 

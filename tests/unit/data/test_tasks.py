@@ -40,26 +40,13 @@ def test_tasks_are_mixed_by_weight() -> None:
     assert 0.70 < counts["chain_sum"] / 1200 < 0.80
 
 
-def test_one_task_may_come_twice_with_other_parameters() -> None:
-    long = TaskConfig(name="chain_sum", params={"min_terms": 9, "max_terms": 9})
-    stream = TaskSource([SUM, long], 0)
-    terms = {len(stream.row(i).metadata["task_entry"]["metadata"]["expression"].split()) for i in range(60)}
-    assert 17 in terms
-    assert min(terms) <= 5
-
-
 def test_streams_of_near_seeds_share_nothing() -> None:
     """reasoning-gym itself draws item i from seed + i, so its datasets 0 and 1 share all but one item."""
     wide = TaskConfig(name="chain_sum", params={"min_terms": 6, "min_digits": 4, "max_terms": 6})
     zero, one = TaskSource([wide], 0), TaskSource([wide], 1)
-    assert not {zero.row(i).question for i in range(300)} & {one.row(i).question for i in range(300)}
-
-
-def test_questions_hardly_repeat_across_chunks() -> None:
-    wide = TaskConfig(name="chain_sum", params={"min_terms": 6, "min_digits": 4, "max_terms": 6})
-    stream = TaskSource([wide], 0)
-    questions = [stream.row(i).question for i in range(4 * CHUNK)]
-    assert len(set(questions)) == len(questions)
+    questions = {zero.row(i).question for i in range(2 * CHUNK)}
+    assert len(questions) == 2 * CHUNK, "nor do chunks"
+    assert not questions & {one.row(i).question for i in range(300)}
 
 
 def test_metadata_carries_what_the_verifier_needs() -> None:

@@ -52,13 +52,6 @@ def test_chat_is_open_for_the_answer(tmp_path: Path) -> None:
     assert tokenizer.encode_chat("hi", "S")[:3] == [system, *tokenizer.encode("S"), end]
 
 
-def test_no_template(tmp_path: Path) -> None:
-    tokenizer = HFTokenizer(save(tmp_path, template=None))
-    assert not tokenizer.has_chat_template
-    with pytest.raises(CheckpointError, match="no chat template"):
-        tokenizer.encode_chat("hi")
-
-
 def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Path) -> None:
     save(tmp_path)
     end = HFTokenizer(tmp_path).eos_token_ids
@@ -69,17 +62,20 @@ def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Pa
     assert HFTokenizer(tmp_path).eos_token_ids == (5, 9, end[0])
 
 
-def test_no_eos_anywhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="end of sequence"):
-        HFTokenizer(save(tmp_path, eos=None))
-
-
-def test_missing_directories_and_files(tmp_path: Path) -> None:
+def test_unusable_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         HFTokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         HFTokenizer(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="end of sequence"):
+        HFTokenizer(save(tmp_path / "no eos", eos=None))
+    with pytest.raises(CheckpointError, match="no chat template"):
+        HFTokenizer(save(tmp_path / "no template", template=None)).encode_chat("hi")
+    # Of its config.json alone `transformers` makes a tokenizer without a vocabulary.
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 2}')
+    with pytest.raises(CheckpointError, match="no tokenizer files"):
+        HFTokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
@@ -101,10 +97,3 @@ def test_whole_characters_before_an_unfinished_one_are_held(tmp_path: Path) -> N
     assert stream.held == "a"
     assert stream.add(rest) == "aé"
     assert stream.held == ""
-
-
-def test_a_model_directory_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
-    """Of its config.json alone `transformers` makes a tokenizer that knows no text."""
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 2}')
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        HFTokenizer(tmp_path)

@@ -9,9 +9,9 @@ import pytest
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.page import Chart, Table
-from megatron_tlt.observe.report import run_page, seconds_text
+from megatron_tlt.observe.report import run_page
 from megatron_tlt.observe.report_charts import grouped
-from megatron_tlt.observe.report_compare import Equality, common, compare_page, equality, phase_rows
+from megatron_tlt.observe.report_compare import Equality, compare_page, equality, phase_rows
 from megatron_tlt.observe.report_rollout import running_at, speculation_start
 from megatron_tlt.observe.report_samples import stretches
 from megatron_tlt.observe.runfiles import read_run
@@ -212,13 +212,6 @@ def test_other_answers_and_unknown_ones(tmp_path):
     assert page.tone == "" and "not known" in page.verdict and "equally fast" in page.verdict
 
 
-def test_runs_of_other_lengths_are_compared_over_common_steps(tmp_path):
-    a, b = write_run(tmp_path / "a", steps=9), write_run(tmp_path / "b", steps=4)
-    one, two = common(read_run(a), read_run(b))
-    assert [row["step"] for row in one.steps] == [row["step"] for row in two.steps] == [1, 2, 3, 4]
-    assert "all 4 common steps" in compare_page(read_run(a), read_run(b)).verdict
-
-
 def test_equality_names_the_first_step_that_differs():
     rows = [{"step": s, "answers": "a", "rewards": "b"} for s in range(1, 6)]
     other = [dict(row) for row in rows]
@@ -228,12 +221,3 @@ def test_equality_names_the_first_step_that_differs():
     assert "other rewards from step 4" in equality(rows, other).sentence()
     other[2]["answers"] = "x"
     assert equality(rows, other[1:]) == Equality(4, 3, 4)
-
-
-def test_seconds_as_a_person_says_them():
-    assert [seconds_text(s) for s in (0.04, 119.94, 125, 7300)] == [
-        "0.0 s",
-        "119.9 s",
-        "2 min 5 s",
-        "2 h 1 min",
-    ]
