@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,10 @@ from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
+from megatron_tlt.rollout.spec.hybrid import HybridDrafter
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     from megatron_tlt.models.eagle.base import EagleDecoder
@@ -43,9 +44,9 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     eagle = _eagle(drafting, scheduler, runner) if section.uses_eagle else None
     drafter = _drafter(drafting, scheduler, eagle)
     selector = build_selector(section, drafter.kind)
-    return Speculator(
-        drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, eagle, clock=_clock(runner)
-    )
+    # On CPU strategies are compared by this thread's own time, however busy the machine is.
+    clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+    return Speculator(drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, eagle, clock)
 
 
 def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter:
@@ -61,21 +62,12 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
     return eagle
 
 
-def _clock(runner: ModelRunner) -> Callable[[], float]:
-    """What strategies are compared by: on CPU this thread's own time, whatever else the machine is busy with."""
-    return time.thread_time if runner.device.type == "cpu" else time.perf_counter
-
-
 def _drafter(drafting: Drafting, scheduler: Scheduler, eagle: EagleDrafter | None) -> Drafter:
     section = drafting.section
     if section.drafter == "eagle":
         assert eagle is not None
         return eagle
-    from megatron_tlt.rollout.spec.suffix import SuffixDrafter  # needs the C library
-
     suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
     if eagle is None:
         return suffix
-    from megatron_tlt.rollout.spec.hybrid import HybridDrafter
-
     return HybridDrafter(suffix, eagle, len(scheduler.rows.limit))
