@@ -51,7 +51,7 @@ def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
 
 
 def share_of_equal_groups(prompt_id: Ints, rewards: Floats) -> float:
-    """Share of groups whose rewards are all the same: they teach a group-relative algorithm nothing."""
+    """Share of groups whose rewards are all the same: their group-relative advantages are zero."""
     if not len(rewards):
         return 0.0
     _, group = np.unique(prompt_id, return_inverse=True)
@@ -80,7 +80,7 @@ def whitened_tokens(
 ) -> list[Floats]:
     """This rank's per-token values ([R] each) whitened over all tokens of all ranks.
 
-    `counted[i]` says whether sequence i enters mean and deviation. Collective: `reduce_sum` adds an array
+    `counted[i]`: whether sequence i enters mean and deviation. Collective: `reduce_sum` adds an array
     over ranks and is called exactly twice on each, also on one without sequences.
     """
     chosen = [v for v, used in zip(values, counted, strict=True) if used]

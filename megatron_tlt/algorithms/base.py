@@ -1,6 +1,6 @@
 """What every algorithm shares: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
 
-An algorithm's own file says three things: how a reward becomes an advantage, how tokens are weighed within
+An algorithm's own file defines three things: how a reward becomes an advantage, how tokens are weighed within
 their answer, and what the sum is divided by. Legend: N samples of the step over all ranks, R response
 tokens of one sample, T response tokens of one packed micro-batch.
 """
@@ -97,7 +97,7 @@ class Algorithm(ABC):
         self.clip_low = low if config.ratio_clip_low is None else config.ratio_clip_low
         self.clip_high = high if config.ratio_clip_high is None else config.ratio_clip_high
 
-    # What a file of an algorithm fills in.
+    # Defined by each algorithm.
 
     @abstractmethod
     def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
@@ -115,7 +115,7 @@ class Algorithm(ABC):
         """[T] log-ratios as the importance ratio sees them: by token, unless overridden. Differentiable."""
         return values
 
-    # What the loop and the actor ask.
+    # Used by the loop and the actor.
 
     @property
     def needs_reference(self) -> bool:
@@ -141,7 +141,7 @@ class Algorithm(ABC):
         return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
 
     def keep_group(self, rewards: Sequence[float]) -> bool:
-        """Whether a group teaches anything; always true without dynamic sampling (DAPO, equation 11)."""
+        """Whether a group has a gradient; always true without dynamic sampling (DAPO, equation 11)."""
         return not self.config.dynamic_sampling or any(value != rewards[0] for value in rewards)
 
     def trained(self, table: RewardTable) -> npt.NDArray[np.bool_]:

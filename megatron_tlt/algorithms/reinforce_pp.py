@@ -38,7 +38,7 @@ class ReinforcePp(Algorithm):
         token_kl: Sequence[np.ndarray] | None,
         reduce_sum: ReduceSum,
     ) -> list[Floats]:
-        """[R] advantages; collective with KL in the reward, for a rank knows only its own tokens' KL."""
+        """[R] advantages; collective with KL in the reward, since a rank has its own tokens' KL only."""
         if not self.needs_token_kl or token_kl is None:
             return super().token_advantages(sequences, rows, table, token_kl, reduce_sum)
         returns = [

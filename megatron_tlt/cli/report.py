@@ -36,7 +36,7 @@ def add_report(commands: Any) -> None:
     timeline.add_argument("--steps", metavar="FIRST-LAST", help="only these steps, from 1 (default: all)")
     timeline.add_argument("--ranks", metavar="A-B,C", help="only these ranks (default: all)")
     timeline.set_defaults(run=_timeline)
-    text = "show a run on the terminal while it goes on"
+    text = "show a run in progress on the terminal"
     watch = commands.add_parser("watch", help=text, description=text)
     watch.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     watch.add_argument("--once", action="store_true", help="print the present state and leave")

@@ -99,7 +99,7 @@ class SourceStream:
         max_prompt_tokens: int,
         once: bool = False,
     ):
-        """`once`: a finite source is gone through once. Raises ConfigError."""
+        """`once`: a finite source is read once. Raises ConfigError."""
         if system is not None and not (chat and tokenizer.has_chat_template):
             allowed = "needs data.chat_template and a tokenizer that has a chat template"
             raise ConfigError.of("data.system_prompt", system, allowed)
@@ -108,19 +108,14 @@ class SourceStream:
         self._chat, self._system = chat and tokenizer.has_chat_template, system
         self._max_prompt_tokens, self._once = max_prompt_tokens, once
         self._draws = 0  # rows taken from the source, also dropped ones
-        self._next_id = 0  # prompts handed out
-        self._dropped = 0
+        self._next_id = 0  # prompts returned
+        self._dropped = 0  # rows that are too long, of a finite source those of the first epoch
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
 
     @property
     def epoch(self) -> int:
         """Full passes over a finite source so far; 0 for an infinite one."""
         return self._draws // self._source.size if self._source.size else 0
-
-    @property
-    def dropped(self) -> int:
-        """Rows found too long; a finite source's rows are counted once, in the first epoch."""
-        return self._dropped
 
     @property
     def fingerprint(self) -> str:
@@ -132,7 +127,7 @@ class SourceStream:
         while len(prompts) < n and (prompt := self._next()) is not None:
             prompts.append(prompt)
         if len(prompts) < n:
-            _log.info("%s: only %d prompts, %d asked for", self._source.description, len(prompts), n)
+            _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +150,7 @@ class SourceStream:
         self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], state["dropped"]
 
     def _next(self) -> Prompt | None:
-        """None at the end of a source that is gone through once."""
+        """None at the end of a source that is read once."""
         for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
             if self._once and self.epoch:
                 break

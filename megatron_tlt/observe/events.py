@@ -63,7 +63,7 @@ class EventLog:
             self._step_totals[name] += seconds
             self._add(started, step, "span", name, attrs, seconds)
             if "error" in attrs:
-                with suppress(OSError):  # of a full disk; the block's own error says more
+                with suppress(OSError):  # of a full disk; the block's own error matters more
                     self.flush()
 
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:

@@ -15,7 +15,7 @@ SkippedLines = dict[Path, set[int]]
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """One line with its end. Numbers that JSON does not know (nan, inf) become null."""
+    """One line with its end. Numbers that JSON lacks (nan, inf) become null."""
     return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 

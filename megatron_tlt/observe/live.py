@@ -1,4 +1,4 @@
-"""`megatron-tlt watch`: a run on the terminal while it goes on. Reads the files that the run writes; torch-free.
+"""`megatron-tlt watch`: a run in progress on the terminal. Reads the files that the run writes; torch-free.
 
 Every view reads what has changed of metrics.jsonl, and the end of each rank's event log. How up to date the logs are
 depends on the run: with `observe.live` off, ranks write them at the end of a step only.
@@ -187,4 +187,4 @@ def watch(
                 view = read_view(run_dir)
                 live.update(render(*view, time.time()), refresh=True)
     except KeyboardInterrupt:
-        console.print("(the run goes on)")
+        console.print("(the run continues)")

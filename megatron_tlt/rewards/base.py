@@ -31,14 +31,14 @@ def judge(
     """The weighted sum of all functions; correct means that every function that counts reaches its threshold.
 
     Never raises for what a reward function does: the sample's value is then `failure_value`, it is not
-    correct, and `failure` says which function failed and how. Mutates nothing.
+    correct, and `failure` names the function and its error. Mutates nothing.
     """
     parts: dict[str, float] = {}
     correct, counting = True, False
     for named in scorers:
         try:
             value = as_number(named.scorer(prompt, sample))
-        # A user's function may raise anything, even call sys.exit: the sample gets a recorded failure, the job goes on.
+        # A user's function may raise anything, even call sys.exit: the sample gets a recorded failure.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return failed(f"{named.label}: {type(error).__name__}: {error}", failure_value, parts)
         parts[named.label] = value

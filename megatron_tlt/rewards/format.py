@@ -1,4 +1,4 @@
-"""Whether the answer has the asked-for form."""
+"""Whether the whole answer matches a pattern."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RewardPool:
             raise ConfigError(problems)
 
     def warm_up(self) -> None:
-        """Starts the workers and returns at once: they import (seconds) while the caller goes on."""
+        """Starts the workers and returns at once: their imports take seconds."""
         if self._section.workers:
             self._launch(self._section.workers)
 
@@ -126,7 +126,7 @@ class RewardPool:
         for worker in busy:
             # Verdicts that have arrived count, even late ones: replacing another worker takes a while.
             if not self._receive(worker, verdicts):
-                self._replace(worker, "worker {how}", verdicts, queue)
+                self._replace(worker, f"worker {worker.exit_text()}", verdicts, queue)
             elif worker.jobs and time.monotonic() - worker.since >= self._section.timeout_s:
                 self._replace(worker, f"no verdict within {self._section.timeout_s:g} s", verdicts, queue)
 
@@ -146,9 +146,9 @@ class RewardPool:
         self, worker: WorkerProcess, why: str, verdicts: dict[int, RewardResult], queue: deque[list[Job]]
     ) -> None:
         """Puts a fresh worker in place of one that hangs or died, and records a failure for its sample."""
-        how = worker.kill()
+        worker.kill()
         (place, _, _), *rest = worker.jobs
-        verdicts[place] = failed(why.format(how=how), self._section.failure_value)
+        verdicts[place] = failed(why, self._section.failure_value)
         if rest:
             queue.appendleft(rest)
         self._workers.remove(worker)

@@ -17,7 +17,6 @@ from pathlib import Path
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import RewardError
-from megatron_tlt.rewards.worker import READY
 from megatron_tlt.types import Prompt, Sample
 
 Job = tuple[int, Prompt, Sample]  # place in the caller's list, and what to judge
@@ -59,16 +58,15 @@ class WorkerProcess:
         """Waits until the reward functions are loaded. Raises RewardError."""
         if self._ready:
             return
-        answer: object = None
+        answer: object = ("error", f"no answer within {_START_TIMEOUT_S:g} s")
         try:
             if self.connection.poll(_START_TIMEOUT_S):
                 answer = self.connection.recv()
         except (EOFError, ConnectionError):
-            pass
-        if answer != READY:
-            why = answer[1] if isinstance(answer, tuple) else self._how_it_ended("did not load the functions")
+            answer = ("error", self.exit_text())
+        if isinstance(answer, tuple):
             self.kill()
-            raise RewardError(f"a reward worker did not start: {why}")
+            raise RewardError(f"a reward worker did not start: {answer[1]}")
         self._ready = True
 
     @property
@@ -83,30 +81,20 @@ class WorkerProcess:
         with suppress(ConnectionError):
             self.connection.send([(prompt, sample) for _, prompt, sample in jobs])
 
-    def kill(self) -> str:
-        """Ends the process and everything it started. Returns how it had ended. Idempotent."""
-        how = self._how_it_ended("was killed")
+    def exit_text(self) -> str:
+        """How the process ended, once it has closed its connection."""
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Ends the process and everything it started. Idempotent."""
         with suppress(ProcessLookupError):  # the whole group is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.connection.close()
-        return how
-
-    def _how_it_ended(self, otherwise: str) -> str:
-        try:
-            code = self._process.wait(timeout=1.0 if not self.connection.closed and self._hung_up() else 0)
-        except subprocess.TimeoutExpired:
-            return otherwise
-        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-    def _hung_up(self) -> bool:
-        """Whether the other end is closed, so that the process is about to end."""
-        try:
-            if self.connection.poll(0):
-                self.connection.recv()
-        except (EOFError, ConnectionError):
-            return True
-        return False
 
 
 def _environment() -> dict[str, str]:

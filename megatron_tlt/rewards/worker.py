@@ -5,7 +5,7 @@ Messages:
     in   list of (Prompt, Sample)      a batch to judge
     out  READY | ("error", text)       once, after loading the reward functions
     out  RewardResult                  one a sample, in the batch's order
-The parent counts the results: so it knows which sample a hung or dead worker was judging.
+From the number of results the parent has the sample that a hung or dead worker was judging.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def test_giving_memory_back_changes_no_bit(ranks, tmp_path):
     kept, freed = rows(tmp_path / "kept"), rows(tmp_path / "freed")
     assert len(kept) == len(freed) == 2
     for a, b in zip(kept, freed, strict=True):
-        told = {name for name in a if name.startswith(("policy/", "reward/", "length/", "engine/generated"))}
-        assert len(told) > 10 and {n: a[n] for n in told} == {n: b[n] for n in told}
+        names = {name for name in a if name.startswith(("policy/", "reward/", "length/", "engine/generated"))}
+        assert len(names) > 10 and {n: a[n] for n in names} == {n: b[n] for n in names}
         assert b["memory/rollout_peak_mib"] > 0 and b["memory/update_peak_mib"] > 0
     tensors = [checkpoint_tensors(tmp_path / name / "checkpoints/step-000002") for name in ("kept", "freed")]
     assert tensors[0].keys() == tensors[1].keys() and any("exp_avg" in name for name in tensors[0])

@@ -1,6 +1,6 @@
 """Every algorithm's loss and gradient against a loop over answers and tokens, from its paper (float64).
 
-The loop knows nothing of packing, masks, weights or denominators: it is the formula. R response tokens.
+The loop is the formula, without packing, masks, weights or denominators. R response tokens.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_too_long_prompts_are_dropped_and_counted_once(tmp_path: Path) -> None:
     batch = prompts.next_batch(6)
     assert {len(p.text) for p in batch} == {3, 5}
     assert [p.prompt_id for p in batch] == list(range(6))
-    assert prompts.dropped == 2
+    assert prompts.state_dict()["dropped"] == 2
     with pytest.raises(DataError, match="max_prompt_tokens = 2"):
         stream(source, max_prompt_tokens=2).next_batch(1)
     with pytest.raises(DataError, match="max_prompt_tokens = 2"):

@@ -1,4 +1,4 @@
-"""Wall time that cannot jump, and nobody who reads another."""
+"""Wall time that cannot jump, and no module that reads another clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[3] / "megatron_tlt"
 
 def test_it_is_the_wall_clock_of_the_start_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     before = wall_seconds()
-    assert abs(before - time.time()) < 3600  # unless somebody set the clock since this process started
+    assert abs(before - time.time()) < 3600  # unless the clock was set since this process started
     monkeypatch.setattr(time, "time", lambda: 0.0)
     monkeypatch.setattr(time, "time_ns", lambda: 0)
     later = [wall_seconds() for _ in range(1000)]

@@ -1,4 +1,4 @@
-"""Functions a user might write, good and bad. The response says what to do."""
+"""Functions a user might write, good and bad. The response names the behaviour."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def good(
 
 
 def act(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> Any:
-    """Does what the response asks for."""
+    """Behaves as the response names it."""
     if response == "raise":
         raise RuntimeError("no such luck")
     if response == "exit":
@@ -52,7 +52,7 @@ def act(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]
 
 
 def hungry(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
-    """Wants as many GiB as the response says; returns how readily Linux ends this process."""
+    """Allocates as many GiB as the response; returns this process's oom_score_adj."""
     assert len(bytearray(int(response) << 30)) == int(response) << 30
     with open("/proc/self/oom_score_adj") as file:
         return float(file.read())
