@@ -1,4 +1,4 @@
-"""What every rollout decoder offers, and the parts they share: KV cache handle, weight checks, TP shards."""
+"""The interface of the rollout decoders and what they share: KV cache, weight checks, tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in co
 
 @dataclass(slots=True)
 class KVCache:
-    """A paged cache of `num_blocks` blocks of `block_size` positions; `data` is laid out as its decoder likes."""
+    """A paged cache of `num_blocks` blocks of `block_size` positions; the layout of `data` is its decoder's."""
 
     num_blocks: int
     block_size: int
@@ -34,7 +34,7 @@ class KVCache:
         return self.data.nbytes
 
     def release(self) -> None:
-        """Gives the memory back until `take`; what is cached is lost. Mutates."""
+        """Frees the memory until `take`; what is cached is lost. Mutates."""
         self.data = self.data.new_empty(0)
 
     def take(self, fresh: KVCache) -> None:
@@ -68,7 +68,7 @@ class Decoder(Protocol):
         """
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """Takes full (unsharded) Hugging Face tensors, one at a time, over the present weights.
+        """Loads full (unsharded) Hugging Face tensors, one at a time, over the present weights.
 
         Raises CheckpointError for an unknown name, a wrong shape or, unless `partial`, a missing tensor.
         """
@@ -78,7 +78,7 @@ class Decoder(Protocol):
 
 
 class WeightLedger:
-    """Checks names and shapes while weights stream in, and knows whether a model is complete."""
+    """Checks names and shapes while weights stream in, and whether a model is complete."""
 
     def __init__(self, config: ModelConfig):
         self._config = config
@@ -87,11 +87,11 @@ class WeightLedger:
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor has come at least once."""
+        """Whether every tensor was loaded at least once."""
         return len(self._ever) == len(self._wanted)
 
     def check(self, named: NamedTensors, partial: bool) -> Iterable[tuple[str, Tensor]]:
-        """Passes the tensors on; raises CheckpointError (see `Decoder.load_weights`)."""
+        """Yields the tensors; raises CheckpointError (see `Decoder.load_weights`)."""
         seen: set[str] = set()
         for name, tensor in named:
             if name not in self._wanted:

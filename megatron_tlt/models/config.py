@@ -1,5 +1,4 @@
-"""What a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model looks like, read from and written to Hugging Face's
-config.json.
+"""Shapes and constants of a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model, read from and written to config.json.
 
 No torch here: the simulator and `megatron-tlt check` read model shapes without it.
 """

@@ -1,4 +1,4 @@
-"""The one place that chooses a decoder."""
+"""Choosing and building a decoder and its drafter."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ def build_decoder(
     tp: TensorParallel | None = None,
     numerics: Numerics = "default",
 ) -> Decoder:
-    """An empty decoder; load weights next. Its `.kind` tells which one was chosen.
+    """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's paged
-    attention, which "torch" leaves out. `threads` is used by the native
-    decoder only. "invariant" numerics: a row's bits do not depend on its batch (the native decoder always computes
-    so). Raises ConfigError for a choice that does not exist or cannot run on `device`,
-    BackendError when "native" is asked for and cannot be built.
+    attention, which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's bits
+    do not depend on its batch (always so in the native decoder). Raises ConfigError for a choice that does not exist or
+    cannot run on `device`, BackendError when `kernels` is "native" and cannot be built.
     """
     device = torch.device(device)
     if kernels not in ("auto", "native", "torch"):
@@ -58,7 +57,7 @@ def build_decoder(
 
 
 def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
-    """Attention that reads the cache where it lies; None: every step gathers what it attends to."""
+    """Attention that reads the cache in place; None: every step gathers what it attends to."""
     if kernels != "auto" or device.type != "cuda":
         return None
     if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch bring it on Linux

@@ -1,4 +1,4 @@
-"""What one forward pass of a rollout decoder takes and gives.
+"""Input and output of one forward pass of a rollout decoder.
 
 Legend: T new tokens of all sequences, packed; S sequences; R rows whose logits are wanted;
 V vocabulary; H hidden size.
@@ -32,7 +32,7 @@ class DecoderInput:
     # Draft trees. [T] int32: the row (of this batch) whose token precedes this row's token, or -1 where that token is
     # cached already (a sequence's first row). A row then attends to the positions before its sequence's first row
     # and to its ancestors among the rows, itself included; `positions` are root position + depth, while
-    # `slot_mapping` gives every node a slot of its own (siblings share a position). Parents precede children.
+    # `slot_mapping` gives every node a slot (siblings share a position). Parents precede children.
     # None: rows of a sequence follow each other.
     parents: Tensor | None = None
     all_hidden: bool = False  # also return the final hidden state of all T rows
@@ -49,4 +49,4 @@ class DecoderOutput:
 
     logits: Tensor  # [R, V] float32, full vocabulary on every tensor-parallel rank
     hidden: Tensor  # [R, H] in the compute type
-    all_hidden: Tensor | None = None  # [T, H] in the compute type, if asked for
+    all_hidden: Tensor | None = None  # [T, H] in the compute type, if `all_hidden`

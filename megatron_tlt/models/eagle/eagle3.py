@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): what TensorRT-LLM serves, and SGLang and vLLM for policies of every family.
+"""The EAGLE-3 drafter (2503.01840), which TensorRT-LLM, SGLang and vLLM serve for policies of every family.
 
     g_s = fc [f_a ; f_b ; f_c]_s                      outputs of three policy layers at s
     r   = g_{s-1},  x_s = [norm(E(token_s)) ; norm(r)]
@@ -45,7 +45,7 @@ class Eagle3Config:
     ) -> Eagle3Config:
         """By default the engines' own choice of layers, and the whole vocabulary.
 
-        Raises ConfigError for layers that the engines could not collect: they are asked for a layer's input, so the
+        Raises ConfigError for layers that the engines cannot collect: they collect a layer's input, so the
         last one's output is out of reach.
         """
         chosen = default_layers(policy.num_layers) if layers is None else tuple(layers)
@@ -62,7 +62,7 @@ class Eagle3Config:
 
     @property
     def reduced(self) -> bool:
-        """Whether the drafter knows only some of the policy's tokens (`d2t`, `t2d`)."""
+        """Whether the drafter's vocabulary is a part of the policy's (`d2t`, `t2d`)."""
         return self.draft_vocab_size != self.policy.vocab_size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,8 +137,8 @@ class Eagle3Model(PairModel):
     def initialise(self, seed: int, head: Tensor, token_ids: Tensor | None = None) -> None:
         """Random weights; the head starts as the policy's rows (head [V, H]) of the drafter's vocabulary.
 
-        token_ids [Vd]: that vocabulary, for a reduced one (`choose_vocabulary`). The highest layer passes through fc at
-        first: it is the one next to the policy's answer.
+        token_ids [Vd]: that vocabulary, for a reduced one (`choose_vocabulary`). fc starts with the identity on
+        the highest layer, the closest to the policy's output.
         """
         h = self.config.policy.hidden_size
         generator = torch.Generator().manual_seed(seed)
@@ -155,7 +155,7 @@ class Eagle3Model(PairModel):
             self.lm_head.weight.copy_(head[self.token_ids().to(head.device)])
 
     def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Takes the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
+        """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
         size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
         ids = token_ids.long().cpu()
         fits = (
@@ -189,7 +189,7 @@ class Eagle3Model(PairModel):
         return linear(normed, self.lm_head.weight).float()
 
     def full_logits(self, outputs: Tensor) -> Tensor:
-        """Float32 [.., V] of outputs o [.., H]: -inf for tokens that the drafter does not know."""
+        """Float32 [.., V] of outputs o [.., H]: -inf for tokens outside the drafter's vocabulary."""
         own = self.logits(outputs)
         out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
         out[..., self.token_ids()] = own
@@ -221,7 +221,7 @@ def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
 
 
 def check_eagle3_tensors(given: Mapping[str, Tensor], config: Eagle3Config) -> None:
-    """Raises CheckpointError that names every missing, unexpected and misshapen tensor, and a `d2t` that lies."""
+    """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a `d2t` that contradicts `t2d`."""
     problems = shape_problems({name: tuple(tensor.shape) for name, tensor in given.items()}, config.shapes())
     if not problems and config.reduced:
         problems = _vocabulary_problems(given["d2t"], given["t2d"])

@@ -59,7 +59,7 @@ class TorchEagle:
         self.run_step = run_step
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; its memory, one scratch block included, is taken at once."""
+        """Zeroed; allocated at once, one scratch block included."""
         shape = (2, (num_blocks + 1) * block_size, self.config.num_kv_heads, self.config.head_dim)
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
@@ -231,7 +231,7 @@ class TorchRowDrafter:
         return candidates.astype(np.int32), scores.astype(np.float32)
 
     def _compute(self, batch: int, blocks: int) -> None:
-        """The step: reads and writes buffers only, and gives the same however often it runs."""
+        """The step: reads and writes buffers only; running it again gives the same."""
         token, position, slot, key, first = self._inputs[:5, :batch]
         tables = self._inputs[5 : 5 + blocks, :batch].T
         starts = torch.arange(batch + 1, device=tables.device)

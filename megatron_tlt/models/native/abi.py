@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -140,6 +141,19 @@ def declare(lib: ctypes.CDLL, prefix: str, signatures: dict[str, Signature]) -> 
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, f"{prefix}_{name}")
         function.restype, function.argtypes = result, arguments
+
+
+_KINDS = {"keys": np.uint64, "temperature": np.float32}  # of arrays by their field's name; others are int32
+
+
+def point_at_arrays(structure: Structure, arrays: Any) -> None:
+    """Sets the fields of `structure` to the addresses of the numpy arrays in the dataclass `arrays`, by name.
+
+    The caller keeps them alive. Raises BackendError for an array that C could not read.
+    """
+    for field in fields(arrays):
+        name = field.name
+        setattr(structure, name, array_address(name, getattr(arrays, name), _KINDS.get(name, np.int32)))
 
 
 def array_address(name: str, array: np.ndarray, kind: type) -> int:

@@ -69,7 +69,7 @@ class NativeDecoder:
 
     @property
     def complete(self) -> bool:
-        """Whether all weights have come."""
+        """Whether all weights were loaded."""
         return self._ledger.complete
 
     @property
@@ -108,7 +108,7 @@ class NativeDecoder:
         return kv_bytes_per_block(self.config, self._shard, self.dtype, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; memory is taken as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
+        """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
         return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:

@@ -29,6 +29,7 @@ from megatron_tlt.models.native.abi import (
     EaglePairs,
     array_address,
     library,
+    point_at_arrays,
 )
 from megatron_tlt.models.native.decoder import NativeDecoder, Numbers, copy_blocks
 from megatron_tlt.models.native.parts import (
@@ -90,11 +91,10 @@ class NativeEagle:
         """See `EagleDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
         self.check_pages(pages, kv)
         call = EaglePairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
-        for field in fields(Pairs):
-            array = getattr(pairs, field.name)
-            if len(array) != call.count:
-                raise BackendError(f"pairs: {len(array)} {field.name}, {call.count} tokens")
-            setattr(call, field.name, array_address(field.name, array, np.int32))
+        lengths = [len(getattr(pairs, field.name)) for field in fields(pairs)]
+        if len({*lengths}) != 1:
+            raise BackendError(f"pairs: columns of {lengths} elements")
+        point_at_arrays(call, pairs)
         call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
         longest = int(pairs.positions.max(initial=0)) + 1
         self.run(lambda: self._lib.tlt_eagle_feed(self.structure, call, self.threads), longest)
@@ -138,10 +138,7 @@ class NativeRowDrafter:
         self._eagle, self._rows, self._lib, self._slots = eagle, rows, library(), slots
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
         self._call = EagleDraft(slots=slots, window=window, **sizes)
-        kinds = {"keys": np.uint64, "temperature": np.float32}
-        for field in fields(DraftingRows):
-            array = getattr(rows, field.name)
-            setattr(self._call, field.name, array_address(field.name, array, kinds.get(field.name, np.int32)))
+        point_at_arrays(self._call, rows)
         self._wanted, self._rates = np.zeros(slots, np.int32), np.zeros((DEPTHS, BUCKETS), np.float32)
         self._call.wanted, self._call.rates = self._wanted.ctypes.data, self._rates.ctypes.data
         self._outputs = self._out = np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""What the native policy and its native drafter share: memory, packed layers, buffers and inputs of a forward.
+"""Parts of the native policy and the native drafter: memory, packed layers, buffers and inputs of a forward.
 
 Legend: T rows, S sequences, R wanted rows, H hidden size, D head size, I intermediate size.
 """
@@ -28,7 +28,7 @@ _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 
 
 class Arena:
-    """Zeroed anonymous memory, taken from the system page by page as it is touched; large pages if possible.
+    """Zeroed anonymous memory, allocated by the system page by page as it is touched; large pages if possible.
 
     A step reads every weight, and the addresses of 10 MB in pages of 4 KiB do not fit the processor's cache of them.
     """
@@ -36,7 +36,7 @@ class Arena:
     def __init__(self, size: int):
         page = mmap.PAGESIZE if size < _LARGE_PAGE else _LARGE_PAGE
         # One more: the mapping may begin within a page. Private: mmap's default is shared, to which Linux gives large
-        # pages only where an administrator says so.
+        # pages only where it is enabled system-wide.
         memory = mmap.mmap(-1, align(size, page) + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages: only slower
@@ -223,7 +223,7 @@ def kv_bytes_per_block(config: ModelConfig, shard: Shard, dtype: torch.dtype, bl
 
 
 def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
-    """Zeroed; memory is taken as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
+    """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
     if block_size < 1 or block_size % TILE:
         raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
     size = max(1, num_blocks * bytes_per_block)
@@ -249,7 +249,7 @@ def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
 
 
 def address(field: str, tensor: Tensor, rows: int, dtype: torch.dtype = torch.int32) -> int:
-    """Where a contiguous CPU tensor of `rows` rows lies. Raises BackendError if it is another."""
+    """Address of a contiguous CPU tensor of `rows` rows. Raises BackendError for any other tensor."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda or tensor.shape[0] != rows:
         raise BackendError(
             f"decoder input {field} must be contiguous {str(dtype).removeprefix('torch.')} on CPU of {rows} rows, "

@@ -8,7 +8,7 @@ Legend: D rows (requests), N drafted nodes, T = D + N fed rows, E emitted tokens
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Fused, array_address, library
+from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Fused, library, point_at_arrays
 from megatron_tlt.models.native.decoder import NativeDecoder
 
 _INTS = 10  # TLT_FUSED_INTS, rows of the scratch
@@ -58,7 +58,7 @@ class NativeStep:
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
         self._fused = Fused(**sizes)
         self.point_at(kv)
-        self._point_at_rows()
+        point_at_arrays(self._fused, rows)
         self._run = library().tlt_fused_step
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
         self._is_bf16 = decoder.dtype == torch.bfloat16
@@ -67,8 +67,8 @@ class NativeStep:
         self._make_room(1)
 
     def point_at(self, kv: KVCache) -> None:
-        """From now on steps use the memory that `kv` has now (none after its release: no step may follow then)."""
-        self._kv = kv.data  # nobody else may keep it alive
+        """Uses the memory of `kv` from now on (empty after its release: no step may follow then)."""
+        self._kv = kv.data  # kept alive for C
         self._fused.kv = kv.data.data_ptr() if kv.data.numel() else None
 
     def write_hidden_to(self, pages: Tensor | None) -> None:
@@ -97,7 +97,7 @@ class NativeStep:
     def verify(
         self, counts: np.ndarray, tokens: np.ndarray, parents: np.ndarray | None = None
     ) -> tuple[Emitted, Verdict]:
-        """Feeds the first D rows their tokens and their drafted nodes, and emits what the policy agrees with.
+        """Feeds the first D rows their tokens and their drafted nodes, and emits what the policy draws along them.
 
         `counts` int32 [D] nodes of each row; `tokens` and, unless all are chains, `parents` (index within the row's
         nodes, -1: the root; before its children) int32 [N]. Node i of a row is cached at the slot of its position
@@ -144,12 +144,6 @@ class NativeStep:
             raise BackendError(f"native step refused: {ERRORS.get(code, code)}")
         self.sample_seconds = fused.sample_seconds
 
-    def _point_at_rows(self) -> None:
-        kinds = {"keys": np.uint64, "temperature": np.float32}
-        for field in fields(RowArrays):
-            kind = kinds.get(field.name, np.int32)
-            setattr(self._fused, field.name, array_address(field.name, getattr(self._rows, field.name), kind))
-
     def _make_room(self, needed: int) -> None:
         """Buffers for steps of `needed` fed rows and some more."""
         self._room = room = needed + needed // 4 + 16
@@ -172,6 +166,6 @@ class NativeStep:
         }
         names = "counts tokens parents out_tokens out_index out_counts out_logprobs accepted reached"
         arrays = scratch | {name: getattr(self, f"_{name}") for name in names.split()}
-        self._keep = scratch  # nobody else does
+        self._keep = scratch  # kept alive for C
         for name, array in arrays.items():
             setattr(self._fused, name, array.ctypes.data)

@@ -55,7 +55,7 @@ class TorchDecoder:
         paged: PagedRun | None = None,
         aux_layers: tuple[int, ...] = (),
     ):
-        """`paged` reads the cache where it lies (`paged.py`); without it every step gathers what it attends to.
+        """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
 
         `aux_layers` (ascending, from 0): `all_hidden` of `forward` is [T, (len(aux_layers) + 1) H], the outputs of
         these layers before the state after the final norm. Not with `invariant`.
@@ -122,7 +122,7 @@ class TorchDecoder:
             layer[part].copy_(source)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; its memory, one scratch block included, is taken at once."""
+        """Zeroed; allocated at once, one scratch block included."""
         slots = (num_blocks + 1) * block_size
         shape = (self.config.num_layers, 2, slots, self._shard.kv_heads, self.config.head_dim)
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))

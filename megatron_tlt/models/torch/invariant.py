@@ -92,7 +92,7 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def tiles(batch: DecoderInput, block_size: int, scratch_slot: int) -> Iterator[Tile]:
-    """The batch in tiles, in row order: what a row attends to lies in its own tile or in earlier ones."""
+    """The batch in tiles, in row order: a row attends to its own tile and earlier ones."""
     total = batch.token_ids.shape[0]
     starts = batch.query_start.tolist()
     owner = [s for s in range(len(starts) - 1) for _ in range(starts[s], starts[s + 1])]

@@ -1,7 +1,7 @@
-"""Paged attention that reads keys and values where they lie: what a kernel needs to know of one batch.
+"""Paged attention that reads keys and values in place: the inputs of the kernel for one batch.
 
 The cache is walked block by block, so nothing is gathered and a step's work follows the real context, not the longest
-one of the batch or the bucket of a graph. `kernels.attend` is the kernel; who makes a decoder hands it in.
+one of the batch or the bucket of a graph. `kernels.attend` is the kernel, chosen in `models/factory.py`.
 
     keys of row i of a sequence:  cached positions [low, first)  by its block table
                                   rows j of the sequence         by their slots, where `sees`[i, j] (chains: j <= i)
@@ -88,7 +88,7 @@ def _ints(tensor: Tensor) -> Tensor:
 
 
 def _counts(batch: DecoderInput, rows_each: int | None) -> list[int]:
-    """Rows of every sequence; ragged batches ask the device."""
+    """Rows of every sequence; for ragged batches the host waits for the device."""
     if rows_each is not None:
         return [rows_each] * batch.context_lens.shape[0]
     return [b - a for a, b in pairwise(batch.query_start.tolist())]

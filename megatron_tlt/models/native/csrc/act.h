@@ -1,4 +1,4 @@
-/* Activations: the inputs of matrix products, held in the form that the multiply instruction wants.
+/* Activations: the inputs of matrix products, in the form that the multiply instruction reads.
  *
  * Weights and cached keys/values are fp32, or bf16 in pairs (two consecutive k of one column share 32 bits).
  * The other operand is then: fp32 (KIND_F32); bf16 pairs (KIND_DP, hardware dot product); or floats rounded to
@@ -36,7 +36,7 @@ INLINE void act_store(int kind, void *base, long i, vf x) {
 
 INLINE int act_halves(const int kind) { return kind == KIND_WIDE ? 2 : 1; }
 
-/* Keeps a value in a register: compilers like to load it again for each use, and loads are what is short. */
+/* Keeps a value in a register: compilers tend to load it again for each use, and loads are the bottleneck. */
 INLINE vu in_register(vu x) {
 #if VW > 4
     __asm__("" : "+v"(x));

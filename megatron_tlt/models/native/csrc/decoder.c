@@ -198,7 +198,7 @@ void tlt_run_keys(Run *r, long index) {
     tlt_parallel(r->rows, key_unit, r);
 }
 
-/* Row `at` of x, as the caller wants it: [H] in the compute type. */
+/* Row `at` of x to row `row` of the caller's table [.][H], in the compute type. */
 static void export_hidden(const Run *r, long at, void *table, long row) {
     const long n = r->m->hidden, item = act_bytes(r->kind);
     if (r->kind == KIND_WIDE) {

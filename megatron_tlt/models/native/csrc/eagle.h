@@ -49,7 +49,7 @@ int tlt_eagle_feed(const TltEagle *eagle, const TltPairs *pairs, int threads);
 
 int64_t tlt_draft_scratch_bytes(const TltEagle *eagle, const TltDraft *draft);
 
-/* Caches the pairs that are missing, at most the last W, of every row that wants tokens, and drafts. A row whose last pair
+/* Caches the pairs that are missing, at most the last W, of every row with wanted tokens, and drafts. A row whose last pair
  * is cached has nothing to start from and gets no draft. */
 int tlt_draft_rows(const TltEagle *eagle, TltDraft *draft, int threads);
 

@@ -6,7 +6,7 @@
 
 /* D rows (requests), N drafted nodes of all of them (0: plain decoding), T = D + N fed rows, E <= T emitted tokens.
  * A row's block of fed rows is its root, then its nodes; node i of a row is cached at the slot of position root + 1 + i.
- * The field order is repeated in native_step.py. */
+ * The field order is repeated in abi.py. */
 typedef struct {
     int32_t rows, nodes, is_tree, max_blocks, num_blocks, block_size;
     int32_t emitted;       /* out: E */

@@ -1,4 +1,4 @@
-/* Suffix tries: memory, insertion, and the functions called through ctypes (models/suffix_abi.py). See suffix.h. */
+/* Suffix tries: memory, insertion, and the functions called through ctypes (native/suffix_abi.py). See suffix.h. */
 #include "suffix.h"
 
 #include <stdlib.h>
@@ -279,31 +279,31 @@ int tlt_suffix_append(SuffixPool *pool, int32_t trie, int32_t sequence, const in
     return append(pool, t, (uint32_t)sequence, tokens, n);
 }
 
-/* Row r, of slot s = slots[r], has drawn lengths[r] tokens, outputs[s][width]; those from told[s] on, which is then
- * lengths[r], go to both of its sequences. handles [slots][4]: trie, sequence, common trie, common sequence (-1: none).
+/* Row r, of slot s = slots[r], has drawn lengths[r] tokens, outputs[s][width]; those from appended[s] on, which is then
+ * lengths[r], are appended to both of its sequences. handles [slots][4]: trie, sequence, common trie, common sequence (-1: none).
  * Without memory tokens are left out, which costs matches only. */
-int tlt_suffix_follow(SuffixPool *pool, int32_t rows, const int32_t *slots, const int32_t *handles, int32_t *told,
+int tlt_suffix_follow(SuffixPool *pool, int32_t rows, const int32_t *slots, const int32_t *handles, int32_t *appended,
                       const int32_t *lengths, const int32_t *outputs, int64_t width) {
     for (int32_t r = 0; r < rows; r++) {
-        const int64_t s = slots[r], from = told[s];
+        const int64_t s = slots[r], from = appended[s];
         if (from < 0 || lengths[r] < from || lengths[r] > width) return SUFFIX_BAD_HANDLE;
         if (!are_tokens(pool, outputs + s * width + from, lengths[r] - from)) return SUFFIX_BAD_TOKEN;
     }
     for (int32_t r = 0; r < rows; r++) {
-        const int64_t s = slots[r], from = told[s];
+        const int64_t s = slots[r], from = appended[s];
         for (int k = 0; k < 4; k += 2) {
             const int32_t *handle = handles + 4 * s + k;
             SuffixTrie *t = get(pool, handle[0]);
             if (t && handle[1] >= 0)
                 append(pool, t, (uint32_t)handle[1], outputs + s * width + from, lengths[r] - from);
         }
-        told[s] = lengths[r];
+        appended[s] = lengths[r];
     }
     return SUFFIX_OK;
 }
 
-/* Makes a trie anew from its newest sequences, about half of its tokens: what is old no longer tells what the policy
- * says now. Sequence numbers of the trie become invalid. Returns how many sequences were kept, or a negative error. */
+/* Makes a trie anew from its newest sequences, about half of its tokens: older text is of an older
+ * policy. Sequence numbers of the trie become invalid. Returns how many sequences were kept, or a negative error. */
 int32_t tlt_suffix_renew(SuffixPool *pool, int32_t trie) {
     SuffixTrie *old = get(pool, trie);
     if (!old) return SUFFIX_BAD_HANDLE;

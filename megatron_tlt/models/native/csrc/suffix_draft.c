@@ -1,4 +1,4 @@
-/* Drafts from suffix tries: what the contexts of a request say next, under the policy's own sampling noise.
+/* Drafts from suffix tries: the likely continuations of a request's contexts, under the policy's own sampling noise.
  *
  * The next token's distribution is interpolated over all contexts, longest first, a request's own trie before the
  * common one at equal length: a context with total count n and u different continuations keeps the share
@@ -15,7 +15,7 @@
 #define MOST_CHILDREN 8  /* looked at in one node */
 #define MOST_LENGTH 64
 #define DOUBT 2.0f        /* `a` of the common trie */
-#define NEGLIGIBLE 0.0313f  /* share of the shorter contexts below which they are not asked */
+#define NEGLIGIBLE 0.0313f  /* share of the shorter contexts below which they are left out */
 
 typedef struct {
     int32_t token;
@@ -31,12 +31,12 @@ typedef struct {
 typedef struct { /* one of a request's two tries, and where it stands in it */
     SuffixTrie *trie;
     uint32_t at;
-} Stand;
+} Place;
 
 typedef struct {
     int32_t token, depth, parent, feature;
     float cumulative_acceptance;
-} Draftee;
+} Node;
 
 static void add(Candidates *c, int32_t token, float share) {
     for (int i = 0; i < c->size; i++)
@@ -48,7 +48,7 @@ static void add(Candidates *c, int32_t token, float share) {
 }
 
 /* Mixes in what followed one context. */
-static void ask(SuffixPool *pool, SuffixTrie *t, uint32_t v, float doubt, Candidates *c) {
+static void add_context(SuffixPool *pool, SuffixTrie *t, uint32_t v, float doubt, Candidates *c) {
     suffix_expand(pool, t, v);
     const SuffixNode *n = &t->node[v];
     if (n->lazy || !n->total) return;
@@ -61,18 +61,18 @@ static void ask(SuffixPool *pool, SuffixTrie *t, uint32_t v, float doubt, Candid
 }
 
 /* Candidates for the next token, from the longest contexts to those of one token. */
-static void gather(SuffixPool *pool, const Stand *stand, Candidates *c) {
-    uint32_t own = stand[0].at, common = stand[1].at;
+static void gather(SuffixPool *pool, const Place *place, Candidates *c) {
+    uint32_t own = place[0].at, common = place[1].at;
     c->size = 0, c->longest = 0, c->rest = 1;
     while ((own || common) && c->rest > NEGLIGIBLE) {
-        const int d0 = own ? stand[0].trie->node[own].depth : 0;
-        const int d1 = common ? stand[1].trie->node[common].depth : 0;
+        const int d0 = own ? place[0].trie->node[own].depth : 0;
+        const int d1 = common ? place[1].trie->node[common].depth : 0;
         if (d0 >= d1) {
-            ask(pool, stand[0].trie, own, 0, c);
-            own = stand[0].trie->node[own].suffix;
+            add_context(pool, place[0].trie, own, 0, c);
+            own = place[0].trie->node[own].suffix;
         } else {
-            ask(pool, stand[1].trie, common, DOUBT, c);
-            common = stand[1].trie->node[common].suffix;
+            add_context(pool, place[1].trie, common, DOUBT, c);
+            common = place[1].trie->node[common].suffix;
         }
     }
 }
@@ -137,7 +137,7 @@ static int sibling_feature(float rate, int rank) {
 
 /* Drops nodes until `budget` are left, the least likely to be emitted first; among equals the deepest, then the last.
  * A node's children survive at most as often and lie deeper, so what goes is always a leaf. */
-static int prune(Draftee *node, int trunk, int count, int budget) {
+static int prune(Node *node, int trunk, int count, int budget) {
     while (count > budget) {
         int worst = 0;
         for (int i = 1; i < count; i++)
@@ -153,15 +153,15 @@ static int prune(Draftee *node, int trunk, int count, int budget) {
 }
 
 /* Drafts for one row; returns the number of nodes. */
-static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t row, Draftee *node) {
+static int draft_row(SuffixPool *pool, Place *place, const SuffixAsk *q, int32_t row, Node *node) {
     const int is_noisy = q->temperature[row] > 0;
-    Draftee sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
+    Node sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
     int trunk = 0, siblings = 0;
     float cumulative_acceptance = 1;
     const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
     while (trunk < length) {
         Candidates c;
-        gather(pool, stand, &c);
+        gather(pool, place, &c);
         if (!c.size) break;
         const int ranked = rank(&c, q->topk, is_noisy, row_key(q->keys[row], q->positions[row] + trunk));
         const int feature = trunk_feature(&c);
@@ -169,14 +169,14 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
             const int f = sibling_feature(q->rates[feature], i);
             const float survives = cumulative_acceptance * q->rates[f];
             if (survives >= q->min_cumulative_acceptance)
-                sibling[siblings++] = (Draftee){c.item[i].token, trunk + 1, trunk - 1, f, survives};
+                sibling[siblings++] = (Node){c.item[i].token, trunk + 1, trunk - 1, f, survives};
         }
         cumulative_acceptance *= q->rates[feature];
         if (cumulative_acceptance < q->min_cumulative_acceptance) break;
-        node[trunk] = (Draftee){c.item[0].token, trunk + 1, trunk - 1, feature, cumulative_acceptance};
+        node[trunk] = (Node){c.item[0].token, trunk + 1, trunk - 1, feature, cumulative_acceptance};
         trunk++;
         for (int k = 0; k < 2; k++)
-            if (stand[k].trie) stand[k].at = follow(pool, stand[k].trie, stand[k].at, c.item[0].token);
+            if (place[k].trie) place[k].at = follow(pool, place[k].trie, place[k].at, c.item[0].token);
     }
     while (siblings && sibling[siblings - 1].depth > trunk) siblings--;
     for (int i = 0; i < siblings; i++) node[trunk + i] = sibling[i];
@@ -185,18 +185,18 @@ static int draft_row(SuffixPool *pool, Stand *stand, const SuffixAsk *q, int32_t
 
 /* Drafts for all rows, node after node, row after row; returns the number of nodes, or a negative error. */
 int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
-    Draftee node[MOST_LENGTH * SUFFIX_MAX_TOPK];
+    Node node[MOST_LENGTH * SUFFIX_MAX_TOPK];
     int total = 0;
     if (q->topk < 1 || q->topk > SUFFIX_MAX_TOPK || q->longest > MOST_LENGTH) return SUFFIX_BAD_HANDLE;
     for (int32_t row = 0; row < q->rows; row++) {
-        Stand stand[2];
+        Place place[2];
         for (int k = 0; k < 2; k++) {
             const int32_t *handle = q->handles + 4 * (int64_t)q->slots[row] + 2 * k;
             SuffixTrie *t = handle[0] >= 0 && handle[0] < pool->tries ? pool->trie[handle[0]] : NULL;
             if (t && (handle[1] < 0 || handle[1] >= (int32_t)t->texts)) t = NULL;
-            stand[k] = (Stand){t, t ? t->text[handle[1]].at : 0};
+            place[k] = (Place){t, t ? t->text[handle[1]].at : 0};
         }
-        const int count = draft_row(pool, stand, q, row, node);
+        const int count = draft_row(pool, place, q, row, node);
         q->counts[row] = count;
         for (int i = 0; i < count; i++, total++) {
             q->tokens[total] = node[i].token, q->cumulative_acceptance[total] = node[i].cumulative_acceptance;
