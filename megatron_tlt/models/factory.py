@@ -35,9 +35,9 @@ def build_decoder(
     """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's paged
-    attention, which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's bits
-    do not depend on its batch (always so in the native decoder). Raises ConfigError for a choice that does not exist or
-    cannot run on `device`, BackendError when `kernels` is "native" and cannot be built.
+    attention, which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's
+    bits do not depend on its batch (always so in the native decoder). Raises ConfigError for a choice that does not
+    exist or cannot run on `device`, BackendError when `kernels` is "native" and cannot be built.
     """
     device = torch.device(device)
     if kernels not in ("auto", "native", "torch"):

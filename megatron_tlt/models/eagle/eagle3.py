@@ -221,7 +221,7 @@ def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
 
 
 def check_eagle3_tensors(given: Mapping[str, Tensor], config: Eagle3Config) -> None:
-    """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a `d2t` that contradicts `t2d`."""
+    """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a wrong `d2t`."""
     problems = shape_problems({name: tuple(tensor.shape) for name, tensor in given.items()}, config.shapes())
     if not problems and config.reduced:
         problems = _vocabulary_problems(given["d2t"], given["t2d"])
