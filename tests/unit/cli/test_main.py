@@ -34,11 +34,21 @@ def test_generate_takes_engine_settings_only(capsys):
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 
 
-def test_what_the_system_refuses_is_a_line_not_a_traceback(tmp_path, capsys):
+def test_an_output_that_is_a_directory_is_refused_before_any_work(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    assert main(["report", str(tmp_path), "-o", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "IsADirectoryError" in said and str(tmp_path) in said
+    assert main(["report", str(tmp_path), "-o", str(tmp_path)]) == 2
+    assert f"--out = '{tmp_path}': is a directory" in capsys.readouterr().err
+
+
+def test_an_error_of_the_system_is_one_line_without_a_traceback(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "No space left on device" in error
 
 
 def test_a_closed_pipe_is_no_error_to_speak_of(tmp_path):

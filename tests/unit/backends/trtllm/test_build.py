@@ -131,8 +131,8 @@ def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_pat
 def test_a_drafter_is_not_trained_on_this_engine(tmp_path: Path) -> None:
     values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm"}}
     with pytest.raises(ConfigError, match=r"rollout\.backend = 'trtllm': must be 'embedded' here"):
-        cli_drafter._warm_up(
+        cli_drafter._pretraining(
             build_config(values),
             SimpleNamespace(),
-            SimpleNamespace(kind="eagle", drafter=None, layers=None, draft_vocab=None),
+            SimpleNamespace(action="train", kind="eagle", drafter=None, layers=None, draft_vocab=None),
         )  # type: ignore[arg-type]
