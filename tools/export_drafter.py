@@ -13,12 +13,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.export.files import DTYPES, FORMATS
+from megatron_tlt.drafter.export.engines import FORMATS
 from megatron_tlt.errors import ConfigError, TltError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

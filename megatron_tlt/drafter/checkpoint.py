@@ -49,20 +49,20 @@ class SavedDrafter:
         else:
             check_eagle_tensors(self.weights, self.shape)
 
+    @property
+    def policy(self) -> ModelConfig:
+        """The policy's shape."""
+        return self.shape.policy if isinstance(self.shape, Eagle3Config) else self.shape
+
     def to_json(self, dtype: torch.dtype) -> dict[str, Any]:
         """The contents of config.json; `dtype` is that of the weights beside it."""
-        is_eagle3 = isinstance(self.shape, Eagle3Config)
-        out: dict[str, Any] = {
-            "drafter": KIND3 if is_eagle3 else KIND,
-            "policy_version": self.policy_version,
-            "trained_steps": self.trained_steps,
-            "policy_fingerprint": dict(self.fingerprint),
-        }
-        policy = self.shape
-        if isinstance(policy, Eagle3Config):
-            out |= {"eagle3_layers": list(policy.layers), "draft_vocab_size": policy.draft_vocab_size}
-            policy = policy.policy
-        return out | policy.to_hf(str(dtype).removeprefix("torch."))
+        shape, kind, own = self.shape, KIND, {}
+        if isinstance(shape, Eagle3Config):
+            kind, own = KIND3, {"eagle3_layers": shape.layers, "draft_vocab_size": shape.draft_vocab_size}
+        origin = {"policy_version": self.policy_version, "trained_steps": self.trained_steps}
+        made_for = {"policy_fingerprint": dict(self.fingerprint)}
+        policy = self.policy.to_hf(str(dtype).removeprefix("torch."))
+        return {"drafter": kind, **origin, **made_for, **own, **policy}
 
 
 def save_drafter(

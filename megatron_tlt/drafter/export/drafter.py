@@ -15,17 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_tlt.drafter.checkpoint import (
-    CONFIG,
-    WEIGHTS,
-    SavedDrafter,
-    cast_tensors,
-    load_drafter,
-    write_directory,
-)
-from megatron_tlt.drafter.export.eagle import eagle_engine_files
-from megatron_tlt.drafter.export.eagle3 import eagle3_engine_files
-from megatron_tlt.drafter.export.files import ExportFiles, Format
+from megatron_tlt.drafter.checkpoint import CONFIG, WEIGHTS, cast_tensors, load_drafter, write_directory
+from megatron_tlt.drafter.export.engines import ExportFiles, Format, engine_files
 from megatron_tlt.drafter.export.model_card import model_card
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
@@ -47,7 +38,11 @@ def export_drafter(
     Everything that can be wrong is found before `out` appears: ConfigError for what the engine cannot run,
     CheckpointError for a drafter or policy that is torn or does not fit, or an `out` that exists.
     """
-    refuse_existing(Path(out))
+    target = Path(out)
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(
+            f"{out} exists: an export is never written over something, give a new directory"
+        )
     drafter = load_drafter(directory)
     if policy is not None and isinstance(drafter.shape, Eagle3Config):
         allowed = "a drafter of kind eagle3 has a head of its own: give none"
@@ -56,30 +51,15 @@ def export_drafter(
         allowed = "engines share the policy's own embedding and LM head: only format hf takes copies"
         raise ConfigError.of("policy", str(policy), allowed)
     if form == "hf":
-        files = _hf_files(drafter, dtype, policy)
-    elif isinstance(drafter.shape, Eagle3Config):
-        files = eagle3_engine_files(drafter, form, dtype)
+        files = ExportFiles({WEIGHTS: cast_tensors(drafter.weights, dtype)}, {CONFIG: drafter.to_json(dtype)})
+        if policy is not None:
+            tables = _policy_tables(policy, drafter.policy)
+            files.tensors["policy_tables.safetensors"] = cast_tensors(tables, dtype)
     else:
-        files = eagle_engine_files(drafter, form, dtype)
+        files = engine_files(drafter, form, dtype)
     card = model_card(drafter, form, dtype, has_tables=policy is not None)
-    write_directory(Path(out), files.tensors, {**files.json, "README.md": card})
+    write_directory(target, files.tensors, {**files.json, "README.md": card})
     return files
-
-
-def refuse_existing(out: Path) -> None:
-    """Raises CheckpointError if `out` is there already."""
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(
-            f"{out} exists: an export is never written over something, give a new directory"
-        )
-
-
-def _hf_files(drafter: SavedDrafter, dtype: torch.dtype, policy: str | Path | None) -> ExportFiles:
-    tensors = {WEIGHTS: cast_tensors(drafter.weights, dtype)}
-    if policy is not None:
-        assert isinstance(drafter.shape, ModelConfig)
-        tensors["policy_tables.safetensors"] = cast_tensors(_policy_tables(policy, drafter.shape), dtype)
-    return ExportFiles(tensors, {CONFIG: drafter.to_json(dtype)})
 
 
 def _policy_tables(policy: str | Path, shape: ModelConfig) -> dict[str, Tensor]:

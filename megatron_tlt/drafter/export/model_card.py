@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_tlt.drafter.export.files import ENGINES, Format
+from megatron_tlt.drafter.export.engines import ENGINES, Format
 from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ For TensorRT-LLM's PyTorch backend, EAGLE-3 one-model. The layers that the draft
                         allow_advanced_sampling=True, eagle3_layers_to_capture={{{layers}}})
 """
 
+_USAGE = {"sglang": _SGLANG, "vllm": _VLLM, "trtllm": _TRTLLM}
 _SHARED_TABLES = {
     "sglang": "Embedding and LM head are the policy's and are not here; `fc.bias` is zero because SGLang gives fc a "
     "bias. ",
@@ -98,11 +99,10 @@ _UNTRIED = """
 
 def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tables: bool = False) -> str:
     """The card; `has_tables`: copies of the policy's embedding and LM head are among the files."""
-    shape = drafter.shape
+    shape, policy, layers = drafter.shape, drafter.policy, ""
     is_eagle3 = isinstance(shape, Eagle3Config)
-    policy = shape.policy if isinstance(shape, Eagle3Config) else shape
     kind = "eagle3" if is_eagle3 else "eagle"
-    head = _HEAD.format(
+    card = _HEAD.format(
         kind=kind,
         title="EAGLE-3" if is_eagle3 else "EAGLE",
         paper="EAGLE-3" if is_eagle3 else "EAGLE-1",
@@ -113,16 +113,14 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tabl
         dtype=str(dtype).removeprefix("torch."),
         format=form,
     )
-    layers = ""
     if isinstance(shape, Eagle3Config):
         layers = ", ".join(map(str, shape.layers))
-        head += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
-        head += f"| drafts | {shape.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
+        card += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
+        card += f"| drafts | {shape.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
     if form == "hf":
-        return head + (_EAGLE3_HF if is_eagle3 else _EAGLE_HF).format(
+        return card + (_EAGLE3_HF if is_eagle3 else _EAGLE_HF).format(
             layers=layers, tables=_TABLES[has_tables]
         )
     about = "" if is_eagle3 else _SHARED_TABLES[form]
-    usage = {"sglang": _SGLANG, "vllm": _VLLM, "trtllm": _TRTLLM}[form]
-    text = usage.format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
-    return head + text + _UNTRIED.format(engine=ENGINES[form])
+    card += _USAGE[form].format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
+    return card + _UNTRIED.format(engine=ENGINES[form])

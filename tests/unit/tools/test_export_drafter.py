@@ -9,7 +9,7 @@ import export_drafter
 import pytest
 
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
-from megatron_tlt.drafter.export.files import FORMATS
+from megatron_tlt.drafter.export.engines import FORMATS
 from megatron_tlt.models.config import ModelConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter

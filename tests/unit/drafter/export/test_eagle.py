@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.export.files import Format
+from megatron_tlt.drafter.export.engines import Format
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
 from megatron_tlt.models.eagle.model import EagleModel
