@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,8 +32,8 @@ Mode = Literal["te", "torchao", "emulate"]
 Precision = Callable[[], AbstractContextManager[object]]
 
 _FIELD = "drafter.online.fp8"
-_MULTIPLE = 16
-_HOPPER = (9, 0)
+_MULTIPLE = 16  # of all sizes of an FP8 product, in elements
+_CAPABILITY = (9, 0)  # of the GPU, at least: Hopper
 _PARTS = ("self_attn", "mlp")
 
 
@@ -65,19 +66,15 @@ def _check_sizes(model: EagleModel, mode: Mode) -> None:
 
 
 def _check_gpu(mode: Mode, device: torch.device) -> None:
-    if device.type != "cuda":
-        allowed = f"needs a GPU of compute capability {_HOPPER[0]}.{_HOPPER[1]} or more; here: off or emulate"
-        raise ConfigError.of(_FIELD, mode, allowed)
-    found = torch.cuda.get_device_capability(device)
-    if found < _HOPPER:
-        allowed = (
-            f"needs compute capability {_HOPPER[0]}.{_HOPPER[1]} or more, this GPU has {found[0]}.{found[1]}"
-        )
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if found is None or found < _CAPABILITY:
+        here = "there is none" if found is None else f"this GPU has {found[0]}.{found[1]}"
+        allowed = f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more, {here}"
         raise ConfigError.of(_FIELD, mode, f"{allowed}; here: off or emulate")
 
 
 def _replace(parent: nn.Module, name: str, old: nn.Linear, new: nn.Module) -> None:
-    """Puts `new` in `old`'s place with its weights, behind row padding."""
+    """Puts `new` in `old`'s place with its weights."""
     with torch.no_grad():
         for own, parameter in old.named_parameters():
             getattr(new, own).copy_(parameter)
@@ -118,22 +115,11 @@ def _with_transformer_engine(model: EagleModel, device: torch.device) -> Precisi
     if not available:
         raise ConfigError.of(_FIELD, "te", f"is refused by Transformer Engine: {reason}")
     for parent, name, old in _linears(model):
-        new = te.Linear(
-            old.in_features,
-            old.out_features,
-            bias=old.bias is not None,
-            params_dtype=old.weight.dtype,
-            device=device,
-        )
+        sizes, bias = (old.in_features, old.out_features), old.bias is not None
+        new = te.Linear(*sizes, bias=bias, params_dtype=old.weight.dtype, device=device)
         _replace(parent, name, old, new)
         _fill_rows(new)
-    recipe = Float8CurrentScaling()
-
-    def precision() -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = te.autocast(enabled=True, recipe=recipe)
-        return context
-
-    return precision
+    return partial(te.autocast, enabled=True, recipe=Float8CurrentScaling())
 
 
 # -- torchao ----------------------------------------------------------------------------------------------------
@@ -159,16 +145,13 @@ def _with_torchao(model: EagleModel, device: torch.device) -> Precision:
 
 def _with_emulation(model: EagleModel, device: torch.device) -> Precision:
     for parent, name, old in _linears(model):
-        new = EmulatedFp8Linear(old.in_features, old.out_features, old.bias is not None, old.weight.device)
-        _replace(parent, name, old, new)
+        bias = old.bias is not None
+        _replace(parent, name, old, EmulatedFp8Linear(old.in_features, old.out_features, bias, device))
     return nullcontext
 
 
 class EmulatedFp8Linear(nn.Linear):
     """A linear whose operands and incoming gradients are rounded to FP8; products and sums are exact."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device | None = None):
-        super().__init__(inputs, outputs, bias=bias, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, I] to [N, O]."""
@@ -184,9 +167,9 @@ class _RoundedProduct(torch.autograd.Function):
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
+        ctx.weight_dtype = weight.dtype
         near, rounded = round_fp8(x, torch.float8_e4m3fn), round_fp8(weight.to(x.dtype), torch.float8_e4m3fn)
         ctx.save_for_backward(near, rounded)
-        ctx.weight_dtype = weight.dtype
         with torch.autocast(device, enabled=False):
             return linear(near, rounded)
 
