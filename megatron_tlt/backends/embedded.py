@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import BackendError, CheckpointError, SyncError, shortened
+from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 from megatron_tlt.types import (
     EMBEDDED_CAPABILITIES,
     BackendCapabilities,
@@ -32,15 +33,10 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
 _SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
-NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
 
 
 class EmbeddedBackend:
-    """A `RolloutBackend` around one `Engine`.
-
-    A push is open from `begin_update` to `finish_update`. In between the weights are torn: the engine refuses
-    to answer, also for ever if the push died on its way, until a later push arrives whole.
-    """
+    """A `RolloutBackend` around one `Engine`. A push of weights is all or nothing (`sync.served_weights`)."""
 
     def __init__(
         self,
@@ -65,14 +61,9 @@ class EmbeddedBackend:
         self._traced_prompts = 0
         self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
-        self._shapes = dict(parameter_shapes)
-        self._ignorable = frozenset(ignorable)
-        self._version = 0 if has_weights else NO_WEIGHTS
-        self._keep_checksums = keep_checksums
-        self._drafter_version = self._next_drafter = 0
-        self._open: int | None = None
-        self._missing: set[str] = set()
-        self._checksums: dict[str, int] = {}
+        version = 0 if has_weights else NO_WEIGHTS
+        self._weights = ServedWeights(parameter_shapes, ignorable, keep_checksums, version)
+        self._checksums: dict[str, int] = {}  # of the open push
 
     @property
     def capabilities(self) -> BackendCapabilities:
@@ -82,12 +73,12 @@ class EmbeddedBackend:
     @property
     def policy_version(self) -> int:
         """The version of the weights that answer now; -1 before there are any."""
-        return self._version
+        return self._weights.version
 
     @property
     def drafter_version(self) -> int:
         """Publications of the drafter that drafts now; 0: it is the one that the engine was built with."""
-        return self._drafter_version
+        return self._weights.drafter_version
 
     @property
     def engine(self) -> Engine:
@@ -113,13 +104,7 @@ class EmbeddedBackend:
         tells of the `generate` before this one.
         """
         engine = self.engine
-        if self._open is None and self._version == NO_WEIGHTS:
-            raise BackendError("the engine has no weights yet: push some first")
-        if self._open is not None:
-            raise BackendError(
-                f"weights are torn: the push of version {self._open} has not finished "
-                f"({len(self._missing)} tensors missing); the engine does not answer"
-            )
+        self._weights.check_ready()
         assert engine.is_idle, "generate is not re-entrant"
         without: dict[int, set[int]] = defaultdict(set)
         for prompt_id, sample_index in have:
@@ -214,7 +199,7 @@ class EmbeddedBackend:
 
         Only while no request is there.
         """
-        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._version)
+        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
 
     @property
@@ -246,35 +231,22 @@ class EmbeddedBackend:
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""
         assert self.engine.is_idle, "weights change only between rollouts"
-        self._open, self._next_drafter = version, self._drafter_version
-        self._missing = set(self._shapes)
+        self._weights.begin(version)
         self._checksums = {}
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Takes some tensors of the open push. Raises SyncError on a wrong version, name or shape."""
-        if self._open is None:
-            raise SyncError(f"tensors of version {bucket.version} came while no push is open")
-        if bucket.version != self._open:
-            raise SyncError(f"a bucket of version {bucket.version} came into the push of {self._open}")
-        taken = []
-        for name, tensor in bucket.tensors:
-            if self._keep_checksums:
-                self._checksums[name] = checksum(tensor)
-            if name in self._ignorable:
-                continue
-            wanted = self._shapes.get(name)
-            if wanted is None or tuple(tensor.shape) != tuple(wanted):
-                raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
-            taken.append((name, tensor))
-            self._missing.discard(name)
-        self.engine.runner.decoder.load_weights(taken, partial=True)
+        """Loads some tensors of the open push. Raises SyncError on a wrong version, name or shape."""
+        tensors = self._weights.accept(bucket)
+        self.engine.runner.decoder.load_weights(tensors, partial=True)
+        self._weights.mark_loaded(tensors)
+        if self._weights.keep_checksums:
+            self._checksums |= {name: checksum(tensor) for name, tensor in tensors}
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes the drafter's tensors into the open push. Raises SyncError if none is open, there is no trained drafter
+        """Loads the drafter's tensors into the open push. Raises SyncError if none is open, there is no trained drafter
         in this engine, or tensors are not its own.
         """
-        if self._open is None:
-            raise SyncError(f"a drafter of version {version} came while no push is open")
+        self._weights.require_open(f"a drafter of version {version}")
         speculator = self.engine.speculator
         if speculator is None or speculator.eagle is None:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
@@ -282,20 +254,15 @@ class EmbeddedBackend:
             speculator.eagle.decoder.load_weights(weights.items())
         except CheckpointError as error:
             raise SyncError(f"the drafter of version {version} does not fit: {error}") from error
-        self._next_drafter = version
+        self._weights.accept_drafter(version)
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        if self._open is None:
-            raise SyncError("finish_update without begin_update")
-        if self._missing:
-            raise SyncError(f"the push of version {self._open} lacks {shortened(sorted(self._missing))}")
-        self._version, self._open = self._open, None
-        self._drafter_version = self._next_drafter
+        self._weights.commit(self._checksums)
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
-        return dict(self._checksums)
+        return dict(self._weights.checksums)
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""
@@ -335,5 +302,5 @@ class EmbeddedBackend:
             logprobs=request.logprobs,
             text=self.engine.text_of(request),
             finish_reason=request.finish_reason,
-            policy_version=self._version,
+            policy_version=self._weights.version,
         )

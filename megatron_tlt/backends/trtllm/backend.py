@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, EngineSize, Speculatio
 from megatron_tlt.backends.wire import WireError
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import (
     TRTLLM_CAPABILITIES,
     BackendCapabilities,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.history import AnswerHistory
 
 logger = logging.getLogger(__name__)
-NO_WEIGHTS = -1  # policy version of an engine that nobody has pushed to
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 
@@ -66,17 +66,6 @@ class EngineFacts:
     longest_first: bool = False
 
 
-@dataclass
-class _Push:
-    """A push under way."""
-
-    version: int
-    missing: set[str]
-    drafter_version: int
-    sums: dict[str, int] = field(default_factory=dict)  # of tensors that go no further than here
-    drafter_sums: dict[str, int] = field(default_factory=dict)
-
-
 class TrtllmBackend:
     """A `RolloutBackend` around an engine in a process of its own."""
 
@@ -91,10 +80,8 @@ class TrtllmBackend:
         """`process` has a started engine. Without weights it refuses to answer until a push has arrived."""
         self._process: EngineProcess | None = process
         self._transport, self._facts, self._tokenizer, self._history = transport, facts, tokenizer, history
-        self._version = NO_WEIGHTS
-        self._drafter_version = 0
-        self._open: _Push | None = None
-        self._checksums: dict[str, int] = {}
+        self._weights = ServedWeights(facts.parameter_shapes, facts.ignorable, facts.keep_checksums)
+        self._drafter_sums: dict[str, int] = {}  # of the open push
         self._asleep = False
         self._requests = 0
         self._stats = EngineStats()
@@ -108,12 +95,12 @@ class TrtllmBackend:
     @property
     def policy_version(self) -> int:
         """The version of the weights that answer now; -1 before there are any."""
-        return self._version
+        return self._weights.version
 
     @property
     def drafter_version(self) -> int:
         """Publications of the drafter that drafts now; 0: it is the one that the engine was started with."""
-        return self._drafter_version
+        return self._weights.drafter_version
 
     @property
     def process(self) -> EngineProcess:
@@ -158,13 +145,7 @@ class TrtllmBackend:
     def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Raises BackendError for a request that cannot be answered now, or as it is asked."""
         assert self.process
-        if self._open is not None:
-            raise BackendError(
-                f"weights are torn: the push of version {self._open.version} has not finished "
-                f"({len(self._open.missing)} tensors missing); the engine does not answer"
-            )
-        if self._version == NO_WEIGHTS:
-            raise BackendError("the engine has no weights yet: push some first")
+        self._weights.check_ready()
         if params.stop:
             raise BackendError(f"stop strings {params.stop!r}: TensorRT-LLM stops at tokens only")
         most = self._facts.size.max_context
@@ -250,7 +231,7 @@ class TrtllmBackend:
                 f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
             )
         text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
-        return Sample(key[0], key[1], token_ids, [], text, reason, self._version)
+        return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self, pending: dict[int, tuple[int, int]]) -> None:
         """Aborts what is in flight and waits for its end, unless the engine is gone."""
@@ -315,36 +296,24 @@ class TrtllmBackend:
         """
         if self._facts.sleep:
             self.release()
-        self._open = _Push(version, set(self._facts.parameter_shapes), self._drafter_version)
-        self._checksums = {}
+        self._weights.begin(version)
+        self._drafter_sums = {}
         self._transport.finish()  # of a push that was given up
         self.process.call("begin_update", version=version, verify=self._facts.keep_checksums)
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Takes some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
-        push = self._must_be_open(f"tensors of version {bucket.version}")
-        if bucket.version != push.version:
-            raise SyncError(f"a bucket of version {bucket.version} came into the push of {push.version}")
-        taken = []
-        for name, tensor in bucket.tensors:
-            if name in self._facts.ignorable:
-                if self._facts.keep_checksums:  # it goes no further: what was received is what is here
-                    push.sums[name] = checksum(tensor)
-                continue
-            wanted = self._facts.parameter_shapes.get(name)
-            if wanted is None or tuple(tensor.shape) != tuple(wanted):
-                raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
-            taken.append((name, tensor))
-        if taken:
-            self._transport.send(push.version, taken)
-            push.missing.difference_update(name for name, _ in taken)
+        """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
+        tensors = self._weights.accept(bucket)
+        if tensors:
+            self._transport.send(bucket.version, tensors)
+            self._weights.mark_loaded(tensors)
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes the drafter's tensors into the open push. Raises SyncError.
+        """Sends the drafter's tensors into the open push. Raises SyncError.
 
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
-        push = self._must_be_open(f"a drafter of version {version}")
+        policy_version = self._weights.require_open(f"a drafter of version {version}")
         names = self._facts.drafter_names
         if not names:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
@@ -353,33 +322,23 @@ class TrtllmBackend:
             raise SyncError(
                 f"the drafter of version {version} has not the tensors it was started with: {wrong}"
             )
-        self._transport.send(push.version, list(weights.items()), drafter=True)
-        push.drafter_version = version
+        self._transport.send(policy_version, list(weights.items()), drafter=True)
+        self._weights.accept_drafter(version)
         if self._facts.keep_checksums:
-            push.drafter_sums = {name: checksum(tensor) for name, tensor in weights.items()}
+            self._drafter_sums = {name: checksum(tensor) for name, tensor in weights.items()}
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        push = self._must_be_open("finish_update")
-        if push.missing:
-            raise SyncError(f"the push of version {push.version} lacks {shortened(sorted(push.missing))}")
-        reply = self.process.call("finish_update", version=push.version)
+        version = self._weights.require_complete()
+        reply = self.process.call("finish_update", version=version)
         self._transport.finish()
-        if reply["drafter_checksums"] != push.drafter_sums:
-            raise SyncError(
-                f"the engine holds other bytes of the drafter than version {push.drafter_version} has"
-            )
-        self._checksums = push.sums | reply["checksums"]
-        self._version, self._drafter_version, self._open = push.version, push.drafter_version, None
-
-    def _must_be_open(self, what: str) -> _Push:
-        if self._open is None:
-            raise SyncError(f"{what} came while no push is open")
-        return self._open
+        if reply["drafter_checksums"] != self._drafter_sums:
+            raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
+        self._weights.commit(reply["checksums"])
 
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as the engine's workers received it in the last push; empty unless they are kept."""
-        return dict(self._checksums)
+        return dict(self._weights.checksums)
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call: requests and tokens by our own count, steps and drafts by the engine's. Resets

@@ -102,7 +102,7 @@ def test_wrong_buckets_are_refused(wrong: WeightBucket, message: str):
 def test_a_bucket_without_a_push_is_refused():
     with pytest.raises(SyncError, match="no push is open"):
         make_backend().update_weights(bucket(1, "a.weight"))
-    with pytest.raises(SyncError, match="without begin_update"):
+    with pytest.raises(SyncError, match="finish_update came while no push is open"):
         make_backend().finish_update()
 
 

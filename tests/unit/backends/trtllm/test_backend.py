@@ -129,7 +129,7 @@ def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
         backend.generate(PROMPTS, PARAMS, 1)
     with pytest.raises(SyncError, match=r"version 9 lacks b\.weight, norm\.weight"):
         backend.finish_update()
-    backend._open = None  # the client forgets; the server does not
+    backend._weights._open = None  # the client forgets; the server does not
     with pytest.raises(BackendError, match=r"could not answer prompt .*push of version 9 has not finished"):
         backend.generate(PROMPTS, PARAMS, 1)
     push(backend, 10)  # a later push heals it
@@ -331,7 +331,7 @@ def test_answers_that_cannot_be(answer: dict[str, Any], message: str) -> None:
     backend = TrtllmBackend(
         process, Mock(), EngineFacts(size, Speculation(), "1.2.1", {}, eos_token_ids=(0,))
     )
-    backend._version = 0
+    backend._weights.version = 0
     with pytest.raises(BackendError, match=message):
         backend.generate(PROMPTS[:1], PARAMS, 1)
 
