@@ -36,24 +36,25 @@ class Clock(Protocol):
         """Seconds since an arbitrary start; never goes back. Mutates nothing."""
 
 
-class Watch(Protocol):
-    """Who is told what a rank does, so that somebody knows when it does nothing."""
+RankOutcome = Literal["done", "saved", "left", "failed", "timeout"]
+"""How a rank ends; saved, left: before the run's end, with and without a checkpoint."""
+
+
+class RankMonitor(Protocol):
+    """Gets a rank's phases and signs of life, so that a hang is found."""
 
     def enter(self, phase: str, step: int, order: int) -> None:
         """The rank enters a phase, the `order`-th of all."""
 
-    def pulse(
+    def report(
         self, *, state: str = "", running: int = 0, queued: int = 0, longest: int = 0, left: float = 0.0
     ) -> None:
         """A sign of life within a phase: state in an idle window; requests that decode and that wait; tokens of the
         longest running answer; tokens still expected.
         """
 
-    def close(self, outcome: Literal["done", "saved", "left", "failed", "timeout"], detail: str = "") -> None:
-        """The rank ends, and says how (saved, left: before the run's end, with and without a checkpoint).
-
-        A second call does nothing.
-        """
+    def close(self, outcome: RankOutcome, detail: str = "") -> None:
+        """The rank ends. A second call does nothing."""
 
 
 class ModelShape(Protocol):

@@ -13,9 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,25 +29,26 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from megatron_tlt.config.run import DistributedSection
-    from megatron_tlt.interfaces import Watch
+    from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
-_LEAVE_S = 0.3  # mpiexec takes one that leaves at the end of MPI_Finalize for crashed: its good-bye is still on the way
+_LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
+_ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
 @dataclass
 class _Phase:
-    """What this rank is doing, and who is told. Mutable on purpose: the world around it is frozen."""
+    """What this rank is doing, and its monitor. Mutable on purpose: the world around it is frozen."""
 
     name: str = "start"
     step: int = -1
     order: int = 0
-    watch: Watch | None = None
-    end: tuple[Literal["done", "saved", "left"], str] = ("done", "")
+    monitor: RankMonitor | None = None
+    outcome: tuple[RankOutcome, str] = ("done", "")
 
 
 @dataclass(frozen=True)
 class World:
-    """Frozen context of one rank, handed to whoever needs it; there are no global getters."""
+    """Frozen context of one rank, passed as an argument; there are no global getters."""
 
     rank: int
     size: int
@@ -97,26 +99,25 @@ class World:
         return self._phase.step
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Notes on the phase board what this rank does now. Microseconds; never waits for another rank."""
+        """Writes to the phase board what this rank does now. Microseconds; never waits for another rank."""
         self._phase.name, self._phase.order = phase, self._phase.order + 1
         if step is not None:
             self._phase.step = step
         self.store.set(f"phase/{self.rank}", f"{self._phase.order}|{self._phase.step}|{phase}")
-        if self._phase.watch is not None:
-            self._phase.watch.enter(phase, self._phase.step, self._phase.order)
+        if self._phase.monitor is not None:
+            self._phase.monitor.enter(phase, self._phase.step, self._phase.order)
 
-    def watched_by(self, start: Callable[[], Watch]) -> None:
-        """Ends the present watch, if there is one, and starts the one that is told from now on what this rank does."""
-        if self._phase.watch is not None:
-            self._phase.watch.close(*self._phase.end)
-        self._phase.end = ("done", "")
-        self._phase.watch = watch = start()
-        watch.enter(self._phase.name, self._phase.step, self._phase.order)
+    def set_monitor(self, start: Callable[[], RankMonitor]) -> None:
+        """Closes the present monitor, if there is one; from now on what `start` returns gets this rank's phases."""
+        self._close_monitor()
+        self._phase.outcome = ("done", "")
+        self._phase.monitor = monitor = start()
+        monitor.enter(self._phase.name, self._phase.step, self._phase.order)
 
-    def pulse(self, **figures: Any) -> None:
-        """A sign of life within a phase; `figures` as in `Watch.pulse`. Microseconds."""
-        if self._phase.watch is not None:
-            self._phase.watch.pulse(**figures)
+    def heartbeat(self, **figures: Any) -> None:
+        """A sign of life within a phase; `figures` as in `RankMonitor.report`. Microseconds."""
+        if self._phase.monitor is not None:
+            self._phase.monitor.report(**figures)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
@@ -149,15 +150,18 @@ class World:
         """Ends every rank of the job with a non-zero exit, at once; after a timeout, when all stacks are written."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._phase.watch is not None:
-            self._phase.watch.close("timeout" if timed_out else "failed", detail)
+        if self._phase.monitor is not None:
+            self._phase.monitor.close("timeout" if timed_out else "failed", detail)
+        with suppress(RuntimeError):  # rank 0 is gone, and its store
+            if self.store.add("abort", 1) > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
+                time.sleep(_ABORT_S)
         self.comm.Abort(code)
 
     def leave(self, code: int) -> NoReturn:
         """Orderly end of all ranks with a non-zero exit status. Collective; does not return.
 
-        A launcher that sees one rank leave so kills the others, and reports that. So they leave together, when MPI is
-        closed, without the seconds of tearing an interpreter down.
+        A launcher that sees one rank exit with an error kills the others, and reports that. So they exit together, when
+        MPI is closed, without the seconds of tearing an interpreter down.
         """
         from mpi4py import MPI
 
@@ -169,15 +173,18 @@ class World:
         os._exit(code)
 
     def ends_early(self, saved: bool, detail: str) -> None:
-        """The run ends before its last step: what its watch is told when it closes, `detail` for people."""
-        self._phase.end = ("saved" if saved else "left", detail)
+        """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
+        self._phase.outcome = ("saved" if saved else "left", detail)
 
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
         dist.barrier()
         dist.destroy_process_group()
-        if self._phase.watch is not None:
-            self._phase.watch.close(*self._phase.end)
+        self._close_monitor()
+
+    def _close_monitor(self) -> None:
+        if self._phase.monitor is not None:
+            self._phase.monitor.close(*self._phase.outcome)
 
 
 def _start_mpi() -> MPI.Comm:

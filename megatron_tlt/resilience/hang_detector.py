@@ -1,93 +1,72 @@
-"""Who is stuck, who is slow, and how long a phase should take. Pure: no clock, no files. Stdlib only."""
+"""Which ranks hang, which are slow, and how long a phase should take. Pure: no clock, no files. Stdlib only."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from megatron_tlt.errors import shortened
-from megatron_tlt.resilience.status_files import Beat
+from megatron_tlt.resilience.heartbeat import Heartbeat
 
-_FEWEST = 3  # durations without which there is no expectation
-_SPREADS = 6.0
-_TO_SIGMA = 1.4826  # from a median absolute deviation, if durations were normal
+_MIN_DURATIONS = 3  # of a phase, without which nothing is expected of it
+_DEVIATIONS = 6.0  # above the median
+_MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard one, for normal durations
+_PROCESS_STATES = {"T": "stopped", "t": "stopped", "D": "waiting in the kernel", "R": "computing"}
 _SEVERITY = (
     "killed", "hung", "failed", "lost", "stopped", "silent", "slow", "running", "ended", "saved", "done"
 )  # fmt: skip
 
 
-def limit_of(durations: Sequence[float], factor: float, least: float) -> float:
+def phase_limit(durations: Sequence[float], factor: float, least: float) -> float:
     """Seconds that a phase should not exceed, from earlier ones' seconds; 0 while there are too few.
 
     Medians, because one hour-long evaluation or one hang must not hide the next: at least `factor` medians, six
     deviations above the median, and `least`.
     """
-    if len(durations) < _FEWEST:
+    if len(durations) < _MIN_DURATIONS:
         return 0.0
-    middle = statistics.median(durations)
-    spread = _TO_SIGMA * statistics.median(abs(d - middle) for d in durations)
-    return max(factor * middle, middle + _SPREADS * spread, least)
+    median = statistics.median(durations)
+    deviation = _MAD_TO_SIGMA * statistics.median(abs(d - median) for d in durations)
+    return max(factor * median, median + _DEVIATIONS * deviation, least)
 
 
-class Tracker:
-    """Ages beats by when they were seen to change, so that no two clocks are ever compared."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def aged(self, beats: Mapping[int, Beat], now: float) -> list[Beat]:
-        """The beats with their seconds as of `now` (of the reader's monotonic clock), at least."""
-        out = []
-        for rank, beat in beats.items():
-            seq, since = self._seen.get(rank, (-1, now))
-            if seq != beat.seq:
-                since = now
-                self._seen[rank] = (beat.seq, now)
-            out.append(older(beat, now - since))
-        return out
-
-    def forget(self) -> None:
-        """The reader was asleep itself: what seems old to it need not be."""
-        self._seen.clear()
-
-
-def older(beat: Beat, seconds: float) -> Beat:
-    """The beat, so many seconds later."""
+def aged(beat: Heartbeat, seconds: float) -> Heartbeat:
+    """The heartbeat so many seconds later."""
     if not beat.is_running or seconds <= 0:
         return beat
     return replace(
-        beat,
-        phase_seconds=beat.phase_seconds + seconds,
-        silent_seconds=beat.silent_seconds + seconds,
+        beat, phase_seconds=beat.phase_seconds + seconds, silent_seconds=beat.silent_seconds + seconds
     )
 
 
-def stuck(beats: Iterable[Beat], hang_s: float) -> list[Beat]:
+def find_hung(beats: Iterable[Heartbeat], hang_s: float) -> list[Heartbeat]:
     """The ranks that the job hangs on; empty while it does not hang.
 
-    Most silent ranks only wait for one that works, in a collective that they have reached before it. So a rank is
-    stuck that is silent for `hang_s` and has nobody at its phase or behind it who shows signs of life. A rank that is
-    idle works for nobody, however lively. Of those, the ones that are furthest behind are named.
+    Most silent ranks only wait in a collective for one that works. So a rank hangs that is silent for `hang_s` while no
+    rank at its phase or behind it shows signs of life, except waiting ones. Of those, the furthest behind are returned.
     """
-    here = [beat for beat in beats if beat.is_running]
-    silent = [beat for beat in here if beat.silent_seconds >= hang_s]
-    working = [beat.order for beat in here if beat.silent_seconds < hang_s and not beat.is_waiting]
+    running = [beat for beat in beats if beat.is_running]
+    silent = [beat for beat in running if beat.silent_seconds >= hang_s]
+    working = [beat.order for beat in running if beat.silent_seconds < hang_s and not beat.is_waiting]
     first = min(working, default=None)
-    found = [beat for beat in silent if first is None or beat.order < first]
-    last = min((beat.order for beat in found), default=0)
-    return [beat for beat in found if beat.order == last]
+    return furthest_behind(beat for beat in silent if first is None or beat.order < first)
 
 
-def slow(beats: Iterable[Beat]) -> list[Beat]:
-    """The ranks whose phase takes longer than it should; of these the furthest behind, the others wait for them."""
-    here = [beat for beat in beats if beat.is_running]
-    last = min((beat.order for beat in here), default=0)
-    return [b for b in here if b.order == last and 0 < b.limit_seconds < b.phase_seconds and not b.is_waiting]
+def find_slow(beats: Iterable[Heartbeat]) -> list[Heartbeat]:
+    """Of the ranks furthest behind, for which the others wait, those whose phase takes longer than it should."""
+    return [beat for beat in furthest_behind(beats) if _is_slow(beat)]
 
 
-def condition(beat: Beat, age: float) -> str:
-    """One word on a beat that was written `age` seconds ago: see `_SEVERITY`.
+def furthest_behind(beats: Iterable[Heartbeat]) -> list[Heartbeat]:
+    """The running ranks that have entered the fewest phases."""
+    running = [beat for beat in beats if beat.is_running]
+    last = min((beat.order for beat in running), default=0)
+    return [beat for beat in running if beat.order == last]
+
+
+def condition(beat: Heartbeat, age: float) -> str:
+    """One word of `_SEVERITY` on a heartbeat that was written `age` seconds ago.
 
     lost: neither the rank nor its watchdog has written for long, as when a host is gone.
     """
@@ -99,37 +78,37 @@ def condition(beat: Beat, age: float) -> str:
         return "stopped"
     if beat.hang_s and beat.silent_seconds > beat.hang_s / 2:
         return "silent"
-    if 0 < beat.limit_seconds < beat.phase_seconds and not beat.is_waiting:
-        return "slow"
-    return "running"
+    return "slow" if _is_slow(beat) else "running"
 
 
-def worst_first(rows: Iterable[tuple[Beat, str]]) -> list[tuple[Beat, str]]:
-    """Beats with their conditions: the gravest, then those furthest behind, then the longest silent."""
-    return sorted(
-        rows,
-        key=lambda row: (_SEVERITY.index(row[1]), row[0].order, -row[0].silent_seconds, row[0].rank),
-    )
+def worst_first(rows: Iterable[tuple[Heartbeat, str]]) -> list[tuple[Heartbeat, str]]:
+    """Heartbeats with their conditions: the gravest, then those furthest behind, then the longest silent."""
+
+    def key(row: tuple[Heartbeat, str]) -> tuple[int, int, float, int]:
+        return _SEVERITY.index(row[1]), row[0].order, -row[0].silent_seconds, row[0].rank
+
+    return sorted(rows, key=key)
 
 
-def place(beat: Beat) -> str:
-    """Who and where, for messages."""
+def name_of(beat: Heartbeat) -> str:
+    """Rank, host and process, for messages."""
     return f"rank {beat.rank} (host {beat.host}, pid {beat.pid})"
 
 
-def where(beat: Beat) -> str:
-    """In which phase, for messages."""
+def phase_of(beat: Heartbeat) -> str:
+    """Phase and step, for messages."""
     return f"phase {beat.phase}, step {beat.step}"
 
 
-def listed(beats: Sequence[Beat]) -> str:
+def describe(beats: Sequence[Heartbeat]) -> str:
     """Ranks with what they do, for messages; at most 16."""
-    parts = [
-        f"{place(b)} in {where(b)}, silent for {b.silent_seconds:.0f} s{_process(b.process)}" for b in beats
-    ]
-    return shortened(parts, 16, separator="; ")
+    parts = []
+    for beat in beats:
+        state = _PROCESS_STATES.get(beat.process)
+        suffix = f" [{state}]" if state else ""
+        parts.append(f"{name_of(beat)} in {phase_of(beat)}, silent for {beat.silent_seconds:.0f} s{suffix}")
+    return shortened(parts, 16, "; ")
 
 
-def _process(letter: str) -> str:
-    said = {"T": "stopped", "t": "stopped", "D": "waiting in the kernel", "R": "computing"}.get(letter)
-    return f" [{said}]" if said else ""
+def _is_slow(beat: Heartbeat) -> bool:
+    return 0 < beat.limit_seconds < beat.phase_seconds and not beat.is_waiting

@@ -1,40 +1,52 @@
-"""What a rank is doing, in memory that its watchdog process reads: still there when the rank is killed. Stdlib only.
+"""The status files of a run: JSON, whole or not there, readable by the user alone. Stdlib only.
 
-Two slots are written in turn, each with a checksum: a reader takes the newest whole one, so a rank that dies in the
-middle of a write leaves the one before. A write takes microseconds and never waits.
+    RUN_DIR/status/rank-00003.json    what a rank did when its host's watchdog last looked (`Heartbeat`)
+    RUN_DIR/status/end.json           why the job ends (`JobEnd`): written once, by the watchdog that finds out first
+    RUN_DIR/status/stacks.json        an operator's request for stacks (`StackRequest`)
+    RUN_DIR/stacks/rank-3.txt         stacks, appended
+
+Files of another start of the job (`start_id`) are ignored.
 """
 
 from __future__ import annotations
 
-import mmap
-import struct
-import zlib
-from dataclasses import dataclass, replace
-
-_BODY = struct.Struct("<QQq32s12sdddqqqd")
-_CRC = struct.Struct("<I")
-_SLOT = 256
-SIZE = 2 * _SLOT
+import json
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A moment of one rank. Times are seconds of `time.monotonic`, which all processes of a host share."""
+@dataclass(frozen=True)
+class Heartbeat:
+    """One rank's state. Seconds are those at the time of writing."""
 
-    count: int = 0
-    """Writes so far."""
-    order: int = 0
-    """Phases entered so far: ranks go through the same ones, so who has the lowest is behind."""
-    step: int = -1
+    start_id: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    seq: int = 0
+    """Counts writes: shows without comparing clocks of two hosts that there was one."""
+    outcome: str = "running"
+    """running; done; saved: before the run's end, by a signal;
+    failed, killed, hung: this rank is why the job ended; ended: it ended with the job."""
+    detail: str = ""
+    process: str = "?"
+    """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead; ? not known."""
     phase: str = "start"
+    step: int = -1
+    order: int = 0
+    """Phases entered so far: ranks go through the same ones, so the lowest is behind."""
     state: str = ""
     """Of an idle window: BUSY, IDLE or TRAINING; empty elsewhere."""
-    phase_at: float = 0.0
-    """When the phase began."""
-    pulse_at: float = 0.0
-    """The last sign of life."""
-    limit: float = 0.0
-    """Seconds that the phase should not exceed, from its own history; 0: not known yet."""
+    phase_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    """Since the last sign of life."""
+    limit_seconds: float = 0.0
+    """That the phase should not exceed, from its own history; 0: not known yet."""
     running: int = 0
     """Requests that the engine decodes."""
     queued: int = 0
@@ -43,46 +55,124 @@ class Snapshot:
     """Tokens of the longest running answer."""
     left: float = 0.0
     """Tokens still expected of this replica."""
+    stacks: str = ""
+    """Id of the last request for stacks that was answered."""
+    heartbeat_s: float = 5.0
+    hang_s: float = 0.0
+    written_at: float = 0.0
+    """Wall time."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the rank has not ended."""
+        return self.outcome == "running"
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it only waits for other ranks (and may train the drafter meanwhile)."""
+        return self.phase == "idle" or self.state == "IDLE"
 
 
-def _pack(s: Snapshot) -> bytes:
-    texts = s.phase.encode()[:32], s.state.encode()[:12]
-    times = s.phase_at, s.pulse_at, s.limit
-    body = _BODY.pack(s.count, s.order, s.step, *texts, *times, s.running, s.queued, s.longest, s.left)
-    return body + _CRC.pack(zlib.crc32(body))
+@dataclass(frozen=True)
+class JobEnd:
+    """Why a job ends."""
+
+    start_id: str
+    outcome: str
+    """killed, failed or hung."""
+    text: str
+    ranks: list[int] = field(default_factory=list)
+    """The ranks at fault."""
 
 
-def _unpack(data: bytes) -> Snapshot | None:
-    """None for a slot that was never or only half written."""
-    body = data[: _BODY.size]
-    (crc,) = _CRC.unpack_from(data, _BODY.size)
-    if crc != zlib.crc32(body):
+@dataclass(frozen=True)
+class StackRequest:
+    """A request for stacks of all ranks."""
+
+    start_id: str
+    id: str
+
+
+StatusFile = TypeVar("StatusFile", Heartbeat, JobEnd, StackRequest)
+
+
+class StatusFiles:
+    """The status files of one run directory."""
+
+    def __init__(self, run_dir: str | Path):
+        self.stacks = Path(run_dir) / "stacks"
+        self.status = Path(run_dir) / "status"
+        self.end = self.status / "end.json"
+        self.request = self.status / "stacks.json"
+
+    def heartbeat(self, rank: int) -> Path:
+        """The file of a rank's heartbeat."""
+        return self.status / f"rank-{rank:05d}.json"
+
+    def stacks_of(self, rank: int) -> Path:
+        """The file of a rank's stacks."""
+        return self.stacks / f"rank-{rank}.txt"
+
+    def clear(self) -> None:
+        """Rank 0, before any watchdog starts: private directories, without files of an earlier start."""
+        for folder in (self.status, self.stacks):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+        for path in self.status.glob("*.json*"):
+            path.unlink(missing_ok=True)
+
+    def read_heartbeats(self, start_id: str | None = None) -> tuple[dict[int, Heartbeat], list[str]]:
+        """All ranks' heartbeats by rank (of one start only, if given), and a line for each damaged file."""
+        beats: dict[int, Heartbeat] = {}
+        problems = []
+        for path in sorted(self.status.glob("rank-*.json")):
+            try:
+                beat = _read(path, Heartbeat)
+            except (ValueError, TypeError) as error:
+                problems.append(f"{path}: damaged: {error}")
+                continue
+            if beat is not None and start_id in (None, beat.start_id):
+                beats[beat.rank] = beat
+        return beats, problems
+
+    def read_end(self, start_id: str) -> JobEnd | None:
+        """Why this start of the job ends; None while it runs."""
+        return _of_start(self.end, JobEnd, start_id)
+
+    def read_request(self, start_id: str) -> StackRequest | None:
+        """The newest request for stacks of this start."""
+        return _of_start(self.request, StackRequest, start_id)
+
+
+def write_status(path: Path, value: Heartbeat | JobEnd | StackRequest, *, only_first: bool = False) -> bool:
+    """Writes a status file atomically; with `only_first`, False if there is one already. Raises OSError."""
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # 0600
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(value), file, allow_nan=False)
+        if only_first:
+            os.link(name, path)
+        else:
+            os.replace(name, path)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+    return True
+
+
+def _read(path: Path, kind: type[StatusFile]) -> StatusFile | None:
+    try:
+        tree = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return None
-    count, order, step, phase, state, *rest = _BODY.unpack(body)
-    phase, state = (text.rstrip(b"\0").decode(errors="replace") for text in (phase, state))
-    return Snapshot(count, order, step, phase, state, *rest)
+    return kind(**tree)
 
 
-class Block:
-    """`SIZE` bytes of a file, mapped. One process writes, others read."""
-
-    def __init__(self, fd: int):
-        """`fd` must be open for reading and writing and hold at least `SIZE` bytes; it may be closed afterwards."""
-        self._map = mmap.mmap(fd, SIZE)
-        self._last = Snapshot()
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Publishes it; `count` is set here."""
-        self._last = replace(snapshot, count=self._last.count + 1)
-        data = _pack(self._last)
-        at = (self._last.count % 2) * _SLOT
-        self._map[at : at + len(data)] = data
-
-    def read(self) -> Snapshot:
-        """The newest whole snapshot; an empty one before the first."""
-        found = [_unpack(self._map[at : at + _SLOT]) for at in (0, _SLOT)]
-        return max((s for s in found if s is not None), key=lambda s: s.count, default=Snapshot())
-
-    def close(self) -> None:
-        """Unmaps it."""
-        self._map.close()
+def _of_start(path: Path, kind: type[StatusFile], start_id: str) -> StatusFile | None:
+    try:
+        value = _read(path, kind)
+    except (ValueError, TypeError):  # damaged
+        return None
+    return value if value is not None and value.start_id == start_id else None

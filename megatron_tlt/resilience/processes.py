@@ -1,36 +1,43 @@
-"""What the kernel says about a rank's process, and asking it for its stacks. Where there is no /proc less is known."""
+"""What the kernel says about a process, and having it write its stacks. Without /proc less is known. Stdlib only."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGQUIT
-_PATIENCE_S = 5.0
-_QUIET_S = 0.2
+_WAIT_S = 5.0  # for the stacks of a process that is to write them
+_QUIET_S = 0.2  # without another byte: the stacks are whole
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process: R, S, D, T, Z; ? where it does not say."""
+    """The kernel's letter for a process: R, S, D, T, Z; ? where there is no such process."""
     parts = _stat(pid)
     return parts[0] if parts else "?"
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return process_state(pid) not in ("Z", "X")
+
+
 def exit_status(pid: int) -> str:
-    """How a process ended that nobody has reaped yet, in words; empty where the kernel does not say."""
+    """How a process ended whose parent has not read its status yet, in words; empty where the kernel does not say."""
     parts = _stat(pid)
     if len(parts) < 50 or parts[0] not in "ZX":
         return ""
     code = int(parts[49])
-    if code & 0x7F:
-        with suppress(ValueError):
-            return f"was killed by signal {code & 0x7F} ({signal.Signals(code & 0x7F).name})"
-        return f"was killed by signal {code & 0x7F}"
-    return f"left with exit code {code >> 8}, without a word"
+    if number := code & 0x7F:
+        return f"was killed by signal {number} ({signal.Signals(number).name})"
+    return f"left with exit code {code >> 8}, without an error message"
 
 
 def _stat(pid: int) -> list[str]:
@@ -38,48 +45,37 @@ def _stat(pid: int) -> list[str]:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name before it may hold anything
+    return text.rpartition(")")[2].split()  # the process name before it may hold anything
 
 
-def oom_kills() -> int:
-    """Processes that the kernel has killed for memory in this control group; 0 where it does not say."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
-        events = (Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events").read_text()
-        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
-    except (OSError, IndexError, KeyError, ValueError):
-        return 0
+def write_stacks(files: Mapping[int, Path], headings: Mapping[int, str]) -> set[int]:
+    """Has processes (by pid) append their stacks to files; returns those that did within seconds. Raises OSError.
 
-
-def ask_for_stacks(pid: int, path: Path, heading: str, alive: Callable[[], bool]) -> bool:
-    """Has a rank that registered `STACK_SIGNAL` append its stacks to `path`; whether they came within seconds.
-
-    The handler is C and needs no GIL, so it works in a rank that spins in C or waits inside MPI. A stopped process is
-    let go on, finds the signal first, and is stopped again.
+    They have registered `STACK_SIGNAL` with `faulthandler`: its handler is C and needs no GIL, so it works in a process
+    that spins in C or waits inside MPI. A stopped process is continued, gets the signal first, and is stopped again.
     """
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"\n==== {heading}\n")
-    before = path.stat().st_size
-    if not alive():
-        return False
-    was_stopped = process_state(pid) in ("T", "t")
-    os.kill(pid, STACK_SIGNAL)
-    if was_stopped:
-        os.kill(pid, signal.SIGCONT)
-    came = _grows(path, before)
-    if was_stopped and alive():
-        os.kill(pid, signal.SIGSTOP)
-    return came
-
-
-def _grows(path: Path, before: int) -> bool:
-    """Waits until a file has become longer and rests; False if it does not within seconds."""
-    size, since, end = before, time.monotonic(), time.monotonic() + _PATIENCE_S
-    while time.monotonic() < end:
+    sizes: dict[int, int] = {}
+    stopped = [pid for pid in files if process_state(pid) in ("T", "t")]
+    for pid, path in files.items():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"\n==== {headings[pid]}\n")
+        sizes[pid] = path.stat().st_size
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+            if pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+    now = time.monotonic()
+    seen, end, changed_at = dict(sizes), now + _WAIT_S, now
+    while (now := time.monotonic()) < end:
+        lengths = {pid: path.stat().st_size for pid, path in files.items()}
+        if lengths != seen:
+            seen, changed_at = lengths, now
+        elif now - changed_at > _QUIET_S and all(
+            seen[pid] > sizes[pid] or not is_alive(pid) for pid in files
+        ):
+            break
         time.sleep(0.01)
-        now = path.stat().st_size
-        if now != size:
-            size, since = now, time.monotonic()
-        elif size > before and time.monotonic() - since > _QUIET_S:
-            return True
-    return size > before
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    return {pid for pid in files if seen[pid] > sizes[pid]}

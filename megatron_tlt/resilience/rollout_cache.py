@@ -283,7 +283,9 @@ class RolloutCache:
 
         Collective while there may be answers of an earlier start.
         """
-        cached = {} if self._old_files is None else self._same_in_replica(self._read(self._old_files, prompts))
+        cached = (
+            {} if self._old_files is None else self._same_in_replica(self._read(self._old_files, prompts))
+        )
         made = self._engine.generate(
             prompts, self._params, self._num_samples, on_progress, cached.keys(), self.writer_for(prompts)
         )

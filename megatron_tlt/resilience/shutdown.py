@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Sample
 
-STORE_KEY = "shutdown"  # of the world's store: a line for each signal, its count and the seconds until the deadline
+STORE_KEY = (
+    "shutdown"  # of the world's store: a line for each signal, its count and the seconds until the deadline
+)
 _LOOK_EVERY_S = 0.25  # between looks at the store in a rollout: a look is a round trip to rank 0
 _NEW_SHARE = 0.5  # of the newest step in the running mean of how long the rest of a step takes
 
@@ -80,7 +82,9 @@ class GracefulShutdown:
         return " and ".join(names) if names else "a signal on another rank"
 
     def interruptible(
-        self, generate: Callable[[ProgressCallback], list[Sample]], on_progress: ProgressCallback | None = None
+        self,
+        generate: Callable[[ProgressCallback], list[Sample]],
+        on_progress: ProgressCallback | None = None,
     ) -> tuple[list[Sample], bool]:
         """(answers, False), or ([], True) if a signal interrupted the rollout.
 

@@ -1,12 +1,14 @@
-"""The watchdog process of one rank: `main(options)`. Stdlib only, so that it starts in an instant and stays small.
+"""The watchdog process of one host: `main()`. Stdlib only, so that it starts in an instant and stays small.
 
-A process and not a thread: it goes on when the rank is killed, stopped, or holds the GIL for ever, and takes no time
-from its decoding. It reads the rank's block (`block.py`), writes its beat, obeys verdicts and requests of others, and
-passes a verdict of its own when its rank dies without a word or others wait for it in vain. Rank 0's also watches the
-others' beats and warns of slow phases.
+A process and not a thread: it goes on when a rank is killed, stopped, or holds the GIL for ever, and takes no time from
+decoding. It gets its ranks' reports from a socket and their deaths from the kernel, writes their heartbeats, and ends
+the job when a rank dies or others wait for one in vain. The one of rank 0's host also warns of slow phases.
 
-    rank --- memory ---> watchdog --- RUN_DIR/status ---> other watchdogs, `megatron-tlt status`
-         <-- SIGQUIT ---           <--- verdict, ask ----
+    ranks --- socket ----> watchdog --- RUN_DIR/status ---> other hosts' watchdogs, `megatron-tlt status`
+          <-- SIGQUIT ---           <-- end, request ---
+
+One epoll set holds all ranks of the host, and the kernel queues its events in the order in which they happen: even a
+watchdog that wakes up late on a busy host sees which rank died first and which ones were only ended with the job.
 """
 
 from __future__ import annotations
@@ -16,353 +18,328 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.errors import shortened
-from megatron_tlt.resilience import hang_detector as judge
-from megatron_tlt.resilience import status_files as files
-from megatron_tlt.resilience.deaths import Deaths
-from megatron_tlt.resilience.heartbeat import Block
-from megatron_tlt.resilience.processes import ask_for_stacks, exit_status, oom_kills, process_state
+from megatron_tlt.resilience import hang_detector as detector
+from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles, write_status
+from megatron_tlt.resilience.processes import exit_status, is_alive, process_state, write_stacks
 
-# Schedulers and terminals send these to everything they find; the rank decides what they mean, not its watchdog.
+# Schedulers and terminals send these to every process; what they mean is up to the ranks.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
-_LAUNCHER_GRACE_S = 10.0
-_STACKS_S = 20.0
-_SECOND_S, _AFTER_A_DEATH_S, _POLITE_S = 0.1, 1.0, 3.0
-_UNKNOWN = "died without a word (killed?)"
+_MAX_MESSAGE = 1 << 16
+_LAUNCHER_S = 10.0  # for the launcher to end the other ranks by itself
+_STACKS_S = 20.0  # for the other hosts' stacks
+_OTHER_HOSTS_S = 1.0  # an error that a death on another host causes may come before its watchdog has written
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the rank tells its watchdog at the start (JSON, its only argument)."""
+    """Of one watchdog process."""
 
     run_dir: str
-    attempt: str
-    rank: int
+    start_id: str
     size: int
-    pid: int
-    block_fd: int
     heartbeat_s: float
     hang_s: float
 
 
-class Sidecar:
-    """Watches one rank until it ends."""
+@dataclass
+class Rank:
+    """A rank of this host."""
 
-    def __init__(self, options: Options, said_by_rank: int = 0):
-        self.o = options
-        self._block = Block(options.block_fd)
-        self._voice = said_by_rank
-        self._beat = files.Beat(
-            attempt=options.attempt,
-            rank=options.rank,
-            size=options.size,
-            host=socket.gethostname(),
-            pid=options.pid,
-            seq=0,
-            heartbeat_s=options.heartbeat_s,
-            hang_s=options.hang_s,
-        )
-        self._deaths = Deaths(options.run_dir)
-        self._tracker = judge.Tracker()
-        self._awake_since = self._looked_at = self._scanned_at = time.monotonic()
-        self._warned: dict[int, float] = {}
-        self._warned_disk = False
-        self._oom = oom_kills()
-        self._said = b""
+    connection: socket.socket
+    beat: Heartbeat
+    """As last computed or written."""
+    pidfd: int = -1
+    report: dict[str, Any] = field(default_factory=dict)
+    """Its newest report: fields of `Heartbeat`, `phase_at` and `alive_at` in seconds of this host's monotonic clock."""
 
-    # -- the loop -----------------------------------------------------------------------------------------------
+
+class Watchdog:
+    """Watches the ranks of one host until all have ended."""
+
+    def __init__(self, options: Options, listener: socket.socket):
+        self._o, self._files, self._listener = options, StatusFiles(options.run_dir), listener
+        self._poll = select.epoll()
+        self._poll.register(listener.fileno(), select.EPOLLIN)
+        self._ranks: dict[int, Rank] = {}
+        self._end: JobEnd | None = None
+        self._kill_at = float("inf")
+        self._looked_at = self._awake_since = self._detected_at = time.monotonic()
+        self._remote: dict[
+            int, tuple[int, float]
+        ] = {}  # of other hosts: last heartbeat's number, and when it came
+        self._warned_at: dict[int, float] = {}  # order of a slow phase: seconds at which to warn again
+        self._has_disk = True
 
     def run(self) -> None:
-        """Returns when the rank has ended, one way or another."""
-        poller = select.poll()
-        poller.register(self._voice, select.POLLIN | select.POLLHUP)
+        """Returns when all ranks have ended."""
+        parent = os.getppid()
+        while self._running() or (not self._ranks and os.getppid() == parent):
+            for fd, _ in self._poll.poll(min(self._o.heartbeat_s, 1.0)):
+                self._handle(fd)
+            for (
+                rank
+            ) in self._running():  # without pidfds, or with a child of the rank that holds the socket open
+                if not is_alive(rank.beat.pid):
+                    self._died(rank)
+            self._look()
+
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks.values() if rank.beat.is_running]
+
+    def _handle(self, fd: int) -> None:
+        if fd == self._listener.fileno():
+            self._accept()
+            return
+        for rank in self._running():
+            if fd == rank.pidfd:
+                self._died(rank)
+            elif fd == rank.connection.fileno():
+                self._receive(rank)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            connection.close()
+            return
+        report = json.loads(connection.recv(_MAX_MESSAGE))
+        o = self._o
+        beat = Heartbeat(
+            o.start_id,
+            report.pop("rank"),
+            o.size,
+            socket.gethostname(),
+            report.pop("pid"),
+            heartbeat_s=o.heartbeat_s,
+            hang_s=o.hang_s,
+        )
+        rank = self._ranks[beat.rank] = Rank(connection, beat, report=report)
+        self._poll.register(connection.fileno(), select.EPOLLIN)
         with suppress(OSError, AttributeError):
-            poller.register(os.pidfd_open(self.o.pid), select.POLLIN)
-        self._write()
-        while self._alive():
-            # Without a pidfd, or with a child of the rank that holds the pipe open, its death is found by looking.
-            events = dict(poller.poll(1000 * min(self.o.heartbeat_s, 1.0)))
-            if self._voice in events and not self._listen():
-                break
-            if self._look():
-                return
-        self._rank_ended()
+            rank.pidfd = os.pidfd_open(beat.pid)
+            self._poll.register(rank.pidfd, select.EPOLLIN)
+        self._write(rank, self._now(rank))
 
-    def _alive(self) -> bool:
-        return os.getppid() == self.o.pid and process_state(self.o.pid) != "Z"
+    def _receive(self, rank: Rank) -> None:
+        """A report, how the rank ends, or its death."""
+        try:
+            data = rank.connection.recv(_MAX_MESSAGE)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._died(rank)
+            return
+        report = json.loads(data)
+        if "outcome" not in report:
+            rank.report = report
+            return
+        outcome, detail = report["outcome"], report["detail"]
+        if outcome == "timeout":
+            self._end_hung_job(detector.furthest_behind(self._all(time.monotonic())), detail)
+        elif outcome == "failed" and self._claim("failed", detail, [rank.beat]):
+            self._ended(rank, "failed", detail)
+        else:
+            self._ended(rank, outcome if outcome in ("done", "saved") else "ended", detail)
 
-    def _listen(self) -> bool:
-        """Takes what the rank says; False when it has nothing more to say."""
-        data = os.read(self._voice, 4096)
-        self._said += data
-        return bool(data) and not self._said.endswith(b"\n")
+    # -- heartbeats ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
-        """One beat, if it is time; True if the job ends here."""
-        now = time.monotonic()
-        if now - self._looked_at < self.o.heartbeat_s * 0.9:
-            return False
-        if (
-            now - self._looked_at > 5 * self.o.heartbeat_s + 10
-        ):  # this process was stopped, so the rank was, too
-            self._awake_since = now
-            self._tracker.forget()
-        self._looked_at = now
-        self._write()
-        if (verdict := files.read_verdict(self.o.run_dir, self.o.attempt)) is not None:
-            self._obey(verdict, is_author=False)
-            return True
-        ask = files.read_ask(self.o.run_dir, self.o.attempt)
-        if ask is not None and ask.id != self._beat.stacks:
-            self._dump(ask.id, "asked by an operator")
-        return self._judge(now)
-
-    # -- what others see --------------------------------------------------------------------------------------------
-
-    def _now(self) -> files.Beat:
+    def _now(self, rank: Rank) -> Heartbeat:
         """The rank as it is."""
-        now, s = time.monotonic(), self._block.read()
+        now, report = time.monotonic(), dict(rank.report)
+        phase_at, alive_at, limit = report.pop("phase_at"), report.pop("alive_at"), report.pop("limit", 0.0)
         return replace(
-            self._beat,
-            seq=self._beat.seq + 1,
-            process=process_state(self.o.pid),
-            phase=s.phase,
-            step=s.step,
-            order=s.order,
-            state=s.state,
-            phase_seconds=round(now - s.phase_at, 3) if s.phase_at else 0.0,
-            silent_seconds=round(now - max(s.pulse_at, self._awake_since), 3),
-            limit_seconds=round(s.limit, 3),
-            running=s.running,
-            queued=s.queued,
-            longest=s.longest,
-            left=s.left,
+            rank.beat,
+            **report,
+            process=process_state(rank.beat.pid),
+            phase_seconds=round(now - phase_at, 3),
+            silent_seconds=round(now - max(alive_at, self._awake_since), 3),
+            limit_seconds=round(limit, 3),
             written_at=time.time(),
         )
 
-    def _write(self, beat: files.Beat | None = None, **changes: str) -> None:
-        """Writes the beat, by default the rank as it is. A full disk ends no job: it is said once."""
-        known = beat or self._now()
-        fields = {"stacks": self._beat.stacks, **changes}
-        self._beat = replace(known, seq=self._beat.seq + 1, **fields)  # type: ignore[arg-type]
+    def _write(self, rank: Rank, beat: Heartbeat) -> None:
+        """Writes a heartbeat. A full disk ends no job: one warning."""
+        rank.beat = replace(beat, seq=rank.beat.seq + 1, written_at=time.time())
         try:
-            files.write_json(files.beat_path(self.o.run_dir, self.o.rank), self._beat)
+            write_status(self._files.heartbeat(beat.rank), rank.beat)
         except OSError as error:
-            if not self._warned_disk:
-                self._warned_disk = True
-                self._warn(f"its heartbeats cannot be written: {error}")
+            if self._has_disk:
+                _warn(beat, f"heartbeats cannot be written: {error}")
+            self._has_disk = False
 
-    def _warn(self, text: str) -> None:
-        """One line in the manner of the rank's log."""
-        b = self._beat
-        clock = time.strftime("%H:%M:%S")
-        say(f"{clock} rank {b.rank}/{b.size} step {b.step} {b.phase} | WARNING {text}")
+    def _ended(self, rank: Rank, outcome: str, detail: str = "") -> None:
+        """Writes a rank's last heartbeat and lets it go."""
+        self._write(
+            rank, replace(rank.beat if self._end else self._now(rank), outcome=outcome, detail=detail)
+        )
+        rank.connection.close()  # also unregisters it
+        if rank.pidfd >= 0:
+            os.close(rank.pidfd)
 
-    # -- verdicts -----------------------------------------------------------------------------------------------
+    def _look(self) -> None:
+        """Once a heartbeat: writes, reads what other hosts and operators have written, looks for hangs."""
+        now = time.monotonic()
+        if now >= self._kill_at:
+            for rank in self._running():
+                with suppress(ProcessLookupError):
+                    os.kill(rank.beat.pid, signal.SIGKILL)
+        if now - self._looked_at < 0.9 * self._o.heartbeat_s or not self._running():
+            return
+        if now - self._looked_at > 5 * self._o.heartbeat_s + 10:  # stopped, and so were the ranks
+            self._awake_since = now
+            self._remote.clear()
+        self._looked_at = now
+        if self._end is None:
+            for rank in self._running():
+                self._write(rank, self._now(rank))
+            if (end := self._files.read_end(self._o.start_id)) is not None:
+                self._end_job(end)
+            elif request := self._files.read_request(self._o.start_id):
+                self._write_stacks(request.id, "asked by an operator")
+            self._detect(now)
 
-    def _judge(self, now: float) -> bool:
-        """Looks at all ranks, where there is reason to. True if the job ends here."""
-        o = self.o
-        has_reason = o.rank == 0 or (o.hang_s and self._beat.silent_seconds > o.hang_s / 2)
-        if not has_reason or now - self._scanned_at < max(o.heartbeat_s, 0.02 * o.size):
-            return False
-        self._scanned_at = now
-        beats = self._tracker.aged(files.read_beats(o.run_dir, o.attempt)[0], now)
-        if o.rank == 0:
-            self._warn_of(judge.slow(beats))
-        if not o.hang_s or not (found := judge.stuck(beats, o.hang_s)):
-            return False
-        text = f"the job hangs: {judge.listed(found)}; waited {o.hang_s:g} s (watchdog.hang_s)"
-        verdict = self._claim("hung", text, [b.rank for b in found])
-        if verdict is not None:
-            self._obey(verdict, is_author=True)
-        return verdict is not None
+    # -- detection ----------------------------------------------------------------------------------------------
 
-    def _warn_of(self, slow: list[files.Beat]) -> None:
+    def _all(self, now: float) -> list[Heartbeat]:
+        """All ranks' heartbeats; those of other hosts aged by when they were seen to change."""
+        beats = self._files.read_heartbeats(self._o.start_id)[0]
+        for number, beat in beats.items():
+            seq, since = self._remote.get(number, (-1, now))
+            if seq != beat.seq:
+                since = now
+                self._remote[number] = beat.seq, now
+            beats[number] = detector.aged(beat, now - since)
+        return list((beats | {number: rank.beat for number, rank in self._ranks.items()}).values())
+
+    def _detect(self, now: float) -> None:
+        """Looks for hanging and slow ranks where there is reason to: reading all files takes time in a large job."""
+        o = self._o
+        is_silent = any(2 * rank.beat.silent_seconds > o.hang_s > 0 for rank in self._running())
+        if self._end or not (0 in self._ranks or is_silent) or now - self._detected_at < 0.02 * o.size:
+            return
+        self._detected_at = now
+        beats = self._all(now)
+        if 0 in self._ranks:
+            self._warn_of_slow(detector.find_slow(beats))
+        if o.hang_s and (hung := detector.find_hung(beats, o.hang_s)):
+            self._end_hung_job(
+                hung, f"the job hangs: {detector.describe(hung)}; waited {o.hang_s:g} s (watchdog.hang_s)"
+            )
+
+    def _warn_of_slow(self, slow: list[Heartbeat]) -> None:
         """Once a phase, and again each time it has become twice as long."""
-        if not slow:
+        worst = max((beat.phase_seconds for beat in slow), default=0.0)
+        if not slow or worst < self._warned_at.get(slow[0].order, 0.0):
             return
-        worst = max(b.phase_seconds for b in slow)
-        order = slow[0].order
-        if worst < self._warned.get(order, 0.0):
-            return
-        self._warned = {order: 2 * worst}
-        names = shortened([f"{judge.place(b)} for {b.phase_seconds:.0f} s" for b in slow], 16)
-        self._warn(
-            f"slow: {judge.where(slow[0])}: {names}; from earlier ones at most {slow[0].limit_seconds:.0f} s "
-            "were expected"
-        )
-
-    def _claim(self, kind: str, text: str, ranks: list[int]) -> files.Verdict | None:
-        """Passes a verdict; None if there is one."""
-        verdict = files.Verdict(
-            self.o.attempt,
-            f"{kind}-{self.o.rank}-{time.time():.3f}",
-            kind,
-            self.o.rank,
-            time.time(),
-            text,
-            ranks,
-        )
-        try:
-            if not files.write_json(files.verdict_path(self.o.run_dir), verdict, unless_there=True):
-                return None
-        except OSError as error:  # still said, but the others do not hear of it
-            self._warn(f"its verdict cannot be written: {error}")
-        return verdict
-
-    def _rank_ended(self) -> None:
-        """The rank is dead, or has said how it ends."""
-        try:
-            said = json.loads(self._said) if self._said.endswith(b"\n") else None
-        except json.JSONDecodeError:
-            said = None
-        if said is None:
-            self._died()
-            return
-        outcome, detail = said["outcome"], said["detail"]
-        if outcome in ("done", "saved", "left"):
-            self._write(outcome="ended" if outcome == "left" else outcome, detail=detail)
-            return
-        kind, ranks = "failed", [self.o.rank]
-        if outcome == "timeout":
-            kind, ranks = "hung", self._behind()
-        else:
-            time.sleep(
-                _AFTER_A_DEATH_S
-            )  # a connection that broke when another rank was killed: that one comes first
-        mine = self._claim(kind, detail, ranks)
-        verdict = mine or files.read_verdict(self.o.run_dir, self.o.attempt)
-        if verdict is not None and verdict.kind == "hung":
-            self._obey(verdict, is_author=mine is not None)
-            return
-        self._write(outcome="ended" if mine is None else "failed", detail=detail)
-
-    def _behind(self) -> list[int]:
-        """The ranks that those wait for who wait."""
-        here = [b for b in files.read_beats(self.o.run_dir, self.o.attempt)[0].values() if b.is_running]
-        last = min((b.order for b in here), default=0)
-        return [b.rank for b in here if b.order == last]
-
-    def _died(self) -> None:
-        """Names the rank, unless it went down with the others."""
-        # At its exit a process closes its end of the pipe before the kernel knows how it ended.
-        end = time.monotonic() + 1.0
-        while os.getppid() == self.o.pid and process_state(self.o.pid) not in "Z?" and time.monotonic() < end:
-            time.sleep(0.005)
-        self._beat = self._now()
-        how = exit_status(self.o.pid) or _UNKNOWN
-        if oom_kills() > self._oom:
-            how += "; the kernel has killed something here for want of memory"
-        culprit = self._first_to_die()
-        if culprit is None:
-            # Nobody knows. Where all died at once the launcher has most likely ended them: the first speaks first.
-            time.sleep(0.0 if self._others_live_here() else _SECOND_S)
-        elif culprit.rank != self.o.rank:
-            self._wait_for_a_verdict()
-        beat, how_it = (
-            (self._beat, how) if culprit is None or culprit.rank == self.o.rank else (culprit, _UNKNOWN)
-        )
-        text = f"{judge.place(beat)} {how_it}, in {judge.where(beat)}"
-        verdict = self._claim("killed", text, [beat.rank])
-        if verdict is not None:
-            say(f"megatron-tlt: {text}; last sign of life {beat.silent_seconds:.1f} s before")
-        else:
-            verdict = files.read_verdict(self.o.run_dir, self.o.attempt)
-        is_it = verdict is not None and verdict.kind == "killed" and self.o.rank in verdict.ranks
-        self._write(outcome="killed" if is_it else "ended", detail=how)
-
-    def _first_to_die(self) -> files.Beat | None:
-        """The rank of this host that died first without a word, as it was last seen; None: not known."""
-        beats, _ = files.read_beats(self.o.run_dir, self.o.attempt)
-        for rank in self._deaths.ranks():
-            if rank == self.o.rank:
-                return self._beat
-            if rank in beats and beats[rank].outcome in ("running", "killed"):
-                return beats[rank]
-        return None
-
-    def _wait_for_a_verdict(self) -> None:
-        """Lets the watchdog speak whose rank it is: it knows more."""
-        end = time.monotonic() + _POLITE_S
-        while time.monotonic() < end and files.read_verdict(self.o.run_dir, self.o.attempt) is None:
-            time.sleep(0.05)
-
-    def _others_live_here(self) -> bool:
-        beats, _ = files.read_beats(self.o.run_dir, self.o.attempt)
-        others = [b for b in beats.values() if b.rank != self.o.rank and b.host == self._beat.host]
-        return any(b.is_running and process_state(b.pid) not in ("Z", "?") for b in others)
+        self._warned_at = {slow[0].order: 2 * worst}
+        names = shortened([f"{detector.name_of(b)} for {b.phase_seconds:.0f} s" for b in slow], 16)
+        expected = f"from earlier ones at most {slow[0].limit_seconds:.0f} s were expected"
+        _warn(self._ranks[0].beat, f"slow: {detector.phase_of(slow[0])}: {names}; {expected}")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _obey(self, verdict: files.Verdict, is_author: bool) -> None:
-        """Ends this rank; of a job that hangs, when all stacks are there. Launchers are left some time to do it."""
-        then = self._now()  # asked for its stacks, a rank may go on for a moment
+    def _claim(self, outcome: str, text: str, at_fault: list[Heartbeat]) -> bool:
+        """Writes why the job ends, unless that is known. From here on heartbeats stay as they are."""
+        if self._end is None and len(self._ranks) < self._o.size:
+            time.sleep(_OTHER_HOSTS_S)
+        if self._end is not None:
+            return False
+        end = JobEnd(self._o.start_id, outcome, text, [beat.rank for beat in at_fault])
+        is_first = True
         try:
-            if verdict.kind == "hung":
-                self._gather_stacks(verdict, is_author)
-            if not is_author:
-                self._wait_for_the_end(_LAUNCHER_GRACE_S)
-            self._write(then, outcome=verdict.kind if self.o.rank in verdict.ranks else "ended")
-        finally:  # whatever goes wrong here, the job must not hang on
-            if self._alive():
-                os.kill(self.o.pid, signal.SIGKILL)
-
-    def _gather_stacks(self, verdict: files.Verdict, is_author: bool) -> None:
-        """This rank's stacks, then a while for those of the others; the author of the verdict says what came."""
-        self._dump(verdict.id, verdict.text)
-        end = time.monotonic() + max(_STACKS_S, 3 * self.o.heartbeat_s)
-        while (missing := self._without_stacks(verdict.id)) and time.monotonic() < end:
-            time.sleep(0.1)
-        if is_author:
-            folder = files.stacks_path(self.o.run_dir, 0).parent
-            lacking = f"; none came from rank {', '.join(map(str, missing))}" if missing else ""
-            which = f"{self.o.size - len(missing)} of" if missing else "all"
-            said = f"the stacks of {which} {self.o.size} ranks are in {folder}{lacking}"
-            say(f"megatron-tlt: {verdict.text}; {said}")
-
-    def _wait_for_the_end(self, seconds: float) -> None:
-        """Waits until the rank dies or, having said how it ends, waits for this process."""
-        end = time.monotonic() + seconds
-        poller = select.poll()
-        poller.register(self._voice, select.POLLIN | select.POLLHUP)
-        while self._alive() and time.monotonic() < end and (not poller.poll(50) or self._listen()):
-            pass
-
-    def _dump(self, request: str, why: str) -> None:
-        """Has the rank write its stacks, and notes that it did."""
-        b = self._now()
-        heading = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {judge.listed([b])}; {why}"
-        path = files.stacks_path(self.o.run_dir, self.o.rank)
-        try:
-            if ask_for_stacks(self.o.pid, path, heading, self._alive):
-                self._write(stacks=request)
+            is_first = write_status(self._files.end, end, only_first=True)
         except OSError as error:
-            self._warn(f"its stacks cannot be written: {error}")
+            _warn(at_fault[0], f"the end of the job cannot be written for other hosts: {error}")
+        self._end = end if is_first else self._files.read_end(self._o.start_id) or end
+        self._kill_at = time.monotonic() + _LAUNCHER_S
+        return is_first
+
+    def _died(self, rank: Rank) -> None:
+        """Names the rank, unless it ended with the others."""
+        end = time.monotonic() + 1.0  # a process closes its files before the kernel knows how it ended
+        while is_alive(rank.beat.pid) and time.monotonic() < end:
+            time.sleep(0.005)
+        how = exit_status(rank.beat.pid) or "died without an error message (killed?)"
+        beat = rank.beat if self._end else self._now(rank)
+        text = f"{detector.name_of(beat)} {how}, in {detector.phase_of(beat)}"
+        if self._claim("killed", text, [beat]):
+            _print(f"megatron-tlt: {text}; last sign of life {beat.silent_seconds:.1f} s before")
+        assert self._end is not None
+        is_at_fault = beat.rank in self._end.ranks
+        rank.beat = beat
+        self._ended(rank, self._end.outcome if is_at_fault else "ended", how)
+
+    def _end_job(self, end: JobEnd) -> None:
+        """The job ends for a reason found on another host."""
+        self._end = end
+        if end.outcome == "hung":
+            self._write_stacks(end.text, end.text)
+        # Launchers mostly do it; of a job that hangs, the author does when all stacks are there.
+        self._kill_at = time.monotonic() + _LAUNCHER_S + (_STACKS_S if end.outcome == "hung" else 0)
+
+    def _end_hung_job(self, hung: list[Heartbeat], text: str) -> None:
+        """Gathers the stacks of all ranks, then kills this host's."""
+        for rank in self._running():  # while its stacks are written, a stopped rank may go on for a moment
+            rank.beat = self._now(rank)
+        if not self._claim("hung", text, hung):
+            return
+        self._write_stacks(text, text)
+        end = time.monotonic() + max(_STACKS_S, 3 * self._o.heartbeat_s)
+        while (missing := self._without_stacks(text)) and time.monotonic() < end:
+            time.sleep(0.1)
+        size, which = self._o.size, f"{self._o.size - len(missing)} of" if missing else "all"
+        lacking = f"; none came from rank {shortened(missing)}" if missing else ""
+        _print(
+            f"megatron-tlt: {text}; the stacks of {which} {size} ranks are in {self._files.stacks}{lacking}"
+        )
+        self._kill_at = time.monotonic()
+
+    def _write_stacks(self, request: str, reason: str) -> None:
+        """Has the ranks that have not answered this request write their stacks."""
+        ranks = {r.beat.pid: r for r in self._running() if r.beat.stacks != request}
+        clock = time.strftime("%Y-%m-%d %H:%M:%S")
+        headings = {pid: f"{clock} {detector.describe([r.beat])}; {reason}" for pid, r in ranks.items()}
+        try:
+            done = write_stacks(
+                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings
+            )
+        except OSError as error:
+            _print(f"megatron-tlt: stacks cannot be written: {error}")
+            return
+        for pid in done:
+            self._write(ranks[pid], replace(ranks[pid].beat, stacks=request))
 
     def _without_stacks(self, request: str) -> list[int]:
-        """Ranks that have not answered a request."""
-        beats, _ = files.read_beats(self.o.run_dir, self.o.attempt)
-        there = [r for r, b in beats.items() if b.stacks == request or not b.is_running]
-        return [r for r in range(self.o.size) if r not in there]
+        beats, _ = self._files.read_heartbeats(self._o.start_id)
+        done = {number for number, beat in beats.items() if beat.stacks == request or not beat.is_running}
+        return [number for number in range(self._o.size) if number not in done]
 
 
-def say(text: str) -> None:
-    """A line on the rank's stderr, if anybody still listens."""
-    with suppress(OSError):
+def _warn(beat: Heartbeat, text: str) -> None:
+    """One line in the format of the ranks' log."""
+    _print(
+        f"{time.strftime('%H:%M:%S')} rank {beat.rank}/{beat.size} step {beat.step} {beat.phase} | WARNING {text}"
+    )
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):  # nothing reads stderr any more
         os.write(2, f"{text}\n".encode())
 
 
 def main() -> None:
-    """argv: the options as JSON. Its standard input is the rank's voice."""
+    """argv: the options as JSON. Its standard input is the listening socket."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/comm").write_text("tlt-watchdog")  # for ps and top
-    Sidecar(Options(**json.loads(sys.argv[1]))).run()
+    Watchdog(Options(**json.loads(sys.argv[1])), socket.socket(fileno=0)).run()

@@ -93,9 +93,9 @@ class Evaluator:
         """Evaluates the engine's present policy. Collective. Raises GracefulExit if `stop` cuts it short."""
         generate = partial(self._backend.generate, self._mine, self._params, self._section.samples_per_prompt)
         if stop is None:
-            samples = generate(self._pulse)
+            samples = generate(self._report)
         else:
-            samples, dropped = stop.interruptible(generate, self._pulse)
+            samples, dropped = stop.interruptible(generate, self._report)
             stop.sync("eval", dropped)
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
@@ -115,8 +115,8 @@ class Evaluator:
         local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(names)}
         return summarise(step, gather_columns(self._world, local))
 
-    def _pulse(self, running: int, waiting: int, _: int) -> None:
-        self._world.pulse(running=running, queued=waiting)
+    def _report(self, running: int, waiting: int, _: int) -> None:
+        self._world.heartbeat(running=running, queued=waiting)
 
 
 def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:

@@ -34,10 +34,11 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-from megatron_tlt.resilience.rank_watch import start_watch
+from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
+from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
@@ -86,7 +87,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
-    rewards = RewardPool(config.rewards, on_verdict=world.pulse)
+    rewards = RewardPool(config.rewards, on_verdict=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
 
     # Engine and drafter, then the policy: the order of the memory plan.
@@ -379,8 +380,7 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     run_dir = Path(config.train.run_dir)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
     lock = lock_on_all(run_dir, world)
-    share = world.broadcast_object
-    world.watched_by(lambda: start_watch(config.watchdog, run_dir, world.rank, world.size, share))
+    world.set_monitor(lambda: start_watchdog(config.watchdog, run_dir, world))
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")

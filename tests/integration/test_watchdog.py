@@ -65,7 +65,7 @@ def whole(tmp_path_factory):
 def test_a_run_that_ends_well_leaves_a_finished_status(whole):
     seen = status(whole / "run", "--json")
     told = json.loads(seen.stdout)
-    assert (seen.returncode, told["condition"], told["verdict"]) == (0, "finished", None)
+    assert (seen.returncode, told["condition"], told["end"]) == (0, "finished", None)
     assert sorted((r["rank"], r["condition"], r["step"]) for r in told["ranks"]) == [
         (0, "done", STEPS),
         (1, "done", STEPS),

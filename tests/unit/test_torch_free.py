@@ -39,7 +39,7 @@ TORCH_FREE = [
     "megatron_tlt.idle.policy",
     "megatron_tlt.idle.coordinator",
     "megatron_tlt.idle.window",
-    "megatron_tlt.resilience.rank_watch",
+    "megatron_tlt.resilience.watchdog_client",
     "megatron_tlt.resilience.watchdog",
     "megatron_tlt.cli.status",
     "megatron_tlt.sim.modes",
