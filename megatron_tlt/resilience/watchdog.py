@@ -85,10 +85,8 @@ class Watchdog:
         while self._running() or (not self._ranks and os.getppid() == parent):
             for fd, _ in self._poll.poll(min(self._o.heartbeat_s, 1.0)):
                 self._handle(fd)
-            for (
-                rank
-            ) in self._running():  # without pidfds, or with a child of the rank that holds the socket open
-                if not is_alive(rank.beat.pid):
+            for rank in self._running():
+                if rank.pidfd < 0 and not is_alive(rank.beat.pid):  # an old kernel
                     self._died(rank)
             self._look()
 
@@ -138,6 +136,8 @@ class Watchdog:
         if not data:
             self._died(rank)
             return
+        if self._end is not None and self._end.outcome == "hung":
+            return  # while its stacks are written, a stopped rank may go on for a moment
         report = json.loads(data)
         if "outcome" not in report:
             rank.report = report
@@ -145,10 +145,10 @@ class Watchdog:
         outcome, detail = report["outcome"], report["detail"]
         if outcome == "timeout":
             self._end_hung_job(detector.furthest_behind(self._all(time.monotonic())), detail)
-        elif outcome == "failed" and self._claim("failed", detail, [rank.beat]):
-            self._ended(rank, "failed", detail)
-        else:
-            self._ended(rank, outcome if outcome in ("done", "saved") else "ended", detail)
+            return
+        if outcome == "failed":
+            self._claim("failed", detail, [rank.beat])
+        self._ended(rank, outcome if outcome in ("done", "saved") else "ended", detail)
 
     # -- heartbeats ---------------------------------------------------------------------------------------------
 
@@ -177,7 +177,9 @@ class Watchdog:
             self._has_disk = False
 
     def _ended(self, rank: Rank, outcome: str, detail: str = "") -> None:
-        """Writes a rank's last heartbeat and lets it go."""
+        """Writes a rank's last heartbeat and closes its connection. A rank at fault has the job's outcome."""
+        if self._end is not None and rank.beat.rank in self._end.ranks:
+            outcome = self._end.outcome
         self._write(
             rank, replace(rank.beat if self._end else self._now(rank), outcome=outcome, detail=detail)
         )
@@ -273,10 +275,8 @@ class Watchdog:
         text = f"{detector.name_of(beat)} {how}, in {detector.phase_of(beat)}"
         if self._claim("killed", text, [beat]):
             _print(f"megatron-tlt: {text}; last sign of life {beat.silent_seconds:.1f} s before")
-        assert self._end is not None
-        is_at_fault = beat.rank in self._end.ranks
         rank.beat = beat
-        self._ended(rank, self._end.outcome if is_at_fault else "ended", how)
+        self._ended(rank, "ended", how)
 
     def _end_job(self, end: JobEnd) -> None:
         """The job ends for a reason found on another host."""
@@ -288,7 +288,7 @@ class Watchdog:
 
     def _end_hung_job(self, hung: list[Heartbeat], text: str) -> None:
         """Gathers the stacks of all ranks, then kills this host's."""
-        for rank in self._running():  # while its stacks are written, a stopped rank may go on for a moment
+        for rank in self._running():
             rank.beat = self._now(rank)
         if not self._claim("hung", text, hung):
             return

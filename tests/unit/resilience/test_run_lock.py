@@ -1,11 +1,10 @@
-"""One job to a run directory: real processes, dead owners here and elsewhere, file systems without flock."""
+"""One job to a run directory: living and dead owners here and elsewhere, file systems without flock."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
-import os
 import signal
 import stat
 import subprocess
@@ -14,107 +13,56 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_tlt.errors import RunDirectoryError
-from megatron_tlt.resilience.run_lock import LOCK, Owner, RunLock
+from megatron_tlt.resilience.heartbeat import Heartbeat, StatusFiles, write_status
+from megatron_tlt.resilience.run_lock import LOCK, RunLock
 
-BEAT = 0.05
 HOLDER = (
     "import sys, time; from megatron_tlt.resilience.run_lock import RunLock; "
     "lock = RunLock(sys.argv[1]); lock.acquire(); print('held', flush=True); time.sleep(600)"
 )
-ELSEWHERE = Owner("node7", "another-kernel", 4242, "17", "token-of-node7")
+NODE7 = {"name": "process 4242 on node7, job 17", "machine": "another-kernel", "token": "x"}
+BEAT = Heartbeat("a", 0, 1, "node7", 4242, heartbeat_s=0.05)
+
+
+def lock_of(run_dir: Path) -> RunLock:
+    return RunLock(run_dir, settle_s=0.05)
+
+
+def beat(run_dir: Path, **changes: Any) -> None:
+    write_status(StatusFiles(run_dir).heartbeat(0), replace(BEAT, **changes))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A run directory with the lock and the heartbeat of a job on another machine."""
+    StatusFiles(tmp_path).clear()
+    (tmp_path / LOCK).write_text(json.dumps(NODE7))
+    beat(tmp_path)
+    return tmp_path
 
 
 @contextmanager
-def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """A real process that holds the lock."""
-    command = [sys.executable, "-c", HOLDER, str(run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def write(run_dir: Path, owner: Owner) -> None:
-    (run_dir / LOCK).write_text(json.dumps(asdict(owner)).ljust(512))
-
-
-def test_a_second_job_is_refused_by_name_and_a_killed_one_is_in_nobodys_way(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
-        with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} on "):
-            RunLock(tmp_path).acquire()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        started = time.monotonic()
-        lock = RunLock(tmp_path)
-        lock.acquire()
-        assert time.monotonic() - started < 1.0  # it does not wait for beats on the same machine
-        assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
-        lock.release()
-        lock.release()
-
-
-def test_a_stopped_job_still_holds_it(tmp_path: Path) -> None:
-    with holder(tmp_path) as process:
-        process.send_signal(signal.SIGSTOP)
-        with pytest.raises(RunDirectoryError):
-            RunLock(tmp_path, BEAT).acquire()
-
-
-def test_released_and_taken_again(tmp_path: Path) -> None:
-    for _ in range(3):
-        lock = RunLock(tmp_path)
-        lock.acquire()
-        lock.check()
-        with pytest.raises(RunDirectoryError):
-            RunLock(tmp_path).acquire()
-        lock.release()
-
-
-def test_a_dead_owner_on_another_machine_is_waited_for_and_then_replaced(tmp_path: Path) -> None:
-    write(tmp_path, ELSEWHERE)
-    lock = RunLock(tmp_path, BEAT)
-    started = time.monotonic()
-    lock.acquire()
-    assert time.monotonic() - started >= 5 * BEAT
-    lock.check()
-    lock.release()
-
-
-def beat_elsewhere(run_dir: Path, stop: threading.Event) -> threading.Thread:
-    """A living owner on another machine, on a file system whose flock ends at the machine."""
-
-    def beat() -> None:
-        number = 0
-        while not stop.wait(BEAT):
-            number += 1
-            write(run_dir, replace(ELSEWHERE, beat=number))
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("has_flock", [True, False])
-def test_a_living_owner_on_another_machine_is_not_replaced(
-    tmp_path: Path, has_flock: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_flock:
-        no_flock(monkeypatch)
-    write(tmp_path, ELSEWHERE)
+def beating(run_dir: Path) -> Iterator[None]:
+    """The job on the other machine is alive."""
     stop = threading.Event()
-    thread = beat_elsewhere(tmp_path, stop)
+
+    def go_on() -> None:
+        number = 0
+        while not stop.wait(BEAT.heartbeat_s):
+            number += 1
+            beat(run_dir, seq=number)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
     try:
-        with pytest.raises(RunDirectoryError, match="process 4242 on node7, job 17"):
-            RunLock(tmp_path, BEAT).acquire()
+        yield
     finally:
         stop.set()
         thread.join()
@@ -127,56 +75,71 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def test_without_flock_beats_alone_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_flock(monkeypatch)
-    first = RunLock(tmp_path, BEAT)
-    first.acquire()
-    with pytest.raises(RunDirectoryError):
-        RunLock(tmp_path, BEAT).acquire()
-    first.release()
-    second = RunLock(tmp_path, BEAT)
-    second.acquire()
-    second.release()
+def test_a_second_job_is_refused_by_name_until_the_first_is_dead(tmp_path: Path) -> None:
+    StatusFiles(tmp_path).clear()
+    beat(tmp_path)  # as a killed job leaves it
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            with pytest.raises(RunDirectoryError, match=f"in use by process {process.pid} on "):
+                lock_of(tmp_path).acquire()
+            process.send_signal(number)
+    started = time.monotonic()
+    for _ in range(2):
+        lock = lock_of(tmp_path)
+        lock.acquire()
+        lock.check()
+        lock.release()
+        lock.release()
+        beat(tmp_path, outcome="done")
+    assert time.monotonic() - started < 1.0  # it does not wait for heartbeats on the same machine
+    assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
 
 
-def test_who_was_thought_dead_and_replaced_is_told(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, BEAT)
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_a_job_on_another_machine_is_replaced_only_if_its_heartbeats_have_ended(
+    elsewhere: Path, has_flock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_flock:
+        no_flock(monkeypatch)
+    with beating(elsewhere), pytest.raises(RunDirectoryError, match="process 4242 on node7, job 17"):
+        lock_of(elsewhere).acquire()
+    started = time.monotonic()
+    lock = lock_of(elsewhere)
     lock.acquire()
-    write(tmp_path, ELSEWHERE)
-    eventually(lambda: raises(lock.check, "taken over by process 4242 on node7"))
-    lock.release()
-    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node7"  # the new owner's file is left alone
-
-
-def test_a_removed_file_is_made_again(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, BEAT)
-    lock.acquire()
-    (tmp_path / LOCK).unlink()
-    eventually(lambda: (tmp_path / LOCK).exists() and bool((tmp_path / LOCK).read_text().strip()))
+    assert time.monotonic() - started >= 4 * BEAT.heartbeat_s
     lock.check()
-    with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
-        RunLock(tmp_path, BEAT).acquire()
     lock.release()
 
 
-@pytest.mark.parametrize("junk", ["", "{", "[1]", '{"host": 1}', "\x00" * 512])
-def test_a_torn_or_foreign_file_is_nobodys(tmp_path: Path, junk: str) -> None:
+def test_a_removed_lock_file_does_not_hide_a_living_job(elsewhere: Path) -> None:
+    (elsewhere / LOCK).unlink()
+    with beating(elsewhere), pytest.raises(RunDirectoryError, match="a job on node7"):
+        lock_of(elsewhere).acquire()
+
+
+def test_a_job_that_was_replaced_finds_out_and_leaves_the_new_owners_file(tmp_path: Path) -> None:
+    lock = lock_of(tmp_path)
+    lock.acquire()
+    (tmp_path / LOCK).write_text(json.dumps(NODE7))
+    with pytest.raises(RunDirectoryError, match="taken over by process 4242 on node7"):
+        lock.check()
+    lock.release()
+    assert json.loads((tmp_path / LOCK).read_text()) == NODE7
+
+
+def test_of_two_jobs_that_find_the_same_dead_owner_one_stays(elsewhere: Path) -> None:
+    beat(elsewhere, outcome="killed")
+    other = threading.Timer(0.05, (elsewhere / LOCK).write_text, [json.dumps({**NODE7, "token": "y"})])
+    other.start()
+    with pytest.raises(RunDirectoryError, match="taken over"):
+        RunLock(elsewhere, settle_s=1.0).acquire()
+
+
+@pytest.mark.parametrize("junk", ["", "{", "[1]", "\x00" * 512])
+def test_a_torn_or_foreign_file_has_no_owner(tmp_path: Path, junk: str) -> None:
     (tmp_path / LOCK).write_text(junk)
-    lock = RunLock(tmp_path, BEAT)
+    lock = lock_of(tmp_path)
     lock.acquire()
     lock.release()
-
-
-def raises(call: Any, text: str) -> bool:
-    try:
-        call()
-    except RunDirectoryError as error:
-        return text in str(error)
-    return False
-
-
-def eventually(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(BEAT / 5)
