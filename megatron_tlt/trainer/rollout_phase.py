@@ -115,7 +115,7 @@ class RolloutPhase:
             lengths = self._backend.running_lengths()
             left = tokens_left(lengths, waiting, self._lengths)
             longest = int(lengths.max(initial=0))
-            self._world.pulse(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
+            self._world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
             self._window.coordinator.progress(running, left, speed)
             self._on_progress(running, waiting, generated_tokens)
 

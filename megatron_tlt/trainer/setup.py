@@ -34,7 +34,6 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -314,7 +313,7 @@ def _idle_window(
         agree=agree_on(tp, world.device) if tp.size > 1 else int,
         num_samples=drafter.num_samples,
         on_span=metrics.state,
-        on_poll=lambda state: world.pulse(state=state),
+        on_poll=lambda state: world.heartbeat(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
         silent_seconds=world.timeout_s,
     )

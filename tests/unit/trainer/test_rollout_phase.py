@@ -22,10 +22,10 @@ class Recorder:
     rank, size = 1, 2
 
     def __init__(self, lengths: list[int]):
-        self.lengths, self.pulses, self.progressed, self.shown, self.asked = lengths, [], [], [], []
+        self.lengths, self.heartbeats, self.progressed, self.shown, self.asked = lengths, [], [], [], []
 
-    def pulse(self, **figures: Any) -> None:
-        self.pulses.append(figures)
+    def heartbeat(self, **figures: Any) -> None:
+        self.heartbeats.append(figures)
 
     def progress(self, *figures: float) -> None:
         self.progressed.append(figures)
@@ -52,7 +52,7 @@ def test_progress_goes_to_watchdog_coordinator_and_display():
     phase, seen = make([7])
     phase.generate(PROMPTS)
     left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
-    assert seen.pulses == [{"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}]
+    assert seen.heartbeats == [{"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}]
     ((running, reported, speed),) = seen.progressed
     assert (running, reported) == (2, left) and speed > 0
     assert seen.shown == [(2, 1, 10)]
