@@ -20,7 +20,7 @@ from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
-from megatron_tlt.config.checks.cluster import pp_problems, tp_problems
+from megatron_tlt.config.checks.layout import pp_problems, tp_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.checks.cluster import tp_problems
+from megatron_tlt.config.checks.layout import tp_problems
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig

@@ -16,7 +16,7 @@ from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.rewards.build import function_problems
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.checks.cluster import Device
+    from megatron_tlt.config.checks.layout import Device
     from megatron_tlt.distributed.world import World
 
 _DRAFTER_PATH = "rollout.speculation.drafter_path"

@@ -35,7 +35,7 @@ def build_trtllm(
 ) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1).
 
-    The settings have passed `config.checks_backend`. Raises ConfigError, CheckpointError or BackendError.
+    The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     section = rollout.trtllm
     config = ModelConfig.from_hf(model.path)

@@ -58,7 +58,7 @@ class EngineProcess:
 
     def __init__(self, section: TrtllmSection, devices: str | None = None):
         """Starts the child and shakes hands. `devices`: its CUDA_VISIBLE_DEVICES. Raises BackendError."""
-        assert section.python is not None  # `config.checks_backend`
+        assert section.python is not None  # `config.checks.backend`
         self._section = section
         self._directory = Path(tempfile.mkdtemp(prefix="tlt-"))  # 0700
         self.log = self._directory / "engine.log"

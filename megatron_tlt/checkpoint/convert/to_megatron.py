@@ -34,7 +34,7 @@ from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, choose_dtype, config_with_dtype, dtype_name
 from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
-from megatron_tlt.config.checks.cluster import pp_problems, tp_problems
+from megatron_tlt.config.checks.layout import pp_problems, tp_problems
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 

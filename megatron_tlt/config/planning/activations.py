@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_tlt.config.checks.cluster import Device
+from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.interfaces import ModelShape
 
 # Elements of one fp32 chunk in `actor.logprob`; a test compares.

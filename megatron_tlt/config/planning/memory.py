@@ -22,7 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_tlt.config.checks.cluster import Device, longest_request, resolve_device
+from megatron_tlt.config.checks.layout import Device, resolve_device
+from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.planning.activations import Slice, update_bytes
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.dims import Dims

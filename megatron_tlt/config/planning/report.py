@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_tlt.config.checks.cluster import (
-    Device,
-    check_config,
-    check_sft,
-    longest_request,
-    resolve_device,
-)
+from megatron_tlt.config.checks.layout import Device, resolve_device
+from megatron_tlt.config.checks.rollout import longest_request
+from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.load import dump_config
 from megatron_tlt.config.planning.memory import (
     GIB,

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_tlt.backends.trtllm.args import series
 from megatron_tlt.config.checks.backend import check_backend
-from megatron_tlt.config.checks.cluster import check_config
+from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.load import build_config, load_engine
 from megatron_tlt.errors import ConfigError
 

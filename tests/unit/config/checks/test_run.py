@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_tlt.config.checks.cluster import check_config, check_sft, raise_problems
+from megatron_tlt.config.checks.run import check_config, check_sft, raise_problems
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import SftConfig

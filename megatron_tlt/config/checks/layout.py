@@ -1,0 +1,103 @@
+"""Cross-checks of the layout: ranks, parallel dimensions, nodes, the shape of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+
+Device = Literal["cpu", "cuda"]
+Problems = Iterator[ConfigProblem]
+
+
+def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:
+    """The device to check for: the caller's, else the configured one; None where that is auto."""
+    configured = config.distributed.device
+    return device if device is not None or configured == "auto" else configured
+
+
+def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
+    """Ranks = tp * pp * cp * dp, and what each dimension needs."""
+    actor = config.actor
+    block = actor.tp * actor.pp * actor.cp
+    if num_ranks % block:
+        allowed = f"tp * pp * cp must divide the number of ranks ({num_ranks})"
+        yield ConfigProblem(
+            "actor.tp * actor.pp * actor.cp", f"{actor.tp} * {actor.pp} * {actor.cp} = {block}", allowed
+        )
+    if actor.sequence_parallel and actor.tp == 1:
+        yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
+    if actor.cp > 1:
+        allowed = "must be 1: micro-batches are not split over context parallel ranks"
+        yield ConfigProblem("actor.cp", actor.cp, allowed)
+    if device == "cpu" and actor.layer_spec == "transformer_engine":
+        yield ConfigProblem("actor.layer_spec", actor.layer_spec, "must be 'auto' or 'local' on CPU")
+    if device == "cpu" and actor.distributed_optimizer == "on":
+        allowed = "must be 'auto' or 'off' on CPU (its checkpoints need apex or Transformer Engine)"
+        yield ConfigProblem("actor.distributed_optimizer", "on", allowed)
+    elif actor.distributed_optimizer == "on" and config.optimizer.name != "adam":
+        yield ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
+    yield from check_nodes(config, "actor.tp", actor.tp)
+
+
+def check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
+    """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
+    per_node = config.cluster.ranks_per_node
+    if config.cluster.nodes > 1 and (tp > per_node or per_node % tp):
+        yield ConfigProblem(
+            path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node"
+        )
+
+
+def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
+    """Dimensions of the model that a tensor-parallel size does not divide."""
+    if shape is None:
+        return
+    dimensions = {
+        "query heads": shape.num_heads,
+        "key/value heads": shape.num_kv_heads,
+        "intermediate size": shape.intermediate_size,
+    }  # not the vocabulary: actor and engine pad it
+    bad = [f"{name} {size}" for name, size in dimensions.items() if size % tp]
+    if bad:
+        yield ConfigProblem(path, tp, f"must divide the model's {', '.join(bad)}")
+
+
+def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
+    """A pipeline-parallel size that does not divide the model's layers."""
+    if shape is not None and shape.num_layers % pp:
+        yield ConfigProblem(path, pp, f"must divide the model's {shape.num_layers} layers")
+
+
+def check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
+    """`model.architecture` is a promise about `model.path`: names what differs."""
+    promised = config.model.architecture
+    if promised is None or shape is None or shape is promised:
+        return
+    for name in type(promised).model_fields:
+        there = getattr(shape, name, None)
+        if there is not None and there != getattr(promised, name):
+            allowed = f"contradicts {config.model.path}, which has {there!r}"
+            yield ConfigProblem(f"model.architecture.{name}", getattr(promised, name), allowed)
+
+
+def check_batch(config: Config, num_ranks: int) -> Problems:
+    """Prompts split evenly over engines and mini-batches, and every optimizer step has work for all ranks."""
+    prompts = config.train.prompts_per_step
+    replicas = num_ranks // config.rollout.tp
+    mini_batches = config.algorithm.mini_batches
+    if replicas and prompts % replicas:
+        allowed = f"must be divisible by the {replicas} rollout replicas (ranks / rollout.tp)"
+        yield ConfigProblem("train.prompts_per_step", prompts, allowed)
+    if prompts % mini_batches:
+        allowed = f"must be divisible by algorithm.mini_batches ({mini_batches})"
+        yield ConfigProblem("train.prompts_per_step", prompts, allowed)
+    actor = config.actor
+    data_parallel = max(1, num_ranks // (actor.tp * actor.pp * actor.cp))
+    answers = prompts * config.rollout.samples_per_prompt
+    if answers < mini_batches * data_parallel:
+        allowed = f"must be >= algorithm.mini_batches * data parallel size = {mini_batches} * {data_parallel}"
+        yield ConfigProblem("train.prompts_per_step * rollout.samples_per_prompt", answers, allowed)

@@ -1,0 +1,112 @@
+"""Cross-checks of the rollout engine: kernels, memory, context, and drafter training in idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
+from megatron_tlt.config.root import Config
+from megatron_tlt.config.speculation import check_speculation
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+
+Problems = Iterator[ConfigProblem]
+
+
+def check_rollout(
+    config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None
+) -> Problems:
+    """The engine's layout, kernels and memory."""
+    rollout = config.rollout
+    if num_ranks % rollout.tp:
+        yield ConfigProblem("rollout.tp", rollout.tp, f"must divide the number of ranks ({num_ranks})")
+    yield from tp_problems(shape, "rollout.tp", rollout.tp)
+    yield from check_nodes(config, "rollout.tp", rollout.tp)
+    if rollout.kernels == "native" and device == "cuda":
+        yield ConfigProblem(
+            "rollout.kernels", "native", "must be 'auto' or 'torch' on CUDA: native kernels are for CPU"
+        )
+    if rollout.max_running_requests > rollout.max_batched_tokens:
+        most = rollout.max_batched_tokens
+        allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
+        yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
+    yield from check_speculation(rollout.speculation, has_drafter=config.idle.train_drafter)
+    if shape is not None:
+        yield from _check_kv_cache(config, shape)
+        if rollout.top_k > shape.vocab_size:
+            yield ConfigProblem(
+                "rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})"
+            )
+
+
+def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
+    """One request of full length must fit, or the engine could never finish it."""
+    rollout = config.rollout
+    if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
+        return
+    has_eagle = rollout.speculation.uses_eagle  # its pairs, and hidden states, lie in the same blocks
+    layers = shape.num_layers + has_eagle
+    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + has_eagle * shape.hidden_size
+    width *= 4 if rollout.dtype == "fp32" else 2
+    blocks = -(-longest_request(config) // rollout.block_size)
+    needed = -(-blocks * rollout.block_size * width // 2**20)
+    if rollout.kv_cache_mib < needed:
+        allowed = f"must be >= {needed} MiB, or the longest request does not fit"
+        yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)
+
+
+def longest_request(config: Config) -> int:
+    """Tokens of the longest prompt and answer together, training or evaluation."""
+    answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    return config.data.max_prompt_tokens + answer
+
+
+def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
+    """Training the drafter needs a trainable drafter, at least two replicas, and room for hidden states."""
+    if config.idle.work_stealing and config.rollout.tp > 1:
+        allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"
+        yield ConfigProblem("idle.work_stealing", True, allowed)
+    if not config.idle.train_drafter:
+        return
+    section, online = config.rollout.speculation, config.drafter.online
+    if not section.uses_eagle:
+        allowed = (
+            f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {section.drafter!r} has nothing to train"
+        )
+        yield ConfigProblem("idle.train_drafter", True, allowed)
+    elif num_ranks // config.rollout.tp == 1 and section.drafter_path is None:
+        allowed = (
+            "is required with one rollout replica: it has no idle time, so random weights would stay random (or "
+            "rollout.speculation.drafter=suffix or none, with idle.train_drafter=false)"
+        )
+        yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
+    if online.fp8 in ("te", "torchao") and device == "cpu":
+        allowed = "must be 'off' or 'emulate' on CPU"
+        yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
+    if shape is not None:
+        size = shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
+        needed = min(config.drafter.window, online.micro_step_tokens) * size / 2**20
+        if online.buffer_mib < needed:
+            allowed = f"must be >= {needed:.2f}, or no long answer fits"
+            yield ConfigProblem("drafter.online.buffer_mib", online.buffer_mib, allowed)
+
+
+def check_context(config: Config, max_positions: int | None) -> Problems:
+    """Prompt + answer <= model.max_context <= what the model was made for."""
+    limit, prompt = config.model.max_context, config.data.max_prompt_tokens
+    for path, answer in (("rollout", config.rollout.max_tokens), ("eval", config.eval.max_tokens)):
+        if answer is not None and prompt + answer > limit:
+            value = f"{prompt} + {answer} = {prompt + answer}"
+            yield ConfigProblem(
+                f"data.max_prompt_tokens + {path}.max_tokens",
+                value,
+                f"must be <= model.max_context ({limit})",
+            )
+    yield from check_positions(limit, max_positions)
+
+
+def check_positions(max_context: int, max_positions: int | None) -> Problems:
+    if max_positions is not None and max_context > max_positions:
+        yield ConfigProblem(
+            "model.max_context", max_context, f"must be <= the model's {max_positions} positions"
+        )

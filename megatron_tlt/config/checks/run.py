@@ -1,0 +1,83 @@
+"""All cross-checks of a run, which need no weights.
+
+Every check yields all its problems; nothing raises but `raise_problems`. The model comes as an
+`interfaces.ModelShape`, so that this floor knows no model code; None skips the checks that need it.
+"""
+
+from __future__ import annotations
+
+from megatron_tlt.config.checks.backend import check_backend
+from megatron_tlt.config.checks.layout import (
+    Device,
+    check_architecture,
+    check_batch,
+    check_world,
+    pp_problems,
+    resolve_device,
+    tp_problems,
+)
+from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
+from megatron_tlt.config.checks.lifecycle import check_stop, check_watchdog
+from megatron_tlt.config.checks.rollout import check_context, check_idle, check_positions, check_rollout
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.interfaces import ModelShape
+
+
+def check_config(
+    config: Config,
+    shape: ModelShape | None,
+    num_ranks: int,
+    device: Device | None = None,
+    max_positions: int | None = None,
+) -> list[ConfigProblem]:
+    """All problems of an RL run on `num_ranks` ranks; an empty list means it can run.
+
+    `device` is what the ranks will use (None: `distributed.device`, unknown if that is auto); `max_positions` the
+    longest context the model was made for, in tokens.
+    """
+    device = resolve_device(config, device)
+    shape = shape if shape is not None else config.model.architecture
+    return [
+        *check_world(config, num_ranks, device),
+        *tp_problems(shape, "actor.tp", config.actor.tp),
+        *pp_problems(shape, "actor.pp", config.actor.pp),
+        *check_architecture(config, shape),
+        *check_rollout(config, shape, num_ranks, device),
+        *check_idle(config, shape, num_ranks, device),
+        *check_backend(config, device),
+        *check_batch(config, num_ranks),
+        *check_context(config, max_positions),
+        *check_algorithm(config),
+        *check_data(config),
+        *check_rewards(config),
+        *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
+        *check_stop(config),
+        *check_watchdog(config),
+    ]
+
+
+def check_sft(
+    config: SftConfig,
+    shape: ModelShape | None,
+    num_ranks: int,
+    device: Device | None = None,
+    max_positions: int | None = None,
+) -> list[ConfigProblem]:
+    """All problems of a fine-tuning run; arguments as in `check_config`."""
+    device = resolve_device(config, device)
+    shape = shape if shape is not None else config.model.architecture
+    return [
+        *check_world(config, num_ranks, device),
+        *tp_problems(shape, "actor.tp", config.actor.tp),
+        *pp_problems(shape, "actor.pp", config.actor.pp),
+        *check_architecture(config, shape),
+        *check_positions(config.model.max_context, max_positions),
+        *check_optimizer(config.optimizer, config.sft.num_steps),
+    ]
+
+
+def raise_problems(problems: list[ConfigProblem]) -> None:
+    """Raises one ConfigError with all problems, if there are any."""
+    if problems:
+        raise ConfigError(problems)
