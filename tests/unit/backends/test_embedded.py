@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -283,8 +284,8 @@ def test_history_is_kept_where_somebody_reads_it(model_dir: Path, drafter, epoch
         assert backend._history.expected_length("q1") == 9
 
 
-def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path):
-    """Each sees another amount of free memory; schedulers of different pools would part."""
+def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path, tmp_path: Path):
+    """Ranks see different amounts of free memory; with pools of different sizes their schedulers would diverge."""
 
     class Rank:
         rank, size = 0, 2
@@ -292,7 +293,9 @@ def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path):
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.stack([tensor, tensor - 3])
 
-    model = ModelSection(path=str(model_dir), max_context=64)
+    two_heads = replace(CONFIG, num_kv_heads=2)  # one on each of two ranks, as in the other model on one
+    save_hf(tmp_path, two_heads, random_weights(two_heads))
+    model, split = (ModelSection(path=str(path), max_context=64) for path in (model_dir, tmp_path))
     alone = build_backend(RolloutSection(kv_cache_mib=4), model)
-    shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), model, tp=Rank())
+    shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), split, tp=Rank())
     assert shared.engine.blocks.num_blocks == alone.engine.blocks.num_blocks - 3
