@@ -1,4 +1,4 @@
-"""Protocols that let floors meet without knowing each other. Each method says what it mutates."""
+"""Protocols between packages that do not import each other. Each method says what it mutates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RankMonitor(Protocol):
 
 
 class ModelShape(Protocol):
-    """What placement and memory estimates need to know of an architecture."""
+    """The figures of an architecture that placement and memory estimates use."""
 
     @property
     def family(self) -> str: ...
@@ -106,7 +106,7 @@ class RolloutBackend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this kind of engine can be asked for."""
+        """What this kind of engine supports."""
 
     @property
     def policy_version(self) -> int: ...
@@ -126,44 +126,44 @@ class RolloutBackend(Protocol):
         """
 
     def release(self) -> None:
-        """Gives the KV cache's memory back until `resume`; no answer changes. A second call does nothing."""
+        """Frees the KV cache's memory until `resume`; no answer changes. A second call does nothing."""
 
     def resume(self) -> None:
-        """Takes it again; `generate` does so by itself."""
+        """Allocates it again; `generate` does so by itself."""
 
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int [B]. Mutates nothing."""
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
+        """From now on calls `sink` with the hidden states of every finished answer; None: collects none.
 
-        Only while no request is there. Mutates the engine.
+        Only without live requests. Mutates the engine.
         """
 
     @property
     def wants_history(self) -> bool:
-        """Whether `remember` has a use."""
+        """Whether the engine keeps a history for `remember`."""
 
     def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps scored answers for later visits of their questions; never changes what is answered.
+        """Keeps scored answers for later visits of their questions; never changes an answer.
 
-        Ranks of one engine must be told the same. Mutates the history.
+        Ranks of one engine must pass the same. Mutates the history.
         """
 
     def state_dict(self) -> dict[str, Any]:
         """What the engine learned about its own speed. Mutates nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave. Mutates selector and calibration."""
+        """Loads what `state_dict` returned. Mutates selector and calibration."""
 
     def begin_update(self, version: int) -> None:
         """Opens a push; until `finish_update` the engine refuses to generate. Mutates the version state."""
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Takes some full tensors of the open push. Mutates the weights."""
+        """Loads some full tensors of the open push. Mutates the weights."""
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes all tensors of the drafter into the open push: it is served with the new policy or not at all.
+        """Loads all tensors of the drafter in the open push: it is served with the new policy or not at all.
 
         `version` counts the drafter's own publications. Mutates the drafter. Raises SyncError.
         """
@@ -204,7 +204,7 @@ class RewardFn(Protocol):
     """A verifier of answers."""
 
     def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult:
-        """Judges one sample. Mutates nothing; may raise (the pool records it)."""
+        """Scores one sample. Mutates nothing; may raise (the pool records it)."""
 
 
 class Policy(Protocol):
@@ -221,7 +221,7 @@ class Policy(Protocol):
 
 
 class WeightSync(Protocol):
-    """Carries the policy's weights into the local rollout engine."""
+    """Transfers the policy's weights into the local rollout engine."""
 
     def push(
         self,

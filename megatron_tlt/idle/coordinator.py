@@ -76,7 +76,7 @@ class IdleCoordinator:
         self._is_group_leader = comm.rank % group_size == 0
         leaders = range(0, comm.size, group_size)
         self._board = StatusBoard(leaders, self._clock) if comm.rank == 0 else None
-        self._stealing = None if queue is None else WorkStealing(leaders, self._send_or_handle, queue)
+        self._stealing = None if queue is None else WorkStealing(leaders, self._send, queue)
         self._early: list[Message] = []  # about work stealing in the next window
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)
         self._reported_at = self._polled_at = self._advised_at = self._clock.now()
@@ -273,17 +273,12 @@ class IdleCoordinator:
     # -- messages -------------------------------------------------------------------------------------------
 
     def _send(self, to: int, kind: Kind, value: float = 0.0, ranges: Sequence[RequestRange] = ()) -> None:
-        message = Message(kind, self.rank, self.epoch, value, ranges=tuple(ranges))
-        self._mailbox.send(to, message.pack())
-
-    def _send_or_handle(
-        self, to: int, kind: Kind, value: float = 0.0, ranges: Sequence[RequestRange] = ()
-    ) -> None:
-        """`_send`; a message of this rank to itself is handled at once."""
+        """A message of this rank to itself is handled at once."""
+        message = Message(kind, self.rank, self.epoch, value, tuple(ranges))
         if to == self.rank:
-            self._handle(Message(kind, self.rank, self.epoch, value, ranges=tuple(ranges)))
+            self._handle(message)
         else:
-            self._send(to, kind, value, ranges)
+            self._mailbox.send(to, message.pack())
 
     def _report(self) -> None:
         if not self._is_group_leader:

@@ -21,7 +21,7 @@ a second time; it is then answered where it is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from megatron_tlt.idle.board import StatusBoard
@@ -38,10 +38,8 @@ class RequestQueue(Protocol):
         """Removes a share of the queue (`policy.share_of_queue`) and returns it. Mutates the queue."""
 
 
-class Send(Protocol):
-    """Sends a message of the present window to a rank, which may be this one."""
-
-    def __call__(self, to: int, kind: Kind, value: float = 0.0, ranges: Sequence[RequestRange] = ()) -> None: ...
+Send = Callable[..., None]
+"""`send(to, kind, value=0.0, ranges=())`: a message of the present window to a rank, which may be this one."""
 
 
 def request_ranges(requests: Iterable[tuple[int, int]]) -> list[RequestRange]:

@@ -1,4 +1,4 @@
-"""One short name for all of a policy's weights: equal for equal bits, on any layout and number of ranks."""
+"""A hash of all of a policy's weights: equal for equal bits, on any layout and number of ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
     from megatron_tlt.distributed.world import World
 
-_CHUNK = 1 << 24  # numbers summed up at once on a device: bounds the temporary memory
+_CHUNK = 1 << 24  # numbers summed at once on a device: bounds the temporary memory
 
 
 class WeightFingerprint:
-    """Watches a push, of which every rank sees every full tensor. Ranks share the work: each sums up some tensors."""
+    """Hashes the tensors of a push, which come in full to every rank. Ranks share the work: each sums some tensors."""
 
     def __init__(self, world: World):
         self._world = world
         self._sums: list[tuple[str, int]] = []
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Passes the stream on."""
+        """Passes the stream through, summing this rank's share of the tensors."""
         self._sums = []
         for number, (name, tensor) in enumerate(weights):
             if number % self._world.size == self._world.rank:
@@ -33,7 +33,7 @@ class WeightFingerprint:
             yield name, tensor
 
     def take(self) -> str:
-        """The name of the weights that were watched last, the same on every rank. Collective."""
+        """SHA-256 of the last push in hexadecimal, the same on every rank. Collective."""
         everything = sorted(entry for part in self._world.all_gather_object(self._sums) for entry in part)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import SyncError, shortened
@@ -40,17 +40,19 @@ class BucketedSync:
     ) -> dict[str, float]:
         """Streams all tensors; the engine serves `version` afterwards, or refuses to serve at all. Collective.
 
-        `drafter`: its tensors, which every rank holds already, and its version; the engine takes them in the same push.
+        `drafter`: its tensors, which every rank has, and its version; the engine loads them in the same push.
         Raises SyncError when `sync.verify` finds a tensor that differs between policy, engine or ranks.
         """
         started = time.perf_counter()
         sums: dict[str, int] = {}
-        counted = _Counted(weights, sums if self._verify else None)
-        buckets = 0
+        num_buckets = num_bytes = 0
         self._backend.begin_update(version)
-        for bucket in fill_buckets(counted, version, self._limit):
+        for bucket in fill_buckets(weights, version, self._limit):
+            num_buckets += 1
+            num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors)
+            if self._verify:
+                sums |= {name: checksum(tensor) for name, tensor in bucket.tensors}
             self._backend.update_weights(bucket)
-            buckets += 1
         if drafter is not None:
             self._backend.update_drafter(*drafter)
         self._backend.finish_update()
@@ -58,8 +60,8 @@ class BucketedSync:
             self._compare(sums)
         return {
             "sync/seconds": time.perf_counter() - started,
-            "sync/mib": counted.num_bytes / MIB,
-            "sync/buckets": float(buckets),
+            "sync/mib": num_bytes / MIB,
+            "sync/buckets": float(num_buckets),
         }
 
     def _compare(self, sent: dict[str, int]) -> None:
@@ -76,17 +78,3 @@ class BucketedSync:
                 raise SyncError(
                     f"engines of ranks {self._world.rank} and {rank} hold different weights: {shortened(wrong)}"
                 )
-
-
-class _Counted:
-    """Passes a stream of tensors on, counting bytes and, if asked, taking checksums on the sending side."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], sums: dict[str, int] | None):
-        self._weights, self._sums, self.num_bytes = weights, sums, 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            self.num_bytes += tensor.numel() * tensor.element_size()
-            if self._sums is not None:
-                self._sums[name] = checksum(tensor)
-            yield name, tensor

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts: pass@1, pass@k, response lengths.
 
-Every evaluation of a run answers the same prompts with the same noise, so differences between two of them are
-differences of the policy (common random numbers).
+Every evaluation of a run samples answers to the same prompts with the same noise (common random numbers), so two of
+them differ by the policy only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EvalResult:
 
 
 class Evaluator:
-    """Answers and judges a fixed set of prompts, split over the rollout replicas."""
+    """Answers and scores a fixed set of prompts, split over the rollout replicas."""
 
     def __init__(
         self,

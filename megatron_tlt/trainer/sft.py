@@ -36,7 +36,7 @@ class CompletionLoss:
 
 
 def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
-    """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added and learned.
+    """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added to the completion.
 
     `chat` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and line for
     a record that is not such an object or exceeds `max_context` tokens.
