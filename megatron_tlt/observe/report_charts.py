@@ -147,7 +147,7 @@ def _length_heatmap(rows: Sequence[Row]) -> Chart:
         "x": [group[-1]["step"] for group in groups],
         "y": [round(longest * (b + 0.5) / bins, 1) for b in range(bins)],
         # No colour where there was no answer: the few longest ones must stay visible.
-        "z": [[share[b] ** 0.5 if share[b] else None for share in shares] for b in range(bins)],
+        "z": [[share[b] ** 0.5 if share[b] > 0 else None for share in shares] for b in range(bins)],
         "customdata": [[share[b] for share in shares] for b in range(bins)],
         "hovertemplate": "step %{x}<br>about %{y} tokens: %{customdata:.2f} % of the answers<extra></extra>",
         "colorscale": [[0, "@1/0.12"], [0.5, "@1/0.65"], [1, "@ink"]],

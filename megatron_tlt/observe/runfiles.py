@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,10 +122,34 @@ def is_event(row: Row) -> bool:
     return (
         all(isinstance(number, int | float) for number in numbers)
         and isinstance(name, str)
+        and isinstance(kind, str)
         and isinstance(row.get("step", ""), int | None)
         and isinstance(attrs, dict)
         and (name != "curve" or {"start", "running"} <= attrs.keys())
     )
+
+
+def _is_metrics(row: Row) -> bool:
+    values = [value for value in row.values() if value is not None]
+    return _has(row, step=int, time=(int, float)) and all(isinstance(v, int | float | list) for v in values)
+
+
+def _is_rollout(row: Row) -> bool:
+    if "strategies" in row and not _has(
+        row, strategies=dict, drafted_at=list, accepted_at=list, by_batch=dict
+    ):
+        return False
+    return _has(row, step=int, samples=int, longest=int, lengths=list)
+
+
+def _is_sample(row: Row) -> bool:
+    is_traced = _has(row.get("drafts") or {"pieces": [], "runs": []}, pieces=list, runs=list)
+    return is_traced and _has(row, step=int, reward=(int, float), prompt=str, response=str)
+
+
+def _has(row: object, **fields: type | tuple[type, ...]) -> bool:
+    """Whether a row is an object with fields of these types."""
+    return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in fields.items())
 
 
 def read_run(run_dir: str | Path) -> RunData:
@@ -138,12 +162,12 @@ def read_run(run_dir: str | Path) -> RunData:
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
     skipped: SkippedLines = {}
 
-    def rows(name: str) -> list[Row]:
-        return list(read_rows(folder / name, skipped, lambda row: isinstance(row.get("step"), int)))
+    def rows(name: str, is_valid: Callable[[Row], bool]) -> list[Row]:
+        return list(read_rows(folder / name, skipped, is_valid))
 
     steps: dict[int, Row] = {}
     evals: dict[int, Row] = {}
-    for row in rows(METRICS_FILE):
+    for row in rows(METRICS_FILE, _is_metrics):
         kind = evals if any(name.startswith("eval/") for name in row) else steps
         kind[row["step"]] = row
     return RunData(
@@ -151,8 +175,8 @@ def read_run(run_dir: str | Path) -> RunData:
         _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        rows(ROLLOUTS_FILE),
-        rows(SAMPLES_FILE),
+        rows(ROLLOUTS_FILE, _is_rollout),
+        rows(SAMPLES_FILE, _is_sample),
         _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,
