@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_tlt.actor import device
-from megatron_tlt.distributed.dims import Coordinates, Dims
+from megatron_tlt.config.dims import Coordinates, Dims
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import ConfigError, ConfigProblem
 

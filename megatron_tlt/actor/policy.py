@@ -46,8 +46,8 @@ from megatron_tlt.actor.optimizer import (
 from megatron_tlt.actor.train_step import PolicyLoss, accumulate_gradients, forward_logprobs
 from megatron_tlt.actor.weights import load_weights, named_tensors, random_weights
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
-from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights

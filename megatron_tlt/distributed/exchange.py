@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from megatron_tlt.distributed.dims import Dims
+    from megatron_tlt.config.dims import Dims
     from megatron_tlt.distributed.world import World
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.distributed.dims import rollout_replica
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.drafter.checkpoint import SavedDrafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint

@@ -22,7 +22,7 @@ from megatron_tlt.errors import TrainingError
 from megatron_tlt.observe.jsonl import to_line
 
 if TYPE_CHECKING:
-    from megatron_tlt.distributed.dims import Dims
+    from megatron_tlt.config.dims import Dims
     from megatron_tlt.distributed.world import World
     from megatron_tlt.types import TrainBatch, TrainOutput
 

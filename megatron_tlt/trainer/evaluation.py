@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.distributed.dims import rollout_replica
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
 

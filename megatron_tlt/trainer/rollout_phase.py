@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.distributed.dims import rollout_replica
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.idle.policy import tokens_left
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm.build import build_trtllm
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.distributed.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import (
     GroupTensorParallel,
     SingleRank,

@@ -25,7 +25,7 @@ TORCH_FREE = [
     "megatron_tlt.observe.timeline",
     "megatron_tlt.observe.live",
     "megatron_tlt.observe.summary",
-    "megatron_tlt.distributed.dims",
+    "megatron_tlt.config.dims",
     "megatron_tlt.distributed.launch",
     "megatron_tlt.resilience.signals",
     "megatron_tlt.observe.attempt",

@@ -24,9 +24,9 @@ from typing import Literal
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.planning.activations import Slice, update_bytes
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 

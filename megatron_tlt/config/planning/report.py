@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config, check_sft
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.load import dump_config
 from megatron_tlt.config.planning.memory import (
     GIB,
@@ -17,7 +18,6 @@ from megatron_tlt.config.planning.memory import (
     total_parameters,
 )
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.distributed.dims import Dims
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.errors import TrainingError
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence

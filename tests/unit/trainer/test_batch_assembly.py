@@ -7,7 +7,7 @@ import pytest
 
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place
 from megatron_tlt.types import Prompt, RewardResult, Sample
 

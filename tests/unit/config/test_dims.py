@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from megatron_tlt.distributed.dims import Dims, rollout_replica
+from megatron_tlt.config.dims import Dims, rollout_replica
 from megatron_tlt.errors import ConfigError
 
 
