@@ -114,7 +114,6 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     Raises ConfigError for a model or a drafter that cannot be, before weights are loaded.
     """
     from megatron_tlt.config.speculation import SpeculationSection
-    from megatron_tlt.drafter.eagle3.pretrain import Eagle3Pretraining
     from megatron_tlt.drafter.pretrain import DrafterPretraining
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
@@ -136,9 +135,7 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     backend = open_backend(config, world, open_tokenizer(config), keep_hidden_states=True)
     world.enter("load")
     BucketedSync(config.sync, backend, world).push(iter_weights(path, ModelConfig.from_hf(path)), version=0)
-    if eagle3 is not None:
-        return Eagle3Pretraining(config, world, backend, sampling_params(config), eagle3, start)
-    return DrafterPretraining(config, world, backend, sampling_params(config), start)
+    return DrafterPretraining(config, world, backend, sampling_params(config), eagle3, start)
 
 
 def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> SavedDrafter:

@@ -122,7 +122,9 @@ class OnlineDrafterController:
         """The engines have the drafter of `version`."""
         self._published = version
 
-    def copy_tables(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    def copy_tables(
+        self, weights: Iterable[tuple[str, Tensor]], version: int
+    ) -> Iterator[tuple[str, Tensor]]:
         """Passes the policy's weights through; the trainer keeps copies of embedding and LM head of `version`."""
         copies: dict[str, Tensor] = {}
         for name, tensor in weights:

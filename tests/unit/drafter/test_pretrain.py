@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import save_hf

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector

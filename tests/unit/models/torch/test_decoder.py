@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
