@@ -121,10 +121,6 @@ class GraphPool:
         """Counters since the pool was made."""
         return self._cache.stats
 
-    def batch_bucket(self, sequences: int) -> int | None:
-        """The batch size that `sequences` are padded to; None beyond the largest."""
-        return round_up(self._batch_buckets, sequences)
-
     def run(self, batch: DecoderInput, tokens_per_seq: int) -> DecoderOutput:
         """Logits and hidden states of `batch.logit_rows`, as `Decoder.forward` gives them (fresh tensors).
 
@@ -147,7 +143,7 @@ class GraphPool:
         return DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted), every)
 
     def run_step(self, key: Hashable, step: Step) -> None:
-        """Another static step in the same memory and budget: a drafter's, keyed by its name and `batch_bucket`.
+        """Another static step in the same memory and budget: a drafter's, keyed by its name and shape.
 
         `step` must stay valid as long as the pool: the graph keeps the addresses of its buffers.
         """

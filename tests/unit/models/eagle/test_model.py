@@ -11,6 +11,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
+from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
 
 
@@ -20,51 +21,16 @@ def model_of(config: ModelConfig) -> EagleModel:
     return model
 
 
-def plain_layer(w: dict, config: ModelConfig, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """The drafter over one causal sequence of pairs x [T, H], written head by head."""
-    d, group = config.head_dim, config.num_heads // config.num_kv_heads
-    frequency = config.rope_theta ** -(torch.arange(0, d, 2) / d)
-    angle = torch.tensor(positions, dtype=torch.float32)[:, None] * frequency
-
-    def project(name: str) -> torch.Tensor:
-        bias = w.get(f"layer.self_attn.{name}.bias", 0)
-        return (x @ w[f"layer.self_attn.{name}.weight"].T + bias).unflatten(1, (-1, d))
-
-    def norm(t: torch.Tensor, name: str) -> torch.Tensor:
-        return t * (t.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * w[f"layer.{name}.weight"]
-
-    def turn(t: torch.Tensor) -> torch.Tensor:
-        a, b = t.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
-    if config.qk_norm:
-        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
-    heads = []
-    for h in range(config.num_heads):
-        scores = turn(q[:, h]) @ turn(k[:, h // group]).T / d**0.5
-        hidden = torch.ones(len(x), len(x)).triu(1).bool()
-        heads.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, h // group])
-    x = x + torch.cat(heads, -1) @ w["layer.self_attn.o_proj.weight"].T
-    y = norm(x, "post_attention_layernorm")
-    gate = y @ w["layer.mlp.gate_proj.weight"].T
-    up = y @ w["layer.mlp.up_proj.weight"].T
-    return x + (gate * gate.sigmoid() * up) @ w["layer.mlp.down_proj.weight"].T
-
-
 def draft_one_by_one(
-    w: dict, config: ModelConfig, embed: torch.Tensor, s: DraftSequence, base: int, steps: int
+    config: ModelConfig, embed: torch.Tensor, s: DraftSequence, base: int, steps: int
 ) -> list[torch.Tensor]:
-    """What a draft from `base` gives if the true tokens come: the whole sequence of pairs anew for every token."""
-    hidden = [s.hidden[i - 1] for i in range(1, base + 1)]
-    out = []
+    """Outputs of a draft from `base` fed with the true tokens: the whole sequence of pairs anew for every token."""
+    policy, drafter = [("model.embed_tokens.weight", embed)], [*random_drafter(config).items()]
+    hidden, out = s.hidden[:base], []
     for step in range(steps):
-        x = torch.stack(
-            [torch.cat([embed[s.token_ids[i]], h]) @ w["fc.weight"].T for i, h in enumerate(hidden, start=1)]
-        )
-        positions = [s.offset + i for i in range(1, base + step + 1)]
-        out.append(plain_layer(w, config, x, positions)[-1])
-        hidden.append(out[-1])
+        tokens = s.token_ids[1 : base + step + 1].tolist()
+        out.append(expected(config, policy, drafter, tokens, hidden, s.offset + 1)[1][-1])
+        hidden = torch.cat([hidden, out[-1][None]])
     return out
 
 
@@ -86,11 +52,11 @@ def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
     layout = PairLayout(batch)
     with torch.no_grad():
         got = model_of(config).unroll(embed, batch, layout, steps)
-    w, row = random_drafter(config), 0
+    row = 0
     for s in sequences:
         for base in range(s.first_base, s.length - 1):
             real = min(steps, s.length - 1 - base)
-            want = draft_one_by_one(w, config, embed, s, base, real)
+            want = draft_one_by_one(config, embed, s, base, real)
             for step in range(steps):
                 assert bool(layout.valid(step)[row]) == (step < real)
             torch.testing.assert_close(

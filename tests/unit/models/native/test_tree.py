@@ -119,19 +119,6 @@ def test_decoding_goes_on_after_the_accepted_path_was_moved(name: str, dtype: to
         assert torch.equal(a.logits, b.logits) and torch.equal(a.hidden, b.hidden)
 
 
-def test_siblings_do_not_see_each_other() -> None:
-    """Another token in one branch changes that branch and nothing else."""
-    decoder = make("gqa3", torch.float32)
-    tree = Tree([1, 2, 3, 4, 5, 6], [-1, 0, 1, 0, 3, 1])
-    other = Tree([1, 2, 3, 44, 5, 6], tree.parents)
-    outs = []
-    for t in (tree, other):
-        driver = fresh(decoder, (20,), 1)
-        outs.append(decoder.forward(tree_batch(driver, {0: t}), driver.kv).logits)
-    same = [torch.equal(a, b) for a, b in zip(*outs, strict=True)]
-    assert same == [True, True, True, False, False, True]
-
-
 def test_chains_and_prompts_may_name_their_parents() -> None:
     """With every row where plain decoding has it, `parents` change no bit, at any length."""
     decoder = make("gqa3", torch.bfloat16)

@@ -7,7 +7,6 @@ import torch
 
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.torch.attention import ancestors
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import Driver, random_weights
@@ -66,42 +65,6 @@ def test_each_node_equals_its_path_as_a_chain(invariant: bool) -> None:
             want = chain_logits(driver, s, [tree.tokens[i] for i in tree.path(row)])
             torch.testing.assert_close(got[s][row], want, atol=1e-5, rtol=1e-5)
             assert not invariant or torch.equal(got[s][row], want)
-
-
-def test_trees_equal_the_native_decoders() -> None:
-    lengths, trees, got = [3, 20, 40], [random_tree(n, 101, n) for n in (9, 1, 14)], []
-    for kernels in ("native", "torch"):
-        decoder = build_decoder(CONFIG, kernels=kernels)
-        decoder.load_weights(random_weights(CONFIG))
-        driver = prefilled(decoder, lengths, 20)
-        got.append(
-            decoder.forward(tree_input(trees, lengths, [driver.tables[s] for s in range(3)]), driver.kv)
-        )
-    torch.testing.assert_close(got[0].logits, got[1].logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("invariant", [False, True])
-def test_siblings_do_not_see_each_other(invariant: bool) -> None:
-    decoder = make(invariant=invariant)
-    driver = prefilled(decoder, [20], 10)
-    parents = [-1, 0, 1, 0, 3, 1]
-    got = []
-    for sibling in (7, 8):  # row 3; only rows 3 and 4 below it may change
-        batch = tree_input([Tree([5, 6, 9, sibling, 11, 12], parents)], [20], [driver.tables[0]])
-        got.append(decoder.forward(batch, copy_of(driver.kv)).logits)
-    for row in (0, 1, 2, 5):
-        assert torch.equal(got[0][row], got[1][row])
-    for row in (3, 4):
-        assert not torch.allclose(got[0][row], got[1][row], atol=1e-3)
-
-
-def test_a_chain_given_as_a_tree_is_the_chain() -> None:
-    decoder = make()
-    driver = prefilled(decoder, [18], 8)
-    ids = tokens(8, 9)
-    batch = tree_input([Tree(ids, list(range(-1, 7)))], [18], [driver.tables[0]])
-    got = decoder.forward(batch, copy_of(driver.kv)).logits
-    torch.testing.assert_close(got, driver.step([(0, ids)]).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
