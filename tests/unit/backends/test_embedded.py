@@ -85,28 +85,6 @@ def test_a_push_is_all_or_nothing():
     assert set(backend.engine.runner.decoder.weights) == set(SHAPES)  # the tied head was dropped
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (bucket(8, "a.weight"), "version 8 came into the push of 7"),
-        (bucket(7, "c.weight"), "engine expects None"),
-        (WeightBucket(7, [("a.weight", torch.ones(4))]), r"\(4,\) came, the engine expects \(3,\)"),
-    ],
-)
-def test_wrong_buckets_are_refused(wrong: WeightBucket, message: str):
-    backend = make_backend()
-    backend.begin_update(7)
-    with pytest.raises(SyncError, match=message):
-        backend.update_weights(wrong)
-
-
-def test_a_bucket_without_a_push_is_refused():
-    with pytest.raises(SyncError, match="no push is open"):
-        make_backend().update_weights(bucket(1, "a.weight"))
-    with pytest.raises(SyncError, match="finish_update came while no push is open"):
-        make_backend().finish_update()
-
-
 def test_without_weights_it_does_not_answer():
     backend = make_backend(has_weights=False)
     with pytest.raises(BackendError, match="no weights yet"):

@@ -155,16 +155,6 @@ def test_the_last_busy_rank_is_named_and_announces_the_end(clock):
     assert not last.test_done()  # the barrier alone ends the window
 
 
-def test_rank_0_announces_the_end_when_its_board_shows_it(clock):
-    comm, coordinator = make(0, 3, clock)
-    coordinator.begin()
-    coordinator.enter_done()
-    last = report(2, 1, 1, IDLE, changed_at=2e9)
-    receive(comm, clock, coordinator, report(1, 1, 1, TRAINING), last)
-    sent = [(to, m.value) for to, m in comm.take_sent() if m.kind is Kind.ALL_DONE]
-    assert sent == [(1, 2e9), (2, 2e9)]
-
-
 def test_silent_ranks_are_named(clock):
     comm, coordinator = make(0, 3, clock)
     coordinator.begin()

@@ -71,28 +71,6 @@ def board_of(*queues: int) -> StatusBoard:
     return board
 
 
-def test_a_thief_is_settled_by_the_answer_to_its_request_alone(sent):
-    thief = WorkStealing(range(4), sent, Queue())
-    thief.request(1)
-    assert sent.taken() == [(0, Kind.REQUEST_WORK, 1, ())]
-    thief.handle(message(Kind.NO_WORK, value=0.0))  # sent to all; a transfer may be on its way all the same
-    assert not thief.is_settled
-    thief.handle(message(Kind.TRANSFER, 2, 1.0, [RequestRange(5, 0, 3)]))
-    assert not thief.is_settled
-    assert thief.take_received() == (RequestRange(5, 0, 3),)
-    thief.request(1)
-    assert thief.is_settled and thief.take_received() == () and sent.taken() == []
-
-
-def test_an_empty_transfer_is_followed_by_the_next_request(sent):
-    thief = WorkStealing(range(4), sent, Queue())
-    thief.request(1)
-    thief.handle(message(Kind.TRANSFER, 2, 1.0))
-    assert sent.taken() == [(0, Kind.REQUEST_WORK, 1, ()), (0, Kind.REQUEST_WORK, 1, ())]
-    thief.handle(message(Kind.NO_WORK, value=1.0))
-    assert thief.is_settled
-
-
 def test_a_large_transfer_comes_in_several_messages(sent):
     ranges = [RequestRange(i, 0, 1) for i in range(2 * MAX_RANGES + 5)]
     victim, thief = WorkStealing(range(4), sent, Queue(ranges, 9)), WorkStealing(range(4), sent, Queue())

@@ -136,21 +136,6 @@ def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
     assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {10}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (WeightBucket(12, [("a.weight", torch.ones(3))]), "version 12 came into the push of 11"),
-        (WeightBucket(11, [("c.weight", torch.ones(3))]), "engine expects None"),
-        (WeightBucket(11, [("a.weight", torch.ones(4))]), r"\(4,\) came, the engine expects \(3,\)"),
-    ],
-)
-def test_wrong_buckets_are_refused(backend: TrtllmBackend, wrong: WeightBucket, message: str) -> None:
-    backend.begin_update(11)
-    with pytest.raises(SyncError, match=message):
-        backend.update_weights(wrong)
-    push(backend, 11)
-
-
 def test_the_server_refuses_tensors_of_another_push_and_parts_out_of_order(backend: TrtllmBackend) -> None:
     backend.begin_update(13)
     transport = BytesTransport(backend.process, part_bytes=8)
