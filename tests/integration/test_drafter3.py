@@ -58,15 +58,6 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
         assert len(read.offsets) == 80
 
 
-def test_training_can_go_on_from_a_drafter(run: Path) -> None:
-    short = ["drafter.num_steps=3", "drafter.lr=1e-9", "cluster.ranks_per_node=1"]
-    run_drafter(1, "train", run / "tiny.yaml", "--drafter", run / "trained", "--out", run / "more", *short)
-    assert read_about(run / "more")["trained_steps"] == 63
-    start, more = (engine_drafters.load_file(run / n / "drafter.safetensors") for n in ("trained", "more"))
-    for name, tensor in start.items():
-        torch.testing.assert_close(more[name], tensor, atol=1e-7, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 
@@ -93,7 +91,7 @@ def spoil(world: World, t, options) -> None:
     assert_same(world, everything(t))
 
 
-def unit(world: World) -> None:
+def group(world: World) -> None:
     """Each pair of ranks against a single rank with twice the tokens."""
     groups = [dist.new_group([r, r + 1]) for r in range(0, world.size, 2)]
     pair = GroupTensorParallel(groups[world.rank // 2])
@@ -110,14 +108,14 @@ def unit(world: World) -> None:
     torch.testing.assert_close(everything(together), everything(single), atol=1e-6, rtol=0)
     report = together.merge(dist.all_reduce, world.rank, world.size)
     tokens = world.all_gather_object(single.window_tokens)
-    assert sum(report.tokens) == sum(tokens[::2]), "shares of a unit add up to its sample"
+    assert sum(report.tokens) == sum(tokens[::2]), "shares of a group add up to its sample"
     assert_same(world, everything(together))
     fail_together(together, world)
-    print(f"one unit on rank {world.rank}\n", end="", flush=True)
+    print(f"one group on rank {world.rank}\n", end="", flush=True)
 
 
 def fail_together(t, world: World) -> None:
-    """Memory runs out on the first rank of every unit: both ranks stop at once, none waits."""
+    """Memory runs out on the first rank of every group: both ranks stop at once, none waits."""
     begun = everything(t)
     t.train_step()
     if world.rank % 2 == 0:
@@ -132,7 +130,7 @@ def fail_together(t, world: World) -> None:
     except DrafterError:
         assert torch.equal(everything(t), begun)
     else:
-        raise AssertionError("a unit went on without a rank")
+        raise AssertionError("a group went on without a rank")
     assert t.merge(dist.all_reduce, world.rank, world.size).disabled == tuple(range(world.size))
 
 
@@ -162,7 +160,9 @@ def share(world: World) -> None:
     trainer.buffer.add(random_chunk(CONFIG, 70, 1000 + replica, 1))
     before = held(trainer)
     controller.merge()
-    assert held(trainer) == before and controller._active_trainer is None, "nothing is shared once training has ended"
+    assert held(trainer) == before and controller._active_trainer is None, (
+        "nothing is shared once training has ended"
+    )
     print(f"shared on rank {world.rank}\n", end="", flush=True)
 
 
@@ -173,7 +173,10 @@ def held(trainer) -> list[int]:
 
 def main() -> None:
     world = World.start(DistributedSection(), threads=1)
-    {"merge": merge, "unit": unit, "share": share}[sys.argv[1]](world)
+    merge(world)
+    if world.size % 2 == 0:
+        group(world)
+    share(world)
     world.close()
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.measure import Acceptance, measure
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.hidden_states import imitable_chunk, imitable_policy
@@ -62,29 +59,3 @@ def test_hidden_states_of_the_neighbour_break_it(answers, shift: int) -> None:
     got = acceptance(drafter, tables, moved)
     assert max(got.overlap) < 0.6
     assert got.coupled[0] < 0.6
-
-
-def test_tokens_of_the_neighbour_break_it(answers) -> None:
-    drafter, tables, chunks = answers
-    moved = [replace(c, token_ids=np.roll(c.token_ids, 1)) for c in chunks]
-    assert max(acceptance(drafter, tables, moved).overlap) < 0.6
-
-
-def test_the_online_trainer_finds_nothing_to_teach_it(answers) -> None:
-    """The known law is the loss's optimum: no loss, all accepted, in every piece of every answer."""
-    _, _, chunks = answers
-    drafter = EagleModel(CONFIG)
-    tables = imitable_policy(CONFIG, drafter)
-    section = DrafterSection(
-        loss={"ce_weight": 0.0}, online={"lr": 1e-9, "micro_step_tokens": 64, "draft_steps": STEPS}
-    )
-    trainer = OnlineDrafterTrainer(drafter, section)
-    trainer.set_tables(0, *tables)
-    trainer.begin_step(0)
-    for chunk in chunks:
-        trainer.buffer.add(chunk)
-    for _ in range(8):
-        metrics = trainer.train_step()
-        assert metrics is not None
-        assert [metrics[f"accept/{j}"] for j in range(1, STEPS + 1)] == pytest.approx([1.0] * STEPS, abs=1e-4)
-        assert metrics["loss"] < 1e-3

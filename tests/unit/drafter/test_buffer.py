@@ -92,14 +92,6 @@ def test_the_longer_half_of_a_step_outlives_it_until_it_is_too_old() -> None:
     assert held(b) == [] and b.counters["dropped_by_age"] == 3 and b.metrics()["bytes"] == 0
 
 
-def test_steps_of_one_version_are_still_steps() -> None:
-    """An update that was skipped: the version stays, the step before is the step before."""
-    b = buffer()
-    fill(b, [10, 20, 30], 1)
-    b.begin_step(1)
-    assert held(b) == [(1, 20), (1, 30)]
-
-
 def test_early_finishers_are_balanced_by_the_steps_before() -> None:
     rng = np.random.default_rng(0)
     usual = np.clip(rng.lognormal(4, 0.7, 1000), 10, 400).astype(int)
@@ -131,14 +123,6 @@ def test_answers_that_were_all_drawn_do_not_crowd_out_those_before() -> None:
         assert shares[v] / sum(shares.values()) == pytest.approx(tokens[v] / sum(tokens.values()), abs=0.05)
     b.add(random_chunk(CONFIG, 33, 99, 3))  # new: it comes before anything comes again
     assert 3 in {b.sample(64)[0].policy_version for _ in range(2)}
-
-
-def test_without_answers_of_this_step_the_previous_ones_teach() -> None:
-    b = buffer()
-    fill(b, [20, 30, 40], 0)
-    b.begin_step(1)
-    assert {s.policy_version for s in drawn(b, 4)} == {0}
-    assert b.versions() == [0]
 
 
 def test_versions_that_cannot_be_used_are_passed_over() -> None:

@@ -135,7 +135,3 @@ def test_parts_add_up() -> None:
     assert total.bases == whole.bases
     np.testing.assert_allclose(total.sums, whole.sums, rtol=1e-5)
     assert f"expected accepted length {whole.accepted_length:.2f} of 4" in whole.table()
-
-
-def test_nothing_measured_is_zero_and_not_an_error() -> None:
-    assert run([], 1.0).to_json()["overlap"] == [0.0] * STEPS

@@ -40,18 +40,6 @@ def test_the_longest_answers_of_the_step_are_given_whole() -> None:
     assert [s.length for _, s in b.longest(size_of(40) + size_of(20))] == [40, 20]
 
 
-def test_of_an_answer_that_does_not_fit_the_end_is_given() -> None:
-    b = buffer([9, 30])
-    room = size_of(30) // 2
-    ((key, cut),) = b.longest(room)
-    (whole,) = (s for k, s in b.longest(MIB) if k == key)
-    assert 10 <= cut.length <= 15 and cut.offset == 30 - cut.length
-    assert torch.equal(cut.token_ids, whole.token_ids[cut.offset :])
-    assert torch.equal(cut.hidden, whole.hidden[cut.offset :])
-    assert cut.token_ids.nbytes + cut.hidden.nbytes <= room
-    assert b.longest(0) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     b = HiddenStateBuffer(64 * MIB, 64, 1, 0)
@@ -105,14 +93,6 @@ def test_the_end_of_a_long_answer_counts_as_long() -> None:
     b.add_shared(key, cut)
     b.begin_step(1)
     assert lengths_of(b) == [cut.length, 40, 50]
-
-
-def test_an_answer_larger_than_the_whole_buffer_is_not_taken() -> None:
-    b = HiddenStateBuffer(size_of(20), 64, 1, 0)
-    b.begin_step(0)
-    for key, answer in buffer([40, 20]).longest(MIB):
-        b.add_shared(key, answer)
-    assert [e.sequence.length for e in b._entries.values()] == [20]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 7, 512])

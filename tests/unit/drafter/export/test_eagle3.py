@@ -174,7 +174,9 @@ def test_what_does_not_fit_is_named(tmp_path) -> None:
         save_drafter(tmp_path / "x", config, {n: t for n, t in given.items() if "hidden_norm" not in n})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is not part"):
         save_drafter(tmp_path / "x", config, given | {"embed_tokens.weight": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(64, 128\), the policy needs \(64, 192\)"):
+    with pytest.raises(
+        CheckpointError, match=r"fc\.weight has shape \(64, 128\), the policy needs \(64, 192\)"
+    ):
         save_drafter(tmp_path / "x", config, given | {"fc.weight": torch.zeros(64, 128)})
     with pytest.raises(CheckpointError, match=r"d2t\[i\] \+ i does not name"):
         save_drafter(tmp_path / "x", config, given | {"d2t": given["d2t"] + 1})
