@@ -85,11 +85,15 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
             "Shaded: share of the running ranks whose steps draft. The dashed line is where speculation starts: from "
             "there on, most of them do."
         )
-        chart = Chart("Running requests", (), _SINCE, "requests, all ranks", note, curves, chosen, wide=True)
-        chart.height, chart.log_switch = 340, True
         axis = PERCENT | {"range": [0, 1.02], "tickvals": [0, 0.5, 1], "title": {"text": ""}}
-        chart.layout = {"yaxis2": axis}
-        parts.append(chart)
+        options: dict[str, Any] = {
+            "layout": {"yaxis2": axis},
+            "height": 340,
+            "wide": True,
+            "log_switch": True,
+        }
+        title, unit = "Running requests", "requests, all ranks"
+        parts.append(Chart(title, (), _SINCE, unit, note, curves, chosen, **options))
     views = [view for view in views if view.states]
     if views:
         parts += _state_charts(len(run.ranks), views, chosen)

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_tlt.observe.jsonl import to_line
 
 START = 1_800_000_000.0
+# Phases after the rollout, with their start and seconds.
+UPDATE_PHASES = (("score", 0.0, 0.1), ("exchange", 0.1, 0.1), ("update", 0.2, 1.7), ("push", 1.9, 0.1))
 SLOW_RANK = 7  # the slowest of every step, where there are so many ranks
 
 
@@ -109,12 +111,7 @@ def _rank_step(
     if idle_training:
         add("state", "TRAINING", busy + 0.3 * wait, 0.7 * wait)
     add("span", "idle", busy, wait)
-    for name, at, dur in (
-        ("score", 0.0, 0.1),
-        ("exchange", 0.1, 0.1),
-        ("update", 0.2, 1.7),
-        ("push", 1.9, 0.1),
-    ):
+    for name, at, dur in UPDATE_PHASES:
         add("instant", "enter", longest + at, phase=name)
         add("span", name, longest + at, dur)
     if curves:
@@ -132,36 +129,20 @@ def _evaluation(step: int, at: float, value: float) -> dict[str, Any]:
 def _metrics(
     step: int, at: float, busy: list[float], speculation: bool, idle_training: bool
 ) -> dict[str, Any]:
-    ranks, longest = len(busy), max(busy)
-    waits = [longest - seconds for seconds in busy]
-    row: dict[str, Any] = {"step": step, "time": round(at, 3), "reward/mean": 0.5 + 0.01 * step}
-    row |= {
-        "reward/accuracy": 0.4 + 0.01 * step,
-        "length/mean": 70.0,
-        "length/median": 50.0,
-        "length/p95": 230.0,
-    }
-    row |= {"length/max": 448.0, "time/rollout": sum(busy) / ranks, "time/idle": sum(waits) / ranks}
-    row |= {
-        "time/score": 0.1,
-        "time/exchange": 0.1,
-        "time/update": 1.7,
-        "time/push": 0.1,
-        "time/step": longest + 2.1,
-    }
+    ranks, waits = len(busy), [max(busy) - seconds for seconds in busy]
+    row: dict[str, Any] = {"step": step, "time": round(at, 3)}
+    row |= {"reward/mean": 0.5 + 0.01 * step, "reward/accuracy": 0.4 + 0.01 * step}
+    row |= {"length/mean": 70.0, "length/median": 50.0, "length/p95": 230.0, "length/max": 448.0}
+    row |= {f"time/{name}": seconds for name, _, seconds in UPDATE_PHASES}
+    row |= {"time/rollout": sum(busy) / ranks, "time/idle": sum(waits) / ranks, "time/step": max(busy) + 2.1}
     row |= {"engine/tokens_per_s": 1000.0 * ranks, "engine/generated_tokens": 5000.0 * ranks}
-    row |= {f"idle/rank{rank:03d}": wait for rank, wait in enumerate(waits)}
-    row["idle/seconds"] = sum(waits)
+    row |= {"idle/seconds": sum(waits)} | {f"idle/rank{rank:03d}": wait for rank, wait in enumerate(waits)}
     if idle_training:
-        row |= {
-            "idle/recovered_seconds": 0.7 * sum(waits),
-            "drafter/steps": 40.0,
-            "drafter/loss_mean": 0.3 + 0.4 / step,
-        }
-        row["drafter/accept/1_mean"] = 0.95 - 0.2 / step
+        row |= {"idle/recovered_seconds": 0.7 * sum(waits), "drafter/steps": 40.0}
+        row |= {"drafter/loss_mean": 0.3 + 0.4 / step, "drafter/accept/1_mean": 0.95 - 0.2 / step}
     if speculation:
-        row |= {"spec/accept_length": 3.0 + 0.1 * step, "engine/spec_row_steps": 1000.0 * ranks}
-        row["engine/spec_emitted_tokens"] = 3500.0 * ranks
+        row |= {"spec/accept_length": 3.0 + 0.1 * step}
+        row |= {"engine/spec_row_steps": 1000.0 * ranks, "engine/spec_emitted_tokens": 3500.0 * ranks}
     return row
 
 
@@ -172,31 +153,22 @@ def _rollouts(step: int, speculation: bool, answers: str) -> dict[str, Any]:
     if speculation:
         row |= {"strategies": {"none": 40, "hybrid_11_1_0": 60 + step, "eagle_5_1_0": 20}}
         row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}
-        row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}, "draft_seconds": 1.0}
-        row["verify_seconds"] = 3.0
+        row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}}
+        row |= {"draft_seconds": 1.0, "verify_seconds": 3.0}
     return row
 
 
 def _samples(step: int, speculation: bool) -> list[dict[str, Any]]:
-    rows = []
-    for index, correct in ((0, True), (3, False)):
-        row: dict[str, Any] = {
-            "step": step,
-            "prompt_id": step,
-            "sample_index": index,
-            "task": "sums",
-            "prompt": "1 < 2 & 3?",
-        }
-        row |= {
-            "answer": "8",
-            "response": "2+6=8 <b>bold</b>",
-            "tokens": 6,
-            "finish_reason": "stop",
-            "reward": float(correct),
-        }
-        row["correct"] = correct
-        if speculation:
-            pieces = ["2", "+", "6", "=", "8", " <b>bold</b>"]
-            row["drafts"] = {"pieces": pieces, "runs": [[1, 2, "<i>7</i>"], [4, 2, ""]]}
-        rows.append(row)
-    return rows
+    same: dict[str, Any] = {
+        "step": step,
+        "prompt_id": step,
+        "task": "sums",
+        "prompt": "1 < 2 & 3?",
+        "answer": "8",
+    }
+    same |= {"response": "2+6=8 <b>bold</b>", "tokens": 6, "finish_reason": "stop"}
+    if speculation:
+        pieces = ["2", "+", "6", "=", "8", " <b>bold</b>"]
+        same["drafts"] = {"pieces": pieces, "runs": [[1, 2, "<i>7</i>"], [4, 2, ""]]}
+    pairs = ((0, True), (3, False))
+    return [same | {"sample_index": i, "reward": float(right), "correct": right} for i, right in pairs]
