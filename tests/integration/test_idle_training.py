@@ -129,7 +129,7 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
 
 
-def test_dry_ranks_take_over_what_busy_ones_have_queued(folder: Path):
+def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
     """A rank with a slow engine and room for four requests: the other answers half of its sixteen and more."""
     few = ["idle.work_stealing=true", "rollout.max_running_requests=4"]
     run(folder, [("taken", [*TRAIN, *few], "slow engine")])
