@@ -1,4 +1,4 @@
-"""The drafter's training: the warm-up on the starting policy's answers, and later its upkeep during RL."""
+"""Training of the drafter: before RL on answers of the starting policy, and online during RL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_tlt.config.base import Section
 
 
 class DrafterLossSection(Section):
-    """What the drafter is trained to do, at the rollout temperature."""
+    """The drafter's loss, at the rollout temperature."""
 
     kind: Literal["mix", "lk"] = "mix"
     """mix: ce_weight * cross entropy + tv_weight * total variation. lk: KL divergence where policy and drafter
@@ -26,11 +26,11 @@ class DrafterLossSection(Section):
 
 
 class OnlineSection(Section):
-    """Upkeep of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
+    """Training of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
     are those of `drafter`."""
 
     lr: PositiveFloat = 3e-4
-    """Learning rate after warm-up; it stays, because the policy goes on moving. The demo
+    """Learning rate after warm-up; constant, because the policy keeps changing. The demo
     drafter got worse with 1e-3 and kept its level with 3e-4; from random weights 3e-3 learned fastest."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
@@ -39,29 +39,29 @@ class OnlineSection(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm to clip to; 0: off."""
     mean_decay: float = Field(default=0.97, ge=0, lt=1)
-    """What the engines draft with is a running mean of the weights in training: its decay per micro-step; 0: the
+    """The engines draft with a running mean of the weights in training: its decay per micro-step; 0: the
     weights themselves."""
     draft_steps: int = Field(default=3, ge=1, le=16)
     """Positions that are drafted in a row in training."""
     hidden_state_noise: float = Field(default=0.0, ge=0, le=1)
-    """Noise on the hidden states that the drafter reads in training, over their root mean square: against learning few
-    answers by heart. For drafters that start from random weights, 0.2 or so; it holds a good one back."""
+    """Noise on the hidden states that the drafter reads in training, over their root mean square: against overfitting
+    to few answers. About 0.2 for drafters that start from random weights; it slows a good one down."""
     micro_step_tokens: int = Field(default=192, ge=16)
-    """Token budget of one micro-step of one rank, padding included: what a rank does before it looks up again.
+    """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
     Longer answers are cut into windows of so many tokens."""
     buffer_mib: PositiveFloat = 64.0
     """Memory of one rank for hidden states and tokens to train on, in MiB."""
     share_mib: NonNegativeFloat = 16.0
-    """What replicas give each other after a step of the longest answers that they hold, in MiB in all, never more
-    than buffer_mib: who waits had short ones, and drafts are wanted for the long ones. Up to four replicas send at a
+    """MiB of their longest answers that replicas send each other after a step, in all, never more than buffer_mib: a
+    replica that waits had short answers, and drafts matter most for long ones. Up to four replicas send at a
     time, in turns; of an answer that does not fit, the end is sent. 0: each replica trains on its own answers only,
     as with max_age 0."""
     max_age: NonNegativeInt = 2
-    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own, and nothing
-    of other replicas, which comes when a step is over."""
+    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own, and none
+    of other replicas, which are sent when a step is over."""
     fp8: Literal["off", "te", "torchao", "emulate"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
-    compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, nothing gets faster. What
+    compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, without a gain in speed. What
     is configured and not installed is an error."""
 
 
@@ -69,7 +69,7 @@ class DrafterSection(Section):
     """Training of the eagle drafter (`megatron-tlt drafter`), on the model, prompts and rollout of the same file."""
 
     num_prompts: PositiveInt = 512
-    """Training prompts that are answered for the warm-up."""
+    """Training prompts that are answered before training."""
     samples_per_prompt: PositiveInt = 4
     """Answers to each of them."""
     eval_prompts: PositiveInt = 128
