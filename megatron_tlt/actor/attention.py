@@ -62,19 +62,9 @@ class PackedRotary(nn.Module):
 class SDPACoreAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v within each packed sequence."""
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ):
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any):
         super().__init__(config=config)
-        assert config.context_parallel_size == 1 and not (attention_dropout or config.attention_dropout)
+        assert config.context_parallel_size == 1 and not config.attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -83,12 +73,11 @@ class SDPACoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: PackedRows | None = None,
+        **_: Any,
     ) -> Tensor:
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
-        assert packed_seq_params is not None and attention_bias is None
+        assert packed_seq_params is not None
         runs = packed_seq_params.runs
         sizes = [count * length for count, length in runs]
         grouped = query.size(2) != key.size(2)

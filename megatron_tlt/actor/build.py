@@ -6,7 +6,6 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
-from megatron_tlt.config.checks.layout import pp_problems, tp_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.torch.layers import inverse_frequencies
 
 # isort: split
 # megatron comes after the device shim.
@@ -44,31 +43,13 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
-def check_layout(config: ModelConfig, actor: ActorSection) -> None:
-    """Raises ConfigError with everything about the layout that this model or this machine cannot do."""
-    problems = [*tp_problems(config, "actor.tp", actor.tp), *pp_problems(config, "actor.pp", actor.pp)]
-    if actor.cp > 1:
-        allowed = "must be 1: micro-batches are not split over context parallel ranks"
-        problems.append(ConfigProblem("actor.cp", actor.cp, allowed))
-    if actor.sequence_parallel and actor.tp == 1:
-        problems.append(ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1"))
-    if actor.layer_spec == "transformer_engine" and not transformer_engine_is_here():
-        allowed = "needs CUDA and the package transformer_engine; local or auto"
-        problems.append(ConfigProblem("actor.layer_spec", actor.layer_spec, allowed))
-    if problems:
-        raise ConfigError(problems)
-
-
-def transformer_engine_is_here() -> bool:
-    """Whether Transformer Engine layers can be built."""
-    return HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
-
-
 def uses_transformer_engine(actor: ActorSection) -> bool:
-    """Whether `layer_spec` resolves to Transformer Engine here."""
-    return actor.layer_spec == "transformer_engine" or (
-        actor.layer_spec == "auto" and transformer_engine_is_here()
-    )
+    """Whether `layer_spec` resolves to Transformer Engine here. Raises ConfigError if it is asked for and missing."""
+    is_installed = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+    if actor.layer_spec == "transformer_engine" and not is_installed:
+        allowed = "needs CUDA and the package transformer_engine; local or auto"
+        raise ConfigError.of("actor.layer_spec", actor.layer_spec, allowed)
+    return is_installed and actor.layer_spec != "local"
 
 
 def packed_format(actor: ActorSection) -> str:
@@ -79,15 +60,13 @@ def packed_format(actor: ActorSection) -> str:
 def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerConfig:
     """megatron's dataclass for this architecture and layout. Fusions that need apex or CUDA stay off."""
     dtype = DTYPES[actor.dtype]
-    recompute: dict[str, Any] = {}
+    recompute: dict[str, Any] = (
+        {} if actor.recompute == "none" else {"recompute_granularity": actor.recompute}
+    )
     if actor.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     elif actor.recompute == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        recompute |= {"recompute_modules": ["core_attn"]}
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -166,25 +145,6 @@ def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
     return TransformerBlockSubmodules(layer_specs=[_local_layer(config)] * layers, layer_norm=RMSNorm)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """RoPE's [d / 2] fp32 frequencies with Llama 3's scaling where the architecture has it.
-
-    megatron's own scaling hard-codes three of Llama 3's four numbers, so it is computed here from the config.
-    """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponent)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    factor, old = scaling.factor, scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    wavelength = 2 * math.pi / frequencies
-    smooth = (old / wavelength - low) / (high - low)
-    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelength > old / low, frequencies / factor, blended)
-    return torch.where(wavelength < old / high, frequencies, scaled)
-
-
 class PolicyModel:
     """One pipeline stage of the model, called with micro-batches instead of megatron's eight arguments."""
 
@@ -207,6 +167,7 @@ class PolicyModel:
                 parallel_output=True,
             )
         mark_shards(self.module, config, groups)
+        # megatron's own scaling hard-codes three of Llama 3's four numbers.
         inv_freq = inverse_frequencies(config).to(current_device())
         self._rotary: PackedRotary | None = None
         if uses_transformer_engine(actor):

@@ -11,7 +11,9 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ import torch.distributed as dist
 
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor import distributed_optimizer
-from megatron_tlt.actor.checkpoint_files import Manifest, model_differences, model_record
+from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.safe_load import no_pickles
-from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
+from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -51,15 +53,12 @@ def start_save(
     """
     files.step_of(directory)
     scratch = files.scratch_of(directory)
-    problem = None
-    if world.is_main:
-        try:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-        except OSError as error:
-            problem = str(error)
-    if problem := world.broadcast_object(problem):
-        raise CheckpointError(f"cannot write {directory}: {problem}")
+
+    def make_scratch() -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+
+    _on_main(world, f"write {directory}", make_scratch)
     strategy = ThreadSaveStrategy()
     with cpu_as_cuda():
         request = dist_checkpointing.save(
@@ -71,25 +70,24 @@ def start_save(
         )
     assert strategy.writer is not None and request is not None
     strategy.writer.start()
-    return SaveHandle(world, directory, manifest, strategy, request, keep)
+    return SaveHandle(world, directory, manifest, strategy.writer, request, keep)
 
 
 class SaveHandle:
-    """A save on its way. `poll` and `wait` are collective: all ranks call them at the same place."""
+    """A save under way. `poll` and `wait` are collective: all ranks call them at the same place."""
 
     def __init__(
         self,
         world: World,
         directory: Path,
         manifest: Manifest,
-        strategy: ThreadSaveStrategy,
+        writer: ThreadWriter,
         request: AsyncRequest,
         keep: int | None,
     ):
-        assert strategy.writer is not None
         self.directory, self.done = directory, False
-        self._world, self._manifest, self._request, self._keep = world, manifest, request, keep
-        self._writer = strategy.writer
+        self._world, self._manifest, self._writer = world, manifest, writer
+        self._request, self._keep = request, keep
 
     def poll(self) -> bool:
         """Publishes the checkpoint if every rank has written its part; whether it is published.
@@ -113,22 +111,29 @@ class SaveHandle:
         report = self._world.all_gather_object((self._writer.failure(), self._writer.records))
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(report) if failure]
         if failures:
-            if self._world.is_main:  # a full disk is to have room for what the run still says
+            if self._world.is_main:  # leaves room on a full disk for the run's logs
                 shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
             raise CheckpointError(f"cannot write {self.directory}: {'; '.join(failures)}")
         with cpu_as_cuda():
             for finish in self._request.finalize_fns:
                 finish()
-        problem = None
-        if self._world.is_main:
-            written = {name: record for _, records in report for name, record in records.items()}
-            try:
-                files.publish(self.directory, replace(self._manifest, files=written), self._keep)
-            except OSError as error:
-                problem = str(error)
-        if problem := self._world.broadcast_object(problem):
-            raise CheckpointError(f"cannot publish {self.directory}: {problem}")
+        written = {name: record for _, records in report for name, record in records.items()}
+        manifest = replace(self._manifest, files=written)
+        publish = partial(files.publish, self.directory, manifest, self._keep)
+        _on_main(self._world, f"publish {self.directory}", publish)
         self.done = True
+
+
+def _on_main(world: World, intent: str, action: Callable[[], None]) -> None:
+    """Calls `action` on rank 0. An OSError there is a CheckpointError on every rank. Collective."""
+    problem = None
+    if world.is_main:
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
+    if problem := world.broadcast_object(problem):
+        raise CheckpointError(f"cannot {intent}: {problem}")
 
 
 def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: bool) -> dict[str, Any]:
@@ -195,10 +200,3 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     missing = [name for name in left_out.missing_keys if not name.endswith("_extra_state")]
     if missing or left_out.unexpected_keys:
         raise CheckpointError(f"{directory}: missing {missing}, unexpected {left_out.unexpected_keys}")
-
-
-def check_fits(manifest: Manifest, directory: Path, config: ModelConfig, training: dict[str, str]) -> None:
-    """Raises CheckpointError if a checkpoint is of another model, precision or optimizer."""
-    found = {**manifest.model, **manifest.training}
-    if wrong := model_differences(found, {**model_record(config), **training}):
-        raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")

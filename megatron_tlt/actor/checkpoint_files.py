@@ -1,6 +1,6 @@
 """Checkpoint directories as files: names, manifest, verification, the `latest` pointer, pruning. Torch-free.
 
-    run_dir/checkpoints/step-000120.tmp/    being written; means nothing to anyone
+    run_dir/checkpoints/step-000120.tmp/    being written; never read
                         step-000120/        complete on disk: shards, megatron's metadata, manifest.json
                         latest              text file with the name of the newest complete one
 
@@ -69,17 +69,13 @@ class Manifest:
 def model_record(config: ModelConfig) -> dict[str, Any]:
     """The shape of the model as the manifest keeps it."""
     names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    everything = asdict(config)
-    return {name: everything[name] for name in (*names, "intermediate_size", "tie_word_embeddings")}
+    return {name: getattr(config, name) for name in (*names, "intermediate_size", "tie_word_embeddings")}
 
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """What differs between two records (`model_record`), for messages."""
-    return [
-        f"{name} is {found.get(name)!r}, not {value!r}"
-        for name, value in wanted.items()
-        if found.get(name) != value
-    ]
+    wrong = [(name, value) for name, value in wanted.items() if found.get(name) != value]
+    return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -108,7 +104,7 @@ def complete_steps(checkpoints: Path) -> list[Path]:
 
 
 def record_of(file: Path) -> FileRecord:
-    """Reads a file and sums it up."""
+    """Size and checksum of a file, which is read once."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
     return FileRecord(file.stat().st_size, digest.hexdigest())
@@ -126,28 +122,20 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is damaged: {error}") from error
 
 
-def find_damage(
-    directory: Path, manifest: Manifest, part: int = 0, parts: int = 1, checksums: bool = True
-) -> list[str]:
-    """What is missing, truncated or altered among every `parts`-th file from number `part` on.
+def damage_of(directory: Path, part: int = 0, parts: int = 1, checksums: bool = True) -> str | None:
+    """What is missing, truncated or altered among every `parts`-th file of the manifest from number `part` on.
 
-    Without `checksums` no file is read: altered ones pass.
+    Without `checksums` no file is read: altered ones pass. Raises CheckpointError if the manifest cannot be read.
     """
-    damage = []
-    for name in sorted(manifest.files)[part::parts]:
-        file, wanted = directory / name, manifest.files[name]
+    records, damage = read_manifest(directory).files, []
+    for name in sorted(records)[part::parts]:
+        file, wanted = directory / name, records[name]
         if not file.is_file():
             damage.append(f"{name} is missing")
         elif file.stat().st_size != wanted.size:
             damage.append(f"{name} is torn: {file.stat().st_size} of {wanted.size} bytes")
         elif checksums and record_of(file) != wanted:
             damage.append(f"{name} was altered: its checksum does not match")
-    return damage
-
-
-def damage_of(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """`find_damage` with the manifest in `directory`, as one line. Raises CheckpointError if that cannot be read."""
-    damage = find_damage(directory, read_manifest(directory), part, parts)
     return f"checkpoint {directory} is damaged: {shortened(damage, separator='; ')}" if damage else None
 
 
@@ -203,10 +191,8 @@ def read_latest(checkpoints: Path) -> Path | None:
 
 def write_synced(file: Path, text: str) -> None:
     """Writes a small text file onto the disk."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    file.write_text(text, encoding="utf-8")
+    sync(file)
 
 
 def sync(path: Path) -> None:

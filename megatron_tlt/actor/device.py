@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -92,19 +93,8 @@ class _NoStream:
         return True
 
 
-class _Generators:
-    """`torch.cuda.default_generators` for one device: the CPU's generator."""
-
-    def __getitem__(self, index: int) -> torch.Generator:
-        return torch.default_generator
-
-
-def _run_now(callback: Callable[[], Any], **_: Any) -> Any:
-    return callback()
-
-
 def _install() -> None:
-    """Replaces what megatron asks of torch.cuda.
+    """Replaces what megatron uses of torch.cuda.
 
     Must happen before megatron is imported: recompute keeps a reference to `_lazy_call`, and the original
     appends to a queue that nothing ever empties.
@@ -118,8 +108,8 @@ def _install() -> None:
     cuda.current_device = lambda: _CPU  # device= of sequence parallel, pipeline receives, DDP buffers, RoPE
     cuda.synchronize = lambda device=None: None  # pipeline sends, checkpoint saves
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda._lazy_call = _run_now  # recompute's random states
-    cuda.default_generators = _Generators()
+    cuda._lazy_call = lambda callback, **_: callback()  # recompute's random states
+    cuda.default_generators = defaultdict(lambda: torch.default_generator)  # indexed with current_device()
     cuda.manual_seed = torch.default_generator.manual_seed
     cuda.Stream = cuda.Event = _NoStream  # checkpoint staging
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
@@ -132,17 +122,13 @@ def _import_without_compiler() -> None:
     It hands them to `torch.compile`, which loads PyTorch's compiler at once: a third of a rank's start-up time and
     80 MiB, for GPU kernels that nothing here calls.
     """
-    compile_, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
     try:
         from megatron.core.jit import disable_jit_fuser
 
         disable_jit_fuser()  # what is imported later
     finally:
         torch.compile = compile_
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 if not HAS_CUDA:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_tlt.actor import device
 from megatron_tlt.config.dims import Coordinates, Dims
 from megatron_tlt.distributed.world import World
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 
 # isort: split
 # megatron comes after the device shim.
@@ -42,7 +41,7 @@ class ActorGroups:
         """
         if world.device.type == "cpu" and device.HAS_CUDA:
             allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
-            raise ConfigError(ConfigProblem("distributed.device", "cpu", allowed))
+            raise ConfigError.of("distributed.device", "cpu", allowed)
         global _open  # noqa: PLW0603  (mirrors megatron's own globals)
         if _open != (dims, gloo_twins):
             if parallel_state.model_parallel_is_initialized():
@@ -75,24 +74,3 @@ class ActorGroups:
     def is_last_stage(self) -> bool:
         """Whether this rank holds the LM head and computes the loss."""
         return self.at.pp == self.dims.pp - 1
-
-    @property
-    def tp_or_none(self) -> dist.ProcessGroup | None:
-        """The TP group where it has more than one member."""
-        return self.tp if self.dims.tp > 1 else None
-
-    def from_last_stage(self, value: Any) -> Any:
-        """A small Python value of the last stage, on every stage. Collective over the pipeline."""
-        if self.dims.pp == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.pipeline[-1], group=self.pp)
-        return box[0]
-
-    def over_data_parallel(self, value: Any) -> list[Any]:
-        """A small Python value of every data-parallel rank, by rank. Collective over data parallel."""
-        if self.dims.dp * self.dims.cp == 1:
-            return [value]
-        gathered: list[Any] = [None] * (self.dims.dp * self.dims.cp)
-        dist.all_gather_object(gathered, value, group=self.dp)
-        return gathered

@@ -72,7 +72,9 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
     hf, mg = f"model.layers.{layer}.", f"decoder.layers.{local}."
 
     def slot(names: tuple[str, ...], paths: tuple[str, ...], kind: Kind) -> Slot:
-        return Slot(tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind, layer)
+        return Slot(
+            tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind, layer
+        )
 
     def qkv(what: str) -> Slot:
         names = tuple(f"self_attn.{x}_proj.{what}" for x in "qkv")

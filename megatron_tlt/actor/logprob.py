@@ -88,20 +88,20 @@ class _TokenStatistics(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         logits, local, owned, log_z, entropy = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(log_z)
         out = torch.zeros_like(logits) if shard.valid < logits.shape[1] else torch.empty_like(logits)
         for part in _chunks(logits):
             if shard.valid == 0:
                 break
             x = _scaled(logits[part], shard, temperature).sub_(log_z[part, None])  # log p
             p = x.exp()
-            if grad_entropy is None:
-                g = p.mul_(-_or_zero(grad_logprob, part, log_z)[:, None])
-            else:
-                factor = x.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                g = p.mul_(-(factor + _or_zero(grad_logprob, part, log_z)[:, None]))
-            if grad_logprob is not None:
-                at_label = torch.where(owned[part], grad_logprob[part], 0.0)
-                g.scatter_add_(1, local[part, None], at_label[:, None])
+            factor = grad_logprob[part, None]
+            if grad_entropy is not None:
+                factor = x.add_(entropy[part, None]).mul_(grad_entropy[part, None]) + factor
+            g = p.mul_(-factor)
+            at_label = torch.where(owned[part], grad_logprob[part], 0.0)
+            g.scatter_add_(1, local[part, None], at_label[:, None])
             out[part, : shard.valid] = g.div_(temperature) if temperature != 1.0 else g
         return out, None, None, None, None
 
@@ -133,7 +133,3 @@ def _scaled(chunk: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """fp32 copy of a chunk's valid columns, divided by the temperature (always fresh memory)."""
     x = chunk[:, : shard.valid].to(torch.float32, copy=True)
     return x.div_(temperature) if temperature != 1.0 else x
-
-
-def _or_zero(grad: Tensor | None, part: slice, like: Tensor) -> Tensor:
-    return torch.zeros_like(like[part]) if grad is None else grad[part]

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.distributed.world import World
 
 MAX_SUFFIX = "_max"
 
@@ -24,18 +25,15 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return merged
 
 
-def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], groups: ActorGroups) -> dict[str, float]:
+def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], dims: Dims, world: World) -> dict[str, float]:
     """Merged metrics of all micro-batches of all replicas, on every rank. Collective.
 
-    Only last stages have parts. Values go as Python floats: a replica without sequences has no names to
-    offer, and a fixed order of addition gives the same bits on every run.
+    Only last stages have parts. Values are exchanged as Python floats, because a replica without sequences has no
+    names, and added in the order of the replicas, which gives the same bits on every run.
     """
-    merged: dict[str, float] = {}
-    if groups.is_last_stage:
-        local = merge({name: float(value) for name, value in part.items()} for part in parts)
-        merged = merge(groups.over_data_parallel(local))
-    received: dict[str, float] = groups.from_last_stage(merged)
-    return received
+    local = merge({name: float(value) for name, value in part.items()} for part in parts)
+    gathered = world.all_gather_object(local)
+    return merge(gathered[dims.rank_at(dp=replica, pp=dims.pp - 1)] for replica in range(dims.dp))
 
 
 def per_token(sums: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory while nobody updates (`actor.offload_optimizer`).
+"""Optimizer state in host memory between updates (`actor.offload_optimizer`).
 
 Moments and fp32 master weights are copied to the host and their memory on the device is freed; gradient buffers are
 freed without a copy, for every update starts from zero. What is freed is the storage: tensors, and the views that
@@ -26,19 +26,8 @@ class OptimizerParking:
     def __init__(self, ddp: Any, optimizer: Any):
         """megatron's DDP wrapper, whose gradient buffers are freed, and its optimizer."""
         self._ddp, self._optimizer = ddp, optimizer
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] | None = (
-            None  # device storage, bytes on the host
-        )
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether the state is on the host: then nobody may read it."""
-        return self._parked is not None
-
-    @property
-    def parked_bytes(self) -> int:
-        """Copied to the host; without gradients."""
-        return sum(host.numel() for _, host in self._parked or ())
+        # Device storage, its bytes on the host.
+        self._parked: list[tuple[torch.UntypedStorage, Tensor]] | None = None
 
     def park(self) -> None:
         """Frees the device's memory. A second call does nothing."""
@@ -53,26 +42,20 @@ class OptimizerParking:
         with cpu_as_cuda():
             self._ddp.offload_grad_buffers()
 
-    def fetch(self) -> None:
-        """Takes the memory again and brings the state back. Without a `park` before it, it does nothing."""
-        if self._parked is None:
-            return
-        for storage, host in self._parked:
-            storage.resize_(host.numel())
-            _bytes_of(storage).copy_(host)
-        self._parked = None
-        with cpu_as_cuda():
-            self._ddp.restore_grad_buffers()
-
     @contextmanager
     def fetched(self) -> Iterator[None]:
         """The state is on the device inside, and afterwards where it was."""
-        was_parked = self.is_parked
-        self.fetch()
+        parked, self._parked = self._parked, None
+        for storage, host in parked or ():
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+        if parked is not None:
+            with cpu_as_cuda():
+                self._ddp.restore_grad_buffers()
         try:
             yield
         finally:
-            if was_parked:
+            if parked is not None:
                 self.park()
 
     def _storages(self) -> list[torch.UntypedStorage]:

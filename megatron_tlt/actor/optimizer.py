@@ -10,7 +10,6 @@ import torch
 
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
-from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 
 # isort: split
@@ -24,12 +23,8 @@ def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -
     """Whether optimizer state is sharded over data parallel ranks. auto: Adam with CUDA only.
 
     On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs three (see
-    `distributed_optimizer.py`). Raises ConfigError for SGD, which megatron does not shard.
+    `distributed_optimizer.py`).
     """
-    if actor.distributed_optimizer == "on" and section.name != "adam":
-        raise ConfigError(
-            ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
-        )
     if actor.distributed_optimizer == "auto":
         return HAS_CUDA and section.name == "adam"
     return actor.distributed_optimizer == "on"
@@ -76,8 +71,9 @@ class StepResult:
     """What one optimizer step did."""
 
     applied: bool
-    grad_norm: float
-    clipped: bool
+    lr: float
+    grad_norm: float = 0.0
+    clipped: bool = False
 
 
 def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepResult:
@@ -90,7 +86,7 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepRe
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
-            return StepResult(applied=False, grad_norm=norm, clipped=False)
+            return StepResult(applied=False, lr=lr, grad_norm=norm)
         clipped = 0.0 < section.clip_grad < norm
         if clipped:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -101,4 +97,4 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepRe
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = section.weight_decay * group["wd_mult"]
         applied = bool(optimizer.step_with_ready_grads())
-    return StepResult(applied=applied, grad_norm=norm, clipped=clipped)
+    return StepResult(applied=applied, lr=lr, grad_norm=norm, clipped=clipped)

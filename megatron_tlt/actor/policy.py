@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.actor.build import PolicyModel, check_layout, packed_format
-from megatron_tlt.actor.checkpoint import (
-    SaveHandle,
-    check_fits,
-    load_model,
-    load_state,
-    start_save,
+from megatron_tlt.actor.build import PolicyModel, packed_format
+from megatron_tlt.actor.checkpoint import SaveHandle, load_model, load_state, start_save
+from megatron_tlt.actor.checkpoint_files import (
+    Manifest,
+    model_differences,
+    model_record,
+    read_manifest,
+    step_of,
 )
-from megatron_tlt.actor.checkpoint_files import Manifest, model_record, read_manifest, step_of
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lr_schedule import learning_rate
@@ -43,14 +42,15 @@ from megatron_tlt.actor.optimizer import (
     uses_distributed_optimizer,
     wrap_data_parallel,
 )
-from megatron_tlt.actor.train_step import PolicyLoss, accumulate_gradients, forward_logprobs
+from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradients, forward_logprobs
 from megatron_tlt.actor.weights import load_weights, named_tensors, random_weights
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.loader import weight_reader
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 
 # isort: split
@@ -84,7 +84,6 @@ class MegatronPolicy:
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
         self.config = ModelConfig.from_hf(model.path)
-        check_layout(self.config, actor)
         self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
         self.groups = ActorGroups.create(world, self.dims, gloo_twins=self.shards_optimizer)
         self.total_optimizer_steps = total_optimizer_steps
@@ -99,10 +98,10 @@ class MegatronPolicy:
             if model.megatron_path is not None and not random_init:
                 load_model(world, built.module, self.groups, model.megatron_path, self.config)
                 return built
-            weights = (
-                random_weights(self.config, seed) if random_init else iter_weights(model.path, self.config)
+            read = (
+                random_weights(self.config, seed) if random_init else weight_reader(model.path, self.config)
             )
-            load_weights(built.module, self.config, self.groups, weights)
+            load_weights(built.module, self.config, self.groups, read)
             return built
 
         self.model = build()
@@ -124,66 +123,54 @@ class MegatronPolicy:
         skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
         skipped.
         """
-        packed = [self._pack(sequences) or [self._filler()] for sequences in batch.mini_batches]
-        reference = None
-        if self.reference is not None and _reads_reference(self.loss):
-            reference = [forward_logprobs(self.reference, batches, batch.temperature) for batches in packed]
-        old = None
-        if len(packed) > 1:
-            old = [forward_logprobs(self.model, batches, batch.temperature) for batches in packed]
+        empty = filler(self.dims.tp, current_device(), packed_format(self.actor))
+        packed = [self._pack(sequences) or [empty] for sequences in batch.mini_batches]
+        scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
         results, sums = [], []
-        lr = 0.0
         with self._parking.fetched():
-            for i, (batches, denominator) in enumerate(zip(packed, batch.denominators, strict=True)):
-                result, step_sums = self._optimizer_step(
-                    batches,
-                    old[i] if old else None,
-                    reference[i] if reference else None,
-                    denominator,
-                    batch.temperature,
-                )
-                lr = self.learning_rate_of(self.optimizer_steps - 1)
+            for batches, denominator in zip(scored, batch.denominators, strict=True):
+                result, step_sums = self._optimizer_step(batches, denominator, batch.temperature)
                 results.append(result)
                 sums.append(step_sums)
         applied = any(result.applied for result in results)
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
         self.policy_version += int(applied)
-        metrics = self._report(results, sums, objectives, lr)
+        metrics = self._report(results, sums, objectives)
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
 
+    def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
+        """Adds the reference's log-probs if the loss reads them, and those of the weights before the update."""
+        reads_reference = self.reference is not None and _reads_reference(self.loss)
+
+        def logprobs(model: PolicyModel | None) -> list[Tensor] | list[None]:
+            found = forward_logprobs(model, batches, temperature) if model is not None else []
+            return found or [None] * len(batches)
+
+        reference = logprobs(self.reference if reads_reference else None)
+        old = logprobs(self.model if needs_old else None)
+        return [Scored(*item) for item in zip(batches, old, reference, strict=True)]
+
     def _optimizer_step(
-        self,
-        batches: list[MicroBatch],
-        old: list[Tensor] | None,
-        reference: list[Tensor] | None,
-        denominator: float,
-        temperature: float,
+        self, batches: list[Scored], denominator: float, temperature: float
     ) -> tuple[StepResult, dict[str, float]]:
-        lr = self.learning_rate_of(self.optimizer_steps)
+        lr = learning_rate(self.optimizer_section, self.optimizer_steps, self.total_optimizer_steps)
         self.optimizer_steps += 1
         if denominator <= 0:  # no token of any replica is trained: momentum and decay must not act either
-            return StepResult(applied=False, grad_norm=0.0, clipped=False), {}
+            return StepResult(applied=False, lr=lr), {}
         with cpu_as_cuda():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
-        parts = accumulate_gradients(
-            self.model, self.ddp, batches, old, reference, self.loss, denominator, temperature
-        )
-        sums = reduce_over_world(parts, self.groups)
+        parts = accumulate_gradients(self.model, self.ddp, batches, self.loss, denominator, temperature)
+        sums = reduce_over_world(parts, self.dims, self.world)
         result = guarded_step(self.optimizer, self.optimizer_section, lr)
         self.has_stepped |= result.applied
         if not result.applied and self.world.is_main:
             _log.warning("update skipped: its gradient norm is %s", result.grad_norm)
         return result, sums
 
-    def learning_rate_of(self, optimizer_step: int) -> float:
-        """Learning rate of an optimizer step, 0-based."""
-        return learning_rate(self.optimizer_section, optimizer_step, self.total_optimizer_steps)
-
-    @staticmethod
     def _report(
-        results: list[StepResult], sums: list[dict[str, float]], objectives: list[float], lr: float
+        self, results: list[StepResult], sums: list[dict[str, float]], objectives: list[float]
     ) -> dict[str, float]:
         """Per-token means over all mini-batches; `loss` is the mean objective, which was differentiated."""
         steps = max(1, len(results))
@@ -192,7 +179,7 @@ class MegatronPolicy:
             "loss": sum(objectives) / steps,
             "grad_norm": sum(r.grad_norm for r in results) / steps,
             "grad_clipped": sum(r.clipped for r in results) / steps,
-            "lr": lr,
+            "lr": results[-1].lr if results else 0.0,
             "optimizer_steps": float(sum(r.applied for r in results)),
             "skipped_steps": float(sum(not r.applied for r in results)),
         }
@@ -222,16 +209,8 @@ class MegatronPolicy:
         return scatter(pieces, batches, len(sequences))
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
-        return pack(
-            sequences,
-            self.actor.micro_batch_tokens,
-            self.dims.tp,
-            current_device(),
-            packed_format(self.actor),
-        )
-
-    def _filler(self) -> MicroBatch:
-        return filler(self.dims.tp, current_device(), packed_format(self.actor))
+        layout = self.dims.tp, current_device(), packed_format(self.actor)
+        return pack(sequences, self.actor.micro_batch_tokens, *layout)
 
     # ---- weights
 
@@ -241,15 +220,6 @@ class MegatronPolicy:
         A tensor may be a view of the live weights: read it before the next step, do not write to it.
         """
         return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.data)
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """The last step's summed gradients, after clipping, as `named_weights` gives weights.
-
-        For tests and debugging. Needs a plain optimizer: the distributed one leaves each rank only its part. With
-        `actor.offload_optimizer` there are none after the step.
-        """
-        assert not self._parking.is_parked, "gradients are freed after every update (actor.offload_optimizer)"
-        return named_tensors(self.model.module, self.config, self.groups, attrgetter("main_grad"))
 
     # ---- checkpoints
 
@@ -274,10 +244,6 @@ class MegatronPolicy:
                 self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
             )
 
-    def save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> None:
-        """`start_save`, and waits until the checkpoint is complete."""
-        self.start_save(directory, extra, keep).wait()
-
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes weights, optimizer and schedule position from a checkpoint of any layout.
 
@@ -285,7 +251,9 @@ class MegatronPolicy:
         is of another model, precision or optimizer. Damage is found by `find_checkpoint`, not here.
         """
         manifest = read_manifest(directory)
-        check_fits(manifest, directory, self.config, self._training_record())
+        expected = {**model_record(self.config), **self._training_record()}
+        if wrong := model_differences({**manifest.model, **manifest.training}, expected):
+            raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
         with self._parking.fetched():
             load_state(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps

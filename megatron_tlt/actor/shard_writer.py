@@ -15,7 +15,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
@@ -41,7 +40,7 @@ class ThreadWriter(FileSystemWriterAsync):
     """megatron's writer with the staging copy made at once and no process started.
 
     Main thread: prepare_write_data (snapshot) -> start -> ... is_done -> retrieve_write_results.
-    Writer thread: write the file, sync it, sum it up.
+    Writer thread: write the file, sync it, compute its checksum.
     """
 
     def __init__(self, path: Path):
@@ -55,7 +54,11 @@ class ThreadWriter(FileSystemWriterAsync):
         """Copies what this rank writes to fresh CPU memory: training may go on when this returns."""
         data = [(item, planner.resolve_data(item)) for item in plan.items]
         objects = [(item, value) for item, value in data if item.type == WriteItemType.BYTE_IO]
-        tensors = [(item, _snapshot(value)) for item, value in data if item.type != WriteItemType.BYTE_IO]
+        tensors = [
+            (item, value.detach().to("cpu", copy=True).contiguous())
+            for item, value in data
+            if item.type != WriteItemType.BYTE_IO
+        ]
         name = f"{plan.storage_data.prefix}0.distcp"
         self.write_buckets = (
             [(os.path.join(self.checkpoint_dir, name), name, (objects, tensors))] if data else []
@@ -68,7 +71,7 @@ class ThreadWriter(FileSystemWriterAsync):
 
     def _write(self) -> None:
         for path, name, content in self.write_buckets or []:
-            pending: queue.Queue[int] = queue.Queue()  # megatron's worker ticks off one entry when it is done
+            pending: queue.Queue[int] = queue.Queue()  # megatron's worker takes one entry when it is done
             pending.put(0)
             self.write_preloaded_data(
                 [self.transforms], 0, (path, name, content), self._results, pending, use_fsync=True
@@ -109,10 +112,6 @@ def _why(error: BaseException) -> str:
         first = cause
     first = first if isinstance(first, OSError) else error
     return f"{type(first).__name__}: {first}"
-
-
-def _snapshot(tensor: Any) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 class ThreadSaveStrategy(TorchDistSaveShardedStrategy):

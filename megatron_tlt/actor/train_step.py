@@ -6,7 +6,7 @@ Legend: N response rows of a micro-batch, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,38 +34,33 @@ class PolicyLoss(Protocol):
         """
 
 
+class Scored(NamedTuple):
+    """A micro-batch with [N] log-probs of its response tokens, where the loss needs them (last stage only)."""
+
+    batch: MicroBatch
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
 def accumulate_gradients(
     model: PolicyModel,
     ddp: Any,
-    batches: Sequence[MicroBatch],
-    old: Sequence[Tensor] | None,
-    reference: Sequence[Tensor] | None,
+    batches: Sequence[Scored],
     loss: PolicyLoss,
     denominator: float,
     temperature: float,
 ) -> list[Metrics]:
     """Adds the gradient of sum(loss) / denominator over these micro-batches and all replicas. Collective.
 
-    `old` and `reference` are [N] log-probs per micro-batch, needed on the last stage only. Replicas may bring
-    different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which must be
-    zero before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
+    Replicas may bring different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which
+    must be zero before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
     """
 
-    def finish(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-        k = position[id(batch)]
-        value, metrics = _loss_of(
-            model,
-            batch,
-            logits,
-            old[k] if old else None,
-            reference[k] if reference else None,
-            loss,
-            temperature,
-        )
+    def finish(scored: Scored, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        value, metrics = _loss_of(model, scored, logits, loss, temperature)
         # The divisor is ours, so megatron must not divide again: it does so only for a positive token count.
         return value / denominator, torch.zeros((), dtype=torch.int), metrics
 
-    position = {id(batch): k for k, batch in enumerate(batches)}
     return _run(model, ddp, batches, finish, forward_only=False)
 
 
@@ -76,32 +71,33 @@ def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperat
     """
     shard = vocab_shard(model)
 
-    def finish(batch: MicroBatch, logits: Tensor) -> Tensor:
-        return token_statistics(logits[0], batch.labels, shard, temperature, with_entropy=False)[0]
+    def finish(scored: Scored, logits: Tensor) -> Tensor:
+        return token_statistics(logits[0], scored.batch.labels, shard, temperature, with_entropy=False)[0]
 
     with torch.no_grad():
-        return _run(model, model.module, batches, finish, forward_only=True) if batches else []
+        wrapped = [Scored(batch) for batch in batches]
+        return _run(model, model.module, wrapped, finish, forward_only=True) if batches else []
 
 
 def vocab_shard(model: PolicyModel) -> VocabShard:
     """This rank's columns of the vocabulary."""
-    groups = model.groups
-    return VocabShard.of_rank(model.config.vocab_size, groups.at.tp, groups.dims.tp, groups.tp_or_none)
+    groups, tp = model.groups, model.groups.dims.tp
+    return VocabShard.of_rank(model.config.vocab_size, groups.at.tp, tp, groups.tp if tp > 1 else None)
 
 
 def _run(
     model: PolicyModel,
     wrapped: Any,
-    batches: Sequence[MicroBatch],
-    finish: Callable[..., Any],
+    batches: Sequence[Scored],
+    finish: Callable[[Scored, Tensor], Any],
     forward_only: bool,
 ) -> list[Any]:
-    """One pass of megatron's schedule. `finish(batch, logits)` runs on the last stage."""
+    """One pass of megatron's schedule. `finish(scored, logits)` runs on the last stage."""
 
-    def step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = next(iterator)
-        output = model.forward(chunk, batch)
-        return output, lambda logits, non_loss_data=False: finish(batch, logits)
+    def step(iterator: Iterator[Scored], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        scored = next(iterator)
+        output = model.forward(module, scored.batch)
+        return output, lambda logits, non_loss_data=False: finish(scored, logits)
 
     with cpu_as_cuda():
         return get_forward_backward_func()(
@@ -109,8 +105,8 @@ def _run(
             data_iterator=iter(batches),
             model=[wrapped],
             num_microbatches=len(batches),
-            # Only a default: with variable_seq_lengths the stages tell each other the real one.
-            seq_length=batches[0].input_ids.shape[1],
+            # Only a default: with variable_seq_lengths the stages exchange the real one.
+            seq_length=batches[0].batch.input_ids.shape[1],
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -118,15 +114,10 @@ def _run(
 
 
 def _loss_of(
-    model: PolicyModel,
-    batch: MicroBatch,
-    logits: Tensor,
-    old: Tensor | None,
-    reference: Tensor | None,
-    loss: PolicyLoss,
-    temperature: float,
+    model: PolicyModel, scored: Scored, logits: Tensor, loss: PolicyLoss, temperature: float
 ) -> tuple[Tensor, Metrics]:
     """Loss sum and metric sums of one micro-batch, from its logits [1, N, V]."""
+    batch = scored.batch
     logprobs, entropy = token_statistics(
         logits[0], batch.labels, vocab_shard(model), temperature, with_entropy=True
     )
@@ -136,9 +127,9 @@ def _loss_of(
     mask = batch.response_array("loss_mask")
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=old,
+        old_logprobs=scored.old,
         rollout_logprobs=batch.response_array("rollout_logprobs"),
-        ref_logprobs=reference,
+        ref_logprobs=scored.reference,
         entropy=entropy,
         advantages=batch.response_array("advantages"),
         mask=mask,

@@ -1,6 +1,6 @@
 """Hugging Face tensors into a stage's shards, and shards back to full named tensors, over any TP x PP.
 
-Export draws as follows; every rank walks the same list of slots, so the collectives pair up by themselves:
+Export, drawn; every rank walks the same list of slots, so the collectives match:
 
     owning stage, each TP rank:  shard --all-gather over TP--> full tensor --broadcast over PP--> everyone
 """
@@ -8,7 +8,7 @@ Export draws as follows; every rank walks the same list of slots, so the collect
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,55 +17,31 @@ from torch import Tensor, nn
 
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hf_names import Slot, shard, slots, unshard
-from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 
 _INIT_STD = 0.02
 
 
 def load_weights(
-    module: nn.Module, config: ModelConfig, groups: ActorGroups, tensors: Iterable[tuple[str, Tensor]]
+    module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[str], Tensor]
 ) -> None:
-    """Copies full Hugging Face tensors into this rank's shards. Mutates `module`.
+    """Copies this rank's shards of the full Hugging Face tensors that `read(name)` returns. Mutates `module`.
 
-    `tensors` may come in any order; only the parts of unfinished fused parameters are held. Raises
-    CheckpointError when a tensor that this stage needs does not come.
+    One parameter's tensors are in memory at a time, and no tensor of another stage is read.
     """
     parameters = dict(module.named_parameters())
-    waiting = [slot for slot in slots(config, groups.dims.pp) if slot.stage == groups.at.pp]
-    by_name: dict[str, list[Slot]] = {}
-    for slot in waiting:
-        for name in slot.hf_names:
-            by_name.setdefault(name, []).append(slot)
-    held: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if name not in by_name:
+    for slot in slots(config, groups.dims.pp):
+        if slot.stage != groups.at.pp:
             continue
-        held[name] = tensor
-        for slot in [s for s in by_name[name] if all(part in held for part in s.hf_names)]:
-            _fill(parameters, config, groups, slot, [held[part] for part in slot.hf_names])
-            waiting.remove(slot)
-        for part in [n for n in held if not any(s in waiting for s in by_name[n])]:
-            del held[part]
-    if waiting:
-        missing = [name for slot in waiting for name in slot.hf_names if name not in held]
-        raise CheckpointError(f"weights did not arrive: {shortened(missing)}")
-
-
-def _fill(
-    parameters: dict[str, nn.Parameter],
-    config: ModelConfig,
-    groups: ActorGroups,
-    slot: Slot,
-    full: list[Tensor],
-) -> None:
-    parameter, part = _find(parameters, slot), shard(config, slot, full, groups.at.tp, groups.dims.tp)
-    if parameter.shape != part.shape:
-        raise CheckpointError(
-            f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"
-        )
-    with torch.no_grad():
-        parameter.copy_(part)
+        parameter = _find(parameters, slot)
+        part = shard(config, slot, [read(name) for name in slot.hf_names], groups.at.tp, groups.dims.tp)
+        if parameter.shape != part.shape:
+            raise CheckpointError(
+                f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"
+            )
+        with torch.no_grad():
+            parameter.copy_(part)
 
 
 def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> None:
@@ -89,20 +65,24 @@ def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
     raise CheckpointError(f"the model has no parameter for {slot.hf_names}: looked for {slot.paths}")
 
 
-def random_weights(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Fresh full tensors: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2.
+def random_weights(config: ModelConfig, seed: int) -> Callable[[str], Tensor]:
+    """Fresh full tensors by name: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2.
 
-    Norms are 1, biases 0. Drawn tensor by tensor from (seed, name), so every layout and every rank sees the same model.
+    Norms are 1, biases 0. Each tensor is drawn from (seed, name), so every layout and every rank sees the same model.
     """
-    for name, shape in config.parameter_shapes().items():
+    shapes = config.parameter_shapes()
+
+    def draw(name: str) -> Tensor:
+        shape = shapes[name]
         if len(shape) == 1:
-            yield name, torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-            continue
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")
         std = _INIT_STD
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * config.num_layers) ** 0.5
-        yield name, torch.randn(shape, generator=torch.Generator().manual_seed(key)) * std
+        return torch.randn(shape, generator=torch.Generator().manual_seed(key)) * std
+
+    return draw
 
 
 def named_tensors(
@@ -115,7 +95,7 @@ def named_tensors(
     to it. At most one parameter is held in full at a time.
     """
     parameters = dict(module.named_parameters())
-    dtype, device = _probe(parameters, read)
+    sample = read(next(iter(parameters.values())))
     shapes = config.parameter_shapes()
     for slot in slots(config, groups.dims.pp):
         if not slot.exported:
@@ -124,23 +104,16 @@ def named_tensors(
             parts = _gather(read(_find(parameters, slot)).detach(), slot, groups)
             full = unshard(config, slot, parts)
         else:
-            full = [torch.empty(shapes[name], dtype=dtype, device=device) for name in slot.hf_names]
+            full = [
+                torch.empty(shapes[name], dtype=sample.dtype, device=sample.device) for name in slot.hf_names
+            ]
         for name, tensor in zip(slot.hf_names, full, strict=True):
             yield name, _from_stage(tensor, slot.stage, groups)
 
 
-def _probe(
-    parameters: dict[str, nn.Parameter], read: Callable[[nn.Parameter], Tensor]
-) -> tuple[torch.dtype, torch.device]:
-    sample = read(next(iter(parameters.values())))
-    return sample.dtype, sample.device
-
-
 def _gather(part: Tensor, slot: Slot, groups: ActorGroups) -> list[Tensor]:
-    if groups.dims.tp == 1:
+    if groups.dims.tp == 1 or slot.kind == "replicated":
         return [part]
-    if slot.kind == "replicated":
-        return [part] * groups.dims.tp
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(groups.dims.tp)]
     dist.all_gather(parts, part, group=groups.tp)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor import checkpoint_files as files
-from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
+from megatron_tlt.errors import CheckpointError, ConfigProblem
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
@@ -22,8 +22,7 @@ def checkpoint_problems(resume: str) -> list[ConfigProblem]:
     directory = Path(resume)
     try:
         files.step_of(directory)
-        damage = files.find_damage(directory, files.read_manifest(directory), checksums=False)
-        problem = f"is damaged: {shortened(damage, separator='; ')}" if damage else ""
+        problem = files.damage_of(directory, checksums=False)
     except (CheckpointError, OSError) as error:
         problem = str(error)
     return [ConfigProblem("checkpoint.resume", resume, problem)] if problem else []

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,17 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
 def is_ignorable(name: str, config: ModelConfig) -> bool:
     """Tensors that some exporters add and that carry no information."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def weight_reader(directory: str | Path, config: ModelConfig) -> Callable[[str], Tensor]:
+    """A function that reads one tensor by its name, as stored. Checks names and shapes first (see `check_weights`)."""
+    files = check_weights(directory, config)
+
+    def read(name: str) -> Tensor:
+        with open_tensors(files[name]) as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    return read
 
 
 def iter_weights(directory: str | Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -93,7 +93,7 @@ def forever(world: World, root: Path, checkpoints: Path) -> None:
     policy = build(world, root, {})
     for number in range(1, 500):  # an end, should the kill ever miss a rank
         update(policy, number)
-        policy.save(checkpoints / f"step-{number:06d}", {"step": number}, keep=3)
+        policy.start_save(checkpoints / f"step-{number:06d}", {"step": number}, keep=3).wait()
         if world.is_main:
             print(f"SAVED {number}", flush=True)
 

@@ -25,7 +25,7 @@ from tests.mpi.workers.actor_common import (
     sequences,
     train_batch,
 )
-from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
+from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, named_gradients, run_scenario
 
 
 def worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
@@ -46,7 +46,7 @@ def parity(world: World, root: Path, kind: str) -> None:
     errors = {str(t): worst(policy.logprobs(sequences(18), t), lp) for t, lp in expected["logprobs"].items()}
     reference = worst(policy.logprobs(sequences(18), 0.8, which="reference"), expected["logprobs"][0.8])
     out = policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8))
-    gradients, where = relative_error(copy_of(policy.named_gradients()), expected["gradients"])
+    gradients, where = relative_error(copy_of(named_gradients(policy)), expected["gradients"])
     say(
         world,
         case="parity",
@@ -72,7 +72,7 @@ def packing(world: World, root: Path) -> None:
     }.items():
         policy = make_policy(world, root / "qwen3", loss=WeightedNll(), keep_reference=False, **actor)
         metrics = policy.train_step(train_batch([sequences(18)], [250.0])).metrics
-        made[name] = (copy_of(policy.named_gradients()), metrics["micro_batches"])
+        made[name] = (copy_of(named_gradients(policy)), metrics["micro_batches"])
     say(
         world,
         case="packing",
@@ -101,7 +101,7 @@ def guards(world: World, root: Path) -> None:
         False,
     )
     clipped = tight.train_step(train_batch([sequences(4)], [50.0])).metrics
-    norm = math.sqrt(sum(float(g.double().pow(2).sum()) for _, g in tight.named_gradients()))
+    norm = math.sqrt(sum(float(g.double().pow(2).sum()) for _, g in named_gradients(tight)))
     moved = math.sqrt(sum(float((t - before[n]).double().pow(2).sum()) for n, t in tight.named_weights()))
     drawn = [
         copy_of(make_policy(world, root / "qwen3", seed=s, random_init=True).named_weights())

@@ -6,12 +6,15 @@ has so few sequences that some data-parallel ranks get none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_tlt.actor.policy import MegatronPolicy
+from megatron_tlt.actor.weights import named_tensors
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.model import ModelSection
 from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, train_batch
@@ -62,9 +65,14 @@ def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
         for name in ("loss", "grad_norm", "kl"):
             out[name].append(metrics[name])
         if i == 0 and policy.actor.distributed_optimizer != "on":
-            out["gradients"] = copy_of(policy.named_gradients())
+            out["gradients"] = copy_of(named_gradients(policy))
     out["weights"] = copy_of(policy.named_weights())
     return out
+
+
+def named_gradients(policy: MegatronPolicy) -> Iterator[tuple[str, Tensor]]:
+    """The last step's summed gradients, after clipping, under Hugging Face names. Not of the distributed optimizer."""
+    return named_tensors(policy.model.module, policy.config, policy.groups, attrgetter("main_grad"))
 
 
 def copy_of(named: Any) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def save(world: World, root: Path, kind: str, where: str, layout: dict[str, Any]
     """One update, one checkpoint."""
     policy = build(world, ModelSection(path=str(root / kind), max_context=512), layout)
     one_update(policy)
-    policy.save(Path(where) / "step-000001", {})
+    policy.start_save(Path(where) / "step-000001", {}).wait()
     weights = copy_of(policy.named_weights())
     if world.is_main:
         torch.save(weights, Path(where) / "after.pt")

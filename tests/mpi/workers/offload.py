@@ -57,17 +57,18 @@ def run(world: World, root: Path, scratch: Path, layout: dict[str, Any], offload
     update(1)
     update(2)
     directory = scratch / f"offload-{offload}" / "step-000002"
-    policy.save(directory, {})
+    policy.start_save(directory, {}).wait()
     scores = policy.logprobs(share(sequences(8), policy.dims.dp, policy.groups.at.dp), 1.0)
     update(3)
     policy.load(directory)
     update(3)
-    policy._parking.fetch()
+    with policy._parking.fetched():
+        state = [t.clone() for t in state_tensors(policy)]
     return {
         "metrics": metrics,
         "between": between,
         "weights": copy_of(policy.named_weights()),
-        "state": [t.clone() for t in state_tensors(policy)],
+        "state": state,
         "scores": scores,
     }
 

@@ -31,7 +31,7 @@ def test_publish_moves_latest_and_records_every_file(tmp_path: Path) -> None:
     found = files.read_manifest(directory)
     assert set(found.files) == {"shard"}
     assert found.extra == {"data": 7}
-    assert files.find_damage(directory, found) == []
+    assert files.damage_of(directory) is None
     assert not files.scratch_of(directory).exists()
 
 
@@ -47,7 +47,7 @@ def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Pa
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     published(tmp_path, 3)
     directory = published(tmp_path, 3)
-    assert files.find_damage(directory, files.read_manifest(directory)) == []
+    assert files.damage_of(directory) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == [files.LATEST, "step-000003"]
 
 
@@ -59,9 +59,8 @@ def test_damage_is_named(tmp_path: Path, content: bytes | None, word: str) -> No
     (directory / "shard").unlink()
     if content is not None:
         (directory / "shard").write_bytes(content)
-    (damage,) = files.find_damage(directory, files.read_manifest(directory))
-    assert "shard" in damage
-    assert word in damage
+    damage = files.damage_of(directory)
+    assert damage is not None and "shard" in damage and word in damage
 
 
 def test_an_edited_manifest_shows(tmp_path: Path) -> None:
