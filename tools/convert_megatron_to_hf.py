@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert import to_hf
-from megatron_tlt.checkpoint.convert.ranks import Ranks, check_room, gib, together
 from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import OK
+from megatron_tlt.distributed.together import Ranks, together
 
 
 def main(argv: Sequence[str] | None = None) -> int:

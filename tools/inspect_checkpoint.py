@@ -18,9 +18,9 @@ from megatron_tlt.checkpoint.convert.inspection import (
     is_saved_again,
     open_checkpoint,
 )
-from megatron_tlt.checkpoint.convert.ranks import Ranks
 from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import FAILED, OK
+from megatron_tlt.distributed.together import Ranks
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report says which)

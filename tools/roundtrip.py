@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.checkpoint.convert.ranks import Ranks
 from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
 from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import FAILED, OK
+from megatron_tlt.distributed.together import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:

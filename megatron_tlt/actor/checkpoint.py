@@ -11,9 +11,7 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.safe_load import no_pickles
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
@@ -51,14 +50,11 @@ def start_save(
 
     The handle must be polled or waited for by all ranks together before the next save.
     """
-    files.step_of(directory)
     scratch = files.scratch_of(directory)
-
-    def make_scratch() -> None:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-
-    _on_main(world, f"write {directory}", make_scratch)
+    with together(world, f"write {directory}"):
+        if world.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
     strategy = ThreadSaveStrategy()
     with cpu_as_cuda():
         request = dist_checkpointing.save(
@@ -119,21 +115,10 @@ class SaveHandle:
                 finish()
         written = {name: record for _, records in report for name, record in records.items()}
         manifest = replace(self._manifest, files=written)
-        publish = partial(files.publish, self.directory, manifest, self._keep)
-        _on_main(self._world, f"publish {self.directory}", publish)
+        with together(self._world, f"publish {self.directory}"):
+            if self._world.is_main:
+                files.publish(self.directory, manifest, self._keep)
         self.done = True
-
-
-def _on_main(world: World, intent: str, action: Callable[[], None]) -> None:
-    """Calls `action` on rank 0. An OSError there is a CheckpointError on every rank. Collective."""
-    problem = None
-    if world.is_main:
-        try:
-            action()
-        except OSError as error:
-            problem = str(error)
-    if problem := world.broadcast_object(problem):
-        raise CheckpointError(f"cannot {intent}: {problem}")
 
 
 def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: bool) -> dict[str, Any]:
@@ -179,18 +164,12 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     Names and shapes are compared with `config` first, and checksums if the checkpoint has our manifest. Raises
     CheckpointError.
     """
-    own = None
-    directory = Path(path)
-    try:
+    with together(world):
         source = TorchDistReader(path)
         directory = source.directory
         source.check(config)
-        if source.manifest():
-            own = files.damage_of(directory, world.rank, world.size)
-    except CheckpointError as error:
-        own = str(error)
-    if problem := next((problem for problem in world.all_gather_object(own) if problem), None):
-        raise CheckpointError(problem)
+        if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
+            raise CheckpointError(damage)
     with cpu_as_cuda():
         wanted = module.sharded_state_dict(metadata={**_metadata(groups), **source.sharding()})
         # Layers' extra state (FP8 scales) is none of ours, and who wrote the checkpoint may not have had any.

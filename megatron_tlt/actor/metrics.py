@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from megatron_tlt.distributed.dims import Dims
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.distributed.world import World
 
 MAX_SUFFIX = "_max"

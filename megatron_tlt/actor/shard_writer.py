@@ -52,7 +52,7 @@ class ThreadWriter(FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copies what this rank writes to fresh CPU memory: training may go on when this returns."""
-        data = [(item, planner.resolve_data(item)) for item in plan.items]
+        data: list[tuple[Any, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
         objects = [(item, value) for item, value in data if item.type == WriteItemType.BYTE_IO]
         tensors = [
             (item, value.detach().to("cpu", copy=True).contiguous())

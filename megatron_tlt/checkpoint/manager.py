@@ -77,7 +77,8 @@ class CheckpointManager:
         `drafter` returns the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint. A
         save that is due at a step that is not `good` waits for the next good one.
         """
-        self._check_lock()
+        if self._lock is not None:
+            self._lock.check()
         if self._pending is not None:
             self._drafter.wait()
             if self._pending.poll():
@@ -102,15 +103,12 @@ class CheckpointManager:
 
         Without `prune` no older checkpoint is removed.
         """
-        self._check_lock()
+        if self._lock is not None:
+            self._lock.check()
         self.wait()
         if self.newest != step:
             self._start(step, dict(state), drafter, prune)
             self.wait()
-
-    def _check_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
 
     def _start(
         self,

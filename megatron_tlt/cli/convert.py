@@ -15,12 +15,13 @@ from types import FrameType
 import torch
 
 from megatron_tlt.actor.hf_names import slots
+from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
 from megatron_tlt.checkpoint.convert.inspection import Checksums, Difference, Opened, is_saved_again
-from megatron_tlt.checkpoint.convert.ranks import Ranks, SingleProcess, gib
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.distributed.together import Ranks, SingleProcess
 from megatron_tlt.errors import ConfigError, TltError, shortened
 from megatron_tlt.models.config import ModelConfig
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results, save_model

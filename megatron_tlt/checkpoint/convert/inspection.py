@@ -22,8 +22,8 @@ from megatron_tlt.actor.checkpoint_files import (
 )
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader, not_megatron
+from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, dtype_name
-from megatron_tlt.checkpoint.convert.ranks import gib
 from megatron_tlt.checkpoint.convert.to_hf import config_beside
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ARCHITECTURES, ModelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.inspection import Difference, compare, open_checkpoint
-from megatron_tlt.checkpoint.convert.ranks import Ranks, together
+from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError, ConfigError
 
 

@@ -17,9 +17,10 @@ import torch
 from megatron_tlt.actor.checkpoint_files import damage_of, sync
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
-from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
+from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX, SINGLE

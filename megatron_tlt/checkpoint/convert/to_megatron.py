@@ -31,10 +31,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of, sync
 from megatron_tlt.actor.hf_names import Slot, shard, slots
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
+from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, choose_dtype, config_with_dtype, dtype_name
-from megatron_tlt.checkpoint.convert.ranks import Ranks, new_directory, together
 from megatron_tlt.checkpoint.export import copy_companions
 from megatron_tlt.config.checks.layout import pp_problems, tp_problems
+from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 
@@ -120,9 +121,8 @@ def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
 
     `dtype` is fp32 or bf16; None keeps what is stored, which must then be one of these, and one only.
     """
-    for option, value in (("--tp", tp), ("--pp", pp)):
-        if value < 1:
-            raise ConfigError.of(option, value, "must be 1 or more")
+    if min(tp, pp) < 1:
+        raise ConfigError.of("--tp, --pp", f"{tp}, {pp}", "must be 1 or more")
     source = HfDir(hf)
     if problems := [*tp_problems(source.config, "--tp", tp), *pp_problems(source.config, "--pp", pp)]:
         raise ConfigError(problems)

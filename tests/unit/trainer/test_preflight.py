@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_tlt.checkpoint.convert import to_megatron
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig

@@ -19,8 +19,8 @@ from megatron_tlt.checkpoint.convert.inspection import (
     is_saved_again,
     open_checkpoint,
 )
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
 from megatron_tlt.cli.convert import comparison_report, description
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
 from tests.helpers.tiny_models import random_weights

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
-from megatron_tlt.checkpoint.convert import ranks, to_hf, to_megatron
+from megatron_tlt.checkpoint import atomic
+from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT, rank_environment
@@ -139,7 +140,7 @@ def test_types_that_leave_a_choice_or_none(hf):
     [
         (4, 1, ("--tp = 4", "query heads 6", "key/value heads 2")),
         (1, 2, ("--pp = 2", "3 layers")),
-        (0, 1, ("--tp = 0", "1 or more")),
+        (0, 1, ("--tp, --pp = '0, 1'", "1 or more")),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(source, tp, pp, words):
@@ -241,7 +242,7 @@ def test_an_output_that_exists_or_does_not_fit_is_refused(source, tmp_path, monk
             write(todo, tmp_path / "not-here" / "out", SingleProcess())
         usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, todo.num_bytes + 1000)
         with monkeypatch.context() as patch:
-            patch.setattr(ranks.shutil, "disk_usage", lambda path, usage=usage: usage)
+            patch.setattr(atomic.shutil, "disk_usage", lambda path, usage=usage: usage)
             with pytest.raises(CheckpointError, match=r"needs .* but only .* are free"):
                 write(todo, tmp_path / "out", SingleProcess())
     assert [p.name for p in tmp_path.iterdir()] == ["there"]

@@ -11,8 +11,8 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
-from megatron_tlt.checkpoint.convert.ranks import SingleProcess
 from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.converted import LAYOUTS, logits, make_model, naive_megatron, save_foreign

@@ -1,0 +1,51 @@
+"""Errors of one rank on all ranks, so that none waits in a collective for one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from megatron_tlt.errors import CheckpointError, TltError
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+
+
+class SingleProcess:
+    """Stands in for `World` in one process, without MPI."""
+
+    rank, size, is_main = 0, 1, True
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """[value]."""
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        """`value`."""
+        return value
+
+
+Ranks: TypeAlias = "World | SingleProcess"
+
+
+@contextmanager
+def together(ranks: Ranks, intent: str = "") -> Iterator[None]:
+    """Raises on every rank if the block raised a TltError or an OSError on one. Collective.
+
+    A rank raises its own TltError. An OSError becomes a CheckpointError, "cannot INTENT: ..."; a rank that has not
+    failed raises a CheckpointError that names those that have.
+    """
+    own: TltError | None = None
+    try:
+        yield
+    except TltError as error:
+        own = error
+    except OSError as error:
+        own = CheckpointError(f"cannot {intent}: {error}" if intent else str(error))
+        own.__cause__ = error
+    texts = ranks.all_gather_object(None if own is None else str(own))
+    if own is not None:
+        raise own
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+        raise CheckpointError("; ".join(failed))
