@@ -22,7 +22,7 @@ ARGUMENTS_OF = {"AsyncLLM": ("tensorrt_llm.llmapi", "TorchLlmArgs")}
 
 
 def differences(contract: dict[str, Any]) -> Iterator[str]:
-    """What the contract says and this installation has not, a line each."""
+    """Entries of the contract that this installation lacks, a line each."""
     installed = importlib.import_module("tensorrt_llm").__version__
     if installed != contract["version"]:
         yield f"version: {installed} is installed, the contract is of {contract['version']}"

@@ -1,4 +1,4 @@
-"""Convert a Megatron distributed checkpoint (ours or Megatron-LM's, any layout) to a Hugging Face directory, on CPU.
+"""Convert a Megatron distributed checkpoint (a run's or Megatron-LM's, any layout) to a Hugging Face directory.
 
 python tools/convert_megatron_to_hf.py --megatron my-megatron --out my-model
 python tools/convert_megatron_to_hf.py --megatron runs/r/checkpoints --config assets/demo-policy --out my-model

@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
-    """Whether `layer_spec` resolves to Transformer Engine here. Raises ConfigError if it is asked for and missing."""
+    """Whether `layer_spec` resolves to Transformer Engine here. Raises ConfigError if it is configured and missing."""
     is_installed = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
     if actor.layer_spec == "transformer_engine" and not is_installed:
         allowed = "needs CUDA and the package transformer_engine; local or auto"
@@ -178,7 +178,7 @@ class PolicyModel:
             self._select_rows_before_head(actor.sequence_parallel)
 
     def _select_rows_before_head(self, sequence_parallel: bool) -> None:
-        """Prompt rows skip the LM head: a hook of the output layer keeps only the rows that are asked for.
+        """Prompt rows skip the LM head: a hook of the output layer keeps only the response rows.
 
         Under sequence parallel each rank holds a slice of the rows, so they are gathered first, and the head
         must no longer gather by itself; its input gradient is then summed over TP as without sequence

@@ -172,7 +172,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
             raise CheckpointError(damage)
     with cpu_as_cuda():
         wanted = module.sharded_state_dict(metadata={**_metadata(groups), **source.sharding()})
-        # Layers' extra state (FP8 scales) is none of ours, and who wrote the checkpoint may not have had any.
+        # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none.
         weights = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}
         state = dist_checkpointing.load({"model": weights}, str(directory))
         left_out = module.load_state_dict(state["model"], strict=False)

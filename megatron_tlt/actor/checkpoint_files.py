@@ -161,19 +161,18 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
     sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
-        prune(directory.parent, keep, spare=directory)
+        prune(directory.parent, keep, newest=directory)
 
 
-def prune(checkpoints: Path, keep: int, spare: Path) -> None:
-    """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `spare`.
+def prune(checkpoints: Path, keep: int, newest: Path) -> None:
+    """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `newest`.
 
-    Steps later than `spare`'s belong to a past that this run has left (it resumed from before them): they go
-    first.
+    Steps later than that of `newest` are removed first: this run resumed from before them.
     """
-    current = step_of(spare)
+    current = step_of(newest)
     older = [path for path in complete_steps(checkpoints) if step_of(path) < current]
     later = [path for path in complete_steps(checkpoints) if step_of(path) > current]
-    leftovers = [path for path in checkpoints.glob("step-*.tmp") if path != scratch_of(spare)]
+    leftovers = [path for path in checkpoints.glob("step-*.tmp") if path != scratch_of(newest)]
     for path in [*later, *older[max(0, keep - 1) :], *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
 

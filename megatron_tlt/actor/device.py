@@ -119,7 +119,7 @@ def _install() -> None:
 def _import_without_compiler() -> None:
     """Imports megatron-core with its fused functions left as they are.
 
-    It hands them to `torch.compile`, which loads PyTorch's compiler at once: a third of a rank's start-up time and
+    It passes them to `torch.compile`, which loads PyTorch's compiler at once: a third of a rank's start-up time and
     80 MiB, for GPU kernels that nothing here calls.
     """
     compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]

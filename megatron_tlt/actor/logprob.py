@@ -43,7 +43,7 @@ class VocabShard:
 def token_statistics(
     logits: Tensor, labels: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[label] and, if asked, the entropy of each row.
+    """log softmax(logits / temperature)[label] and, `with_entropy`, the entropy of each row.
 
     Both [R] fp32, differentiable. `logits` is [R, V] of any float type, `labels` [R] int64 global token ids.
     Collective over the shard's group.

@@ -20,43 +20,43 @@ from torch import Tensor
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
 
 
-class OptimizerParking:
-    """Parks the state of one policy's optimizer. Not thread-safe."""
+class OptimizerOffload:
+    """Moves the state of one policy's optimizer to the host and back. Not thread-safe."""
 
     def __init__(self, ddp: Any, optimizer: Any):
         """megatron's DDP wrapper, whose gradient buffers are freed, and its optimizer."""
         self._ddp, self._optimizer = ddp, optimizer
         # Device storage, its bytes on the host.
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] | None = None
+        self._host_copies: list[tuple[torch.UntypedStorage, Tensor]] | None = None
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Frees the device's memory. A second call does nothing."""
-        if self._parked is not None:
+        if self._host_copies is not None:
             return
-        self._parked = []
+        self._host_copies = []
         for storage in self._storages():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=HAS_CUDA)
             host.copy_(_bytes_of(storage))
             storage.resize_(0)
-            self._parked.append((storage, host))
+            self._host_copies.append((storage, host))
         with cpu_as_cuda():
             self._ddp.offload_grad_buffers()
 
     @contextmanager
-    def fetched(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The state is on the device inside, and afterwards where it was."""
-        parked, self._parked = self._parked, None
-        for storage, host in parked or ():
+        copies, self._host_copies = self._host_copies, None
+        for storage, host in copies or ():
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host)
-        if parked is not None:
+        if copies is not None:
             with cpu_as_cuda():
                 self._ddp.restore_grad_buffers()
         try:
             yield
         finally:
-            if parked is not None:
-                self.park()
+            if copies is not None:
+                self.offload()
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Of moments and master weights, each once; none that a weight lies in, and no step counters."""

@@ -34,7 +34,7 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import MicroBatch, filler, pack, scatter
-from megatron_tlt.actor.offload import OptimizerParking
+from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.optimizer import (
     StepResult,
     build_optimizer,
@@ -109,9 +109,9 @@ class MegatronPolicy:
         self.ddp = wrap_data_parallel(self.model.module, self.shards_optimizer)
         self.optimizer = build_optimizer(self.ddp, optimizer, actor, self.shards_optimizer)
         self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
-        self._parking = OptimizerParking(self.ddp, self.optimizer)
+        self._offload = OptimizerOffload(self.ddp, self.optimizer)
         if actor.offload_optimizer:
-            self._parking.park()
+            self._offload.offload()
 
     # ---- updates
 
@@ -127,7 +127,7 @@ class MegatronPolicy:
         packed = [self._pack(sequences) or [empty] for sequences in batch.mini_batches]
         scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
         results, sums = [], []
-        with self._parking.fetched():
+        with self._offload.on_device():
             for batches, denominator in zip(scored, batch.denominators, strict=True):
                 result, step_sums = self._optimizer_step(batches, denominator, batch.temperature)
                 results.append(result)
@@ -239,7 +239,7 @@ class MegatronPolicy:
             training=self._training_record(),
             extra=extra,
         )
-        with self._parking.fetched():  # `start_save` copies before it returns
+        with self._offload.on_device():  # `start_save` copies before it returns
             return start_save(
                 self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
             )
@@ -254,7 +254,7 @@ class MegatronPolicy:
         expected = {**model_record(self.config), **self._training_record()}
         if wrong := model_differences({**manifest.model, **manifest.training}, expected):
             raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
-        with self._parking.fetched():
+        with self._offload.on_device():
             load_state(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
         self.has_stepped = True

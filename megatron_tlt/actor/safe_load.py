@@ -1,8 +1,7 @@
-"""Reading a checkpoint without running what is in it: megatron and torch would unpickle parts of it.
+"""Loading a checkpoint without running code from it: megatron and torch would unpickle parts of it.
 
-.metadata       a pickle that torch opens without a look: read here first, by an unpickler that knows nothing but
-                torch's own records
-common.pt, layers' extra state      `torch.load`: with weights_only, whatever the caller says
+.metadata       torch unpickles it without a check: read here first, by an unpickler that builds torch's records only
+common.pt, layers' extra state      `torch.load`: with weights_only, whatever the caller passes
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def no_pickles(directory: Path) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(_REFUSED.format(directory)) from error
-    except CheckpointException as error:  # what went wrong on any rank; no Exception, says torch
+    except CheckpointException as error:  # an error on any rank; torch derives it from BaseException
         failures = [failure for failure, _ in error.failures.values()]
         if any(isinstance(failure, pickle.UnpicklingError) for failure in failures):
             raise CheckpointError(_REFUSED.format(directory)) from error

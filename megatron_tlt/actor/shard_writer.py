@@ -3,7 +3,7 @@
 megatron's own asynchronous writer starts a Manager process (which imports the main script again: 4-50 s),
 forks workers (MPI does not survive a fork), and hangs for ever if a worker dies. On two CPU ranks that is
 worse than the write itself. So the plan, the file format and the metadata are megatron's, and only the
-writing is ours: a snapshot on the CPU, then one thread that writes and syncs one file. The result is a plain
+writing is done here: a snapshot on the CPU, then one thread that writes and syncs one file. The result is a plain
 torch_dist checkpoint.
 """
 
@@ -106,7 +106,7 @@ class ThreadWriter(FileSystemWriterAsync):
 
 
 def _why(error: BaseException) -> str:
-    """What went wrong: torch's archive complains of its position when a write below it failed for want of space."""
+    """The text of an error, or of the OSError that caused it (torch's archive writer reports a file position)."""
     first = error
     while (cause := first.__cause__ or first.__context__) is not None:
         first = cause

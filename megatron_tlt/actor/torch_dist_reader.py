@@ -91,7 +91,7 @@ def not_megatron(root: Path) -> str | None:
 
 def _legacy(directory: Path) -> str:
     return (
-        f"{directory} is in Megatron's old format (mp_rank_*): save it anew with --ckpt-format torch_dist, "
+        f"{directory} is in Megatron's old format (mp_rank_*): save it again with --ckpt-format torch_dist, "
         "the only one that is read here"
     )
 

@@ -58,7 +58,7 @@ def accumulate_gradients(
 
     def finish(scored: Scored, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         value, metrics = _loss_of(model, scored, logits, loss, temperature)
-        # The divisor is ours, so megatron must not divide again: it does so only for a positive token count.
+        # Divided here, so megatron must not divide again: it does so only for a positive token count.
         return value / denominator, torch.zeros((), dtype=torch.int), metrics
 
     return _run(model, ddp, batches, finish, forward_only=False)

@@ -29,20 +29,20 @@ def checkpoint_problems(resume: str) -> list[ConfigProblem]:
 
 
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:
-    """The checkpoint to resume from, verified file by file; None to start anew. Collective.
+    """The checkpoint to resume from, verified file by file; None to start from the initial weights. Collective.
 
     `resume` is "never", "auto" or the path of one checkpoint. With auto, a damaged checkpoint is skipped with a
-    warning for the one before it. Raises CheckpointError when the one asked for by path is damaged (it then names the
-    newest good one), or when there are checkpoints and all are damaged.
+    warning for the one before it. Raises CheckpointError when one that is named by its path is damaged (the error names
+    the newest good one), or when there are checkpoints and all are damaged.
     """
     if resume == "never":
         return None
     if resume != "auto":
-        asked = Path(resume)
-        problem = _problem(world, asked)
+        named = Path(resume)
+        problem = _problem(world, named)
         if problem is None:
-            return asked
-        others = [path for path in files.complete_steps(asked.parent) if path.name != asked.name]
+            return named
+        others = [path for path in files.complete_steps(named.parent) if path.name != named.name]
         good = next((path for path in others if _problem(world, path) is None), None)
         offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
         raise CheckpointError(f"{problem}; {offer}")

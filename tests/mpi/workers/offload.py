@@ -62,7 +62,7 @@ def run(world: World, root: Path, scratch: Path, layout: dict[str, Any], offload
     update(3)
     policy.load(directory)
     update(3)
-    with policy._parking.fetched():
+    with policy._offload.on_device():
         state = [t.clone() for t in state_tensors(policy)]
     return {
         "metrics": metrics,

@@ -164,13 +164,6 @@ def test_a_directory_that_is_nothing_is_told_what_it_could_be(place, tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_the_help_tells_the_exit_codes(capsys):
-    with pytest.raises(SystemExit):
-        inspect_checkpoint.main(["--help"])
-    said = capsys.readouterr().out
-    assert "exit status:" in said and "also where tensors differ" in said
-
-
 def test_damage_is_found(place, tmp_path, capsys):
     target = shutil.copytree(place / "mg", tmp_path / "mg")
     shard = target / "release" / "__1_0.distcp"

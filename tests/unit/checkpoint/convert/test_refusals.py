@@ -75,36 +75,6 @@ def refused(error, *words):
     return check
 
 
-def test_an_unknown_architecture_is_named_with_what_is_supported(hf):
-    edit(hf, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128)
-    refused(ConfigError, "Qwen3MoeForCausalLM", "only these dense architectures", "Qwen3ForCausalLM")(hf)
-    edit(hf, architectures=["Qwen2ForCausalLM"], model_type="qwen2", num_experts=8)
-    refused(ConfigError, "num_experts", "mixture-of-experts")(hf)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"num_hidden_layers": 4}, ("missing", "model.layers.3.input_layernorm.weight")),
-        ({"num_hidden_layers": 2}, ("unexpected", "model.layers.2.")),
-        ({"vocab_size": 132}, ("model.embed_tokens.weight has shape (131, 96)", "(132, 96)")),
-        ({"num_key_value_heads": 3}, ("k_proj.weight has shape (32, 96)", "(48, 96)")),
-        ({"tie_word_embeddings": False}, ("missing: lm_head.weight",)),
-    ],
-)
-def test_a_config_that_contradicts_the_tensors_is_refused(hf, fields, words):
-    edit(hf, **fields)
-    refused(CheckpointError, "do not fit its config.json", *words)(hf)
-
-
-def test_missing_shards_and_tensors_are_named(hf):
-    rewrite(hf, lambda tensors: tensors.pop("model.norm.weight"))
-    refused(CheckpointError, "missing: model.norm.weight")(hf)
-    shard = sorted(hf.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    refused(CheckpointError, "names files that are missing", shard.name)(hf)
-
-
 def test_tensors_that_would_be_lost_are_refused(hf):
     rewrite(hf, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
     refused(CheckpointError, "unexpected: model.extra.weight")(hf)
