@@ -172,13 +172,17 @@ static int lay_row(const TltModel *m, TltDraft *d, Scratch *c, long row) {
     return TLT_OK;
 }
 
+static int bucket_of(float gap) {
+    const float steps = gap / TLT_BUCKET_WIDTH;
+    return steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
+}
+
 /* Whether a token is kept whose best candidates are `best`, at draft position l of a row, and drafted on from. */
 static int record(const TltDraft *d, const Scratch *c, long row, long l, const TopK *best, int has_second) {
     const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
     const long at = row * d->depth + l;
-    const float gap = has_second ? best->score[0] - best->score[1] : INFINITY, steps = gap / TLT_BUCKET_WIDTH;
-    const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
-    const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * rates[bucket];
+    const float gap = has_second ? best->score[0] - best->score[1] : INFINITY;
+    const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * rates[bucket_of(gap)];
     if (acceptance < d->min_acceptance) return 0;
     c->acceptance[at] = acceptance;
     d->out[row] = (int32_t)l + 1;
@@ -249,12 +253,11 @@ static void flatten(TltDraft *d, const Scratch *c) {
     for (long row = 0, i = 0; row < d->rows; row++)
         for (long l = 0; l < d->out[row]; l++, i++) {
             const long at = row * d->depth + l;
-            const float *gaps = c->gaps + at * d->topk, steps = gaps[0] / TLT_BUCKET_WIDTH;
-            const int bucket = steps < TLT_BUCKETS - 1 ? (int)steps : TLT_BUCKETS - 1;
+            const float *gaps = c->gaps + at * d->topk;
             token[i] = c->tokens[at * d->topk];
             acceptance[i] = c->acceptance[at];
             depth[i] = (int32_t)l + 1;
-            feature[i] = (int32_t)(l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS + bucket;
+            feature[i] = (int32_t)(l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS + bucket_of(gaps[0]);
             memcpy(sibling + i * others, c->tokens + at * d->topk + 1, (size_t)others * sizeof *sibling);
             memcpy(gap + i * others, gaps + 1, (size_t)others * sizeof *gap);
         }

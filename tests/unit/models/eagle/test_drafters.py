@@ -13,6 +13,7 @@ from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKET_WIDTH, BUCKETS, DEPTHS, Chains, EagleDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
 from tests.helpers.pairs import Rows, check_row, eagle_weights, of_row, states
 from tests.helpers.tiny_models import random_weights
@@ -194,6 +195,19 @@ def test_captured_steps_draft_the_same(name: str) -> None:
         results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0], 2))
     assert_same(*results)
     assert ran == [("eagle", 2, 5)] * 7
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    """On the meta device there are no values: reading one on the host fails, as it would in a CUDA graph."""
+    config = CONFIGS["qwen3"]
+    eagle = build_eagle(build_decoder(config, "meta", kernels="torch"))
+    rows = torch.zeros(4, dtype=torch.int64, device="meta")
+    starts, tables = torch.zeros(5, dtype=torch.int64, device="meta"), torch.zeros(4, 3, device="meta").long()
+    fed = DecoderInput.of([rows, rows, rows, starts, rows, tables, rows])
+    eagle.model.reserve_positions(48, torch.device("meta"))
+    hidden = torch.zeros(4, config.hidden_size, device="meta")
+    logits, out = eagle.step(fed, hidden, rows, eagle.new_kv_cache(8, 16))
+    assert logits.shape == (4, config.vocab_size) and out.shape == hidden.shape
 
 
 @both
