@@ -13,11 +13,10 @@ from torch import Tensor
 from megatron_tlt.actor.hf_names import Slot
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.loader import check_weights, open_tensors
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HfDir:
@@ -35,9 +34,9 @@ class HfDir:
         for file in sorted(set(self.files.values())):
             self._read_types(file)
         self.ignored = [name for name in self.files if name not in self.dtypes]
-        if _HEAD in self.ignored and not torch.equal(self.read(_HEAD), self.read(_EMBEDDING)):
+        if HEAD in self.ignored and not torch.equal(self.read(HEAD), self.read(EMBED)):
             raise CheckpointError(
-                f"{path}: config.json says tie_word_embeddings, but the stored {_HEAD} is not the embedding"
+                f"{path}: config.json says tie_word_embeddings, but the stored {HEAD} is not the embedding"
             )
 
     def _read_types(self, file: Path) -> None:
