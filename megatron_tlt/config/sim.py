@@ -183,9 +183,6 @@ class SimConfig(Section):
     plain_above: PositiveInt | None = None
     """Running requests of a replica above which nothing is drafted, whatever the selector chooses: the threshold of
     engines that have one, TLT's among them. Default: the selector decides, as in a run."""
-    engine: Literal["auto", "exact", "bulk"] = "auto"
-    """exact: every token goes through the production scheduler and selector. bulk: they are asked where something
-    changes. auto: exact for small workloads (docs/simulator.md)."""
 
 
 def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:

@@ -12,7 +12,7 @@ scheduler is asked at each change, in units of some tokens.
 
 Approximated: all running requests draw equally many tokens (in truth drafts are right more often for some), prompts
 are computed before decoding begins, and a rate is the mean of some steps. `tests/unit/sim/test_bulk.py` holds it
-against `exact`. Legend: R requests of a replica.
+against a replica that is simulated token by token. Legend: R requests of a replica.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import CostModel, cache_tokens
 from megatron_tlt.sim.decisions import RateTable
-from megatron_tlt.sim.exact import add_groups, new_scheduler, plain_result, run_result
 from megatron_tlt.sim.rollout import ReplicaRollout, empty
+from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
 
 _UNITS = 512  # of tokens that the longest answer is divided into where the scheduler is asked
 

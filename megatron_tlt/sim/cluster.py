@@ -9,7 +9,7 @@ import math
 
 from megatron_tlt.config.planning.memory import layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.cost_model import ELEMENT, GPUS, cache_tokens
+from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 
 
 class Cluster:
@@ -21,12 +21,6 @@ class Cluster:
         self.replicas = self.gpus // config.rollout.tp
         self._gpu = GPUS[config.cluster.gpu]
         self._peak = self.gpus * self._gpu.flops * config.training.mfu
-
-    @property
-    def fits(self) -> bool:
-        """Whether an engine has room for one longest answer beside its weights."""
-        room = cache_tokens(self._config)
-        return room is None or room >= self._config.workload.prompt_tokens + self._config.rollout.max_tokens
 
     def logprobs(self, tokens: int) -> float:
         """Forward passes over `tokens` tokens of all replicas before the update."""

@@ -29,8 +29,7 @@ from megatron_tlt.idle.policy import (
     expected_wait,
     tokens_left,
 )
-from megatron_tlt.idle.state import RankState, StateTracker
-from megatron_tlt.sim.clock import VirtualClock
+from megatron_tlt.idle.state import RankState
 from megatron_tlt.sim.rollout import ReplicaRollout
 
 _LOOKS = 16
@@ -129,22 +128,12 @@ class IdleTime:
 
 
 def spans_of(waits: Waits, replica: int) -> list[tuple[str, float, float]]:
-    """The states of a replica through the rollout phase, by the production state machine."""
-    clock = VirtualClock()
-    tracker = StateTracker(clock)
-    end = waits.done + waits.late
-    if waits.ends[replica] < end:
-        clock.set(float(waits.ends[replica]))
-        tracker.to(RankState.IDLE)
-        start, stop = float(waits.starts[replica]), float(waits.stops[replica])
-        if start < end:
-            clock.set(start)
-            tracker.to(RankState.TRAINING)
-            if stop < end:
-                clock.set(stop)
-                tracker.to(RankState.IDLE)
-    clock.set(end)
-    return [(span.state.name, span.start, span.end) for span in tracker.finish() if span.seconds > 0]
+    """The states of a replica through the rollout phase."""
+    end, start, stop = waits.done + waits.late, float(waits.starts[replica]), float(waits.stops[replica])
+    idle = float(waits.ends[replica])
+    edges = [0.0, idle, min(start, end), min(stop, end) if start < end else end, end]
+    names = ("BUSY", "IDLE", "TRAINING", "IDLE")
+    return [(name, a, b) for name, a, b in zip(names, edges, edges[1:], strict=False) if b > a]
 
 
 class DrafterModel:

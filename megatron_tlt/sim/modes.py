@@ -8,6 +8,7 @@ from typing import Any
 from megatron_tlt.config.planning.memory import total_parameters
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.limits import check_limits
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
 from megatron_tlt.sim.thresholds import recommend
@@ -30,6 +31,8 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
     configs = {
         (count, mode): in_mode(config, mode, count) for count in counts for mode in modes
     }  # all are checked before the first is run
+    if problems := list(check_limits(list(configs.values()))):
+        raise ConfigError(problems)
     points = {key: Simulation(of).run(key[1]) for key, of in configs.items()}
     comparisons = [
         compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]

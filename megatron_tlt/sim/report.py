@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.observe.page import Cell, Chart, Page, Part, Section, Table, Tile, Trace, line
+from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
+from megatron_tlt.sim.tables import decision_tables, point_table
 from megatron_tlt.sim.verdict import largest, nodes_text, verdict
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
@@ -32,7 +33,7 @@ def build_page(result: SimResult) -> Page:
         Section(
             "One rollout", _rollout(result.points), "The last simulated step, on the largest number of nodes."
         ),
-        Section("Decisions", _decisions(result)),
+        Section("Decisions", list(decision_tables(result))),
         Section("Assumptions", [Table(["assumed"], [[text] for text in result.assumptions], wide=True)]),
     ]
     return page
@@ -49,36 +50,13 @@ def _tiles(result: SimResult) -> list[Tile]:
 
 
 def _times(result: SimResult) -> list[Part]:
-    names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in result.points]
-    bars: list[Trace] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": phase,
-            "y": names,
-            "x": [p.phases[phase] for p in result.points],
-            "marker": {"color": _COLOURS[phase]},
-        }
+    bars = [
+        (phase, [p.phases[phase] for p in result.points], _COLOURS[phase])
         for phase in PHASES
         if any(p.phases[phase] for p in result.points)
     ]
-    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
-    height = 140 + 26 * len(names)
-    chart = Chart("Mean step by phase", bars, "seconds", layout=layout, height=height, wide=True)
-    rows: list[list[Cell]] = [
-        [
-            p.nodes,
-            p.gpus,
-            p.mode,
-            p.seconds,
-            p.tokens_per_second,
-            p.accept_length or None,  # 0: nothing was drafted
-            "yes" if p.fits else "no",
-        ]
-        for p in result.points
-    ]
-    head = ["nodes", "GPUs", "mode", "step, s", "tokens/s", "tokens a draft step", "fits in memory"]
-    return [chart, Table(head, rows, wide=True)]
+    chart = _stacked("Mean step by phase", "seconds", result.points, bars)
+    return [chart, point_table(result)]
 
 
 def _speedups(result: SimResult) -> list[Part]:
@@ -95,26 +73,29 @@ def _speedups(result: SimResult) -> list[Part]:
         layout = {"xaxis": {"type": "category"}}
         baseline = result.comparisons[0].baseline
         parts.append(Chart(title, traces, "nodes", f"times as fast as {baseline}", layout=layout))
-    rows: list[list[Cell]] = [
-        [c.nodes, c.mode, c.e2e, c.rollout, c.gpu_hours_saved_per_100_steps] for c in result.comparisons
-    ]
-    head = ["nodes", "mode", "end to end", "rollout", "GPU-hours saved in 100 steps"]
-    return [*parts, Table(head, rows, wide=True)]
+    return parts
 
 
 def _idle(result: SimResult) -> list[Part]:
-    names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in result.points]
     hundred = [100 / len(p.steps) for p in result.points]
     trained = [p.recovered_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
     idle = [p.idle_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
-    rest = [a - b for a, b in zip(idle, trained, strict=True)]
-    bars: list[Trace] = [
+    waited = [a - b for a, b in zip(idle, trained, strict=True)]
+    bars = [("trained in", trained, "@training"), ("waited", waited, "@idle")]
+    return [_stacked("Idle GPU-hours of 100 steps", "GPU-hours", result.points, bars)]
+
+
+def _stacked(
+    title: str, unit: str, points: Sequence[Point], bars: Sequence[tuple[str, list[float], str]]
+) -> Chart:
+    """A bar a point, stacked from `bars`: (name, a value for each point, colour)."""
+    names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in points]
+    traces: list[Trace] = [
         {"type": "bar", "orientation": "h", "name": name, "y": names, "x": x, "marker": {"color": colour}}
-        for name, x, colour in (("trained in", trained, "@training"), ("waited", rest, "@idle"))
+        for name, x, colour in bars
     ]
     layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
-    height = 140 + 26 * len(names)
-    return [Chart("Idle GPU-hours of 100 steps", bars, "GPU-hours", layout=layout, height=height, wide=True)]
+    return Chart(title, traces, unit, layout=layout, height=140 + 26 * len(names), wide=True)
 
 
 def _rollout(points: Sequence[Point]) -> list[Part]:
@@ -172,22 +153,3 @@ def _lanes(point: Point) -> list[Trace]:
             }
         )
     return traces
-
-
-def _decisions(result: SimResult) -> list[Part]:
-    parts: list[Part] = []
-    speculating = [p for p in result.points if any(s.accept_length for s in p.strategies)]
-    if speculating:
-        rows: list[list[Cell]] = []
-        for s in speculating[-1].strategies:
-            played = max(s.shares, key=lambda name: s.shares[name])
-            gain = s.tokens_per_second / s.plain_tokens_per_second
-            share = f"{played} ({s.shares[played]:.0%})"
-            length = s.accept_length or None
-            rows.append([s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, length, share])
-        head = ["running", "tokens/s", "plain", "times as fast", "tokens a draft step", "played most"]
-        parts.append(Table(head, rows, f"One replica, mode {speculating[-1].mode}", wide=True))
-    if result.thresholds:
-        advice: list[list[Cell]] = [[t.setting, t.value, t.reason] for t in result.thresholds]
-        parts.append(Table(["setting", "value", "why"], advice, "Recommended", wide=True))
-    return parts

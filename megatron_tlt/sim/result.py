@@ -106,9 +106,6 @@ class Point:
     steps: list[StepRecord]
     shown: ShownStep
     strategies: list[Strategy]
-    fits: bool = True
-    """Whether the layout fits the GPU's memory; where not, the figures are those of GPUs that were large enough."""
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

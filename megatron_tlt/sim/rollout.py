@@ -1,4 +1,4 @@
-"""What a rollout of one replica came to, whichever way it was simulated. Torch-free."""
+"""What a rollout of one replica came to. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 class ReplicaRollout:
     """Arrays by event, in order of time; the first is at 0.
 
-    Between two events every running request draws the same number of tokens (bulk), or it is one engine step (exact).
+    Between two events every running request draws the same number of tokens.
     """
 
     times: np.ndarray  # float64 [E], seconds since the rollout began
@@ -30,8 +30,7 @@ class ReplicaRollout:
         return float(self.times[-1]) if len(self.times) else 0.0
 
     def lengths_at(self, time: float) -> np.ndarray:
-        """Tokens that each running answer has at `time`, ascending: those drawn so far of the answers not yet at
-        their end (bulk: exact; exact: by the mean request)."""
+        """Tokens that each running answer has at `time`: those that a request has drawn which ran from the start."""
         drawn = float(np.interp(time, self.times, self.drawn))
         count = int(self.running[max(0, int(np.searchsorted(self.times, time, side="right")) - 1)])
         return np.full(count, drawn)

@@ -13,14 +13,12 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
-from megatron_tlt.sim.decisions import Decider, RateTable, shares
-from megatron_tlt.sim.exact import ExactReplica
+from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import DrafterModel, IdleTime, Waits, spans_of
 from megatron_tlt.sim.result import PHASES, Lane, Point, ShownStep, StepRecord, Strategy
 from megatron_tlt.sim.rollout import ReplicaRollout
 from megatron_tlt.sim.trace import Lengths
 
-_SMALL = 60_000  # tokens of all steps up to which "auto" simulates each of them
 _LANES = 64
 _CURVE = 512  # points of the running-requests curve
 
@@ -40,19 +38,7 @@ class Simulation:
         self._most = -(-prompts // replicas) * config.rollout.samples_per_prompt
         self._decider = Decider(config, self._costs, self._most)
         self._bulk = BulkReplicas(config, self._costs)
-        self._exact: list[ExactReplica] = []
-        if self._is_exact():
-            seeds = [(config.workload.seed, 3, replica) for replica in range(min(replicas, prompts))]
-            self._exact = [ExactReplica(config, self._costs, seed) for seed in seeds]
         self._usual: np.ndarray | None = None
-        self._table: RateTable | None = None
-
-    def _is_exact(self) -> bool:
-        workload, rollout = self._config.workload, self._config.rollout
-        if self._config.engine != "auto":
-            return self._config.engine == "exact"
-        expected = float(self._lengths.of(0).sum()) * workload.steps
-        return expected <= _SMALL * max(1, rollout.samples_per_prompt // 2)
 
     def run(self, mode: str) -> Point:
         """All steps; `mode` is the point's name."""
@@ -67,20 +53,8 @@ class Simulation:
         lengths, replicas = self._lengths.of(step), self._cluster.replicas
         # As the loop deals prompts out: every replicas-th one.
         dealt = [list(lengths[replica::replicas]) for replica in range(replicas)]
-        if self._exact:
-            for engine in self._exact:
-                engine.speculation.set_quality(self._drafter.quality)
-            done = [
-                engine.run(groups)
-                for engine, groups in zip(self._exact, dealt[: len(self._exact)], strict=True)
-            ]
-            return done + [self._bulk.run([], self._rates()) for _ in dealt[len(self._exact) :]]
-        table = self._rates()
+        table = self._decider.table(self._drafter.quality)
         return [self._bulk.run(groups, table) for groups in dealt]
-
-    def _rates(self) -> RateTable:
-        self._table = self._decider.table(self._drafter.quality)
-        return self._table
 
     def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout], Waits]:
         cluster, training = self._cluster, self._config.training
@@ -139,8 +113,6 @@ class Simulation:
             records,
             shown,
             self.strategies(),
-            cluster.fits,
-            "" if cluster.fits else "an engine has no room for its weights and one longest answer",
         )
 
     def strategies(self) -> list[Strategy]:

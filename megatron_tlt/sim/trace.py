@@ -106,16 +106,11 @@ def _of_file(path: Path) -> np.ndarray:
                 lengths.append(length)
             except (ValueError, TypeError, KeyError) as error:
                 allowed = (
-                    "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`"
+                    "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`; "
+                    "of a run give the directory"
                 )
-                if isinstance(error, _HistogramError):
-                    allowed = f"{allowed}; {error}: give the run's directory, {path.parent}"
                 raise ConfigError.of(f"{_WHERE}.path", f"{path}:{number}", allowed) from error
     return np.array(lengths)
-
-
-class _HistogramError(ValueError):
-    """A line of a run's rollouts.jsonl."""
 
 
 def _of_line(value: Any) -> float:
@@ -125,10 +120,6 @@ def _of_line(value: Any) -> float:
         if name in value:
             found = value[name]
             return float(len(found) if isinstance(found, list) else found)
-    if {"lengths", "longest"} <= value.keys():
-        raise _HistogramError(
-            "the `lengths` of a run's rollouts.jsonl count answers in bins and are no lengths"
-        )
     raise KeyError("tokens")
 
 

@@ -193,30 +193,8 @@ def _recovered(config: SimConfig) -> Check:
     return Check("idle windows", "quickstart, share of idle seconds trained in", measured, share)
 
 
-def ranking(checks: list[Check]) -> list[tuple[str, str, bool]]:
-    """Pairs (faster, slower) of the quickstart's modes by measured rollouts, and whether the simulation agrees.
-
-    Only pairs that the measurement can tell apart: by more than the seconds of the same work differ between modes.
-    """
-    rollouts = {c.what.split(",")[0]: c for c in checks if c.what.endswith("seconds of a rollout")}
-    noise = noise_of_same_work()
-    pairs = []
-    for faster, a in rollouts.items():
-        for slower, b in rollouts.items():
-            if b.reference > a.reference * noise:
-                pairs.append((faster, slower, a.simulated < b.simulated))
-    return pairs
-
-
-def noise_of_same_work() -> float:
-    """How many times as long the slowest mode took for what follows a rollout, which is the same work in every mode."""
-    modes = json.loads(MEASURED.read_text(encoding="utf-8"))["modes"]
-    rests = [sum(s["seconds"] - s["rollout"] for s in mode["steps"]) for mode in modes.values()]
-    return float(max(rests) / min(rests))
-
-
 def render_points(checks: list[Check]) -> str:
-    """A line a point with its error, the median error of each source, and the ranking."""
+    """A line a point with its error, and the median error of each source."""
     rows = [["source", "what", "reference", "simulated", "error", "kind"]]
     for c in checks:
         rows.append([c.source, c.what, f"{c.reference:.3g}", f"{c.simulated:.3g}", f"{c.error:+.1%}", c.kind])
@@ -226,13 +204,6 @@ def render_points(checks: list[Check]) -> str:
         if errors:
             text = f"median {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%} of {len(errors)}"
             lines.append(f"{source}: absolute errors of predictions: {text}")
-    if MEASURED.exists():
-        lines.append(
-            f"the same work took up to {noise_of_same_work():.2f} times as long in one mode as in another"
-        )
-    for faster, slower, agrees in ranking(checks):
-        said = "so it is simulated" if agrees else "simulated the other way round"
-        lines.append(f"quickstart, rollout: {faster} was measured faster than {slower}; {said}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from megatron_tlt.sim.result import Point, SimResult
 
 
 def verdict(result: SimResult) -> str:
-    """The best mode on the largest number of nodes, and whether it can run there; nothing if nothing was compared."""
+    """The best mode on the largest number of nodes; nothing if nothing was compared."""
     if not result.comparisons:
         return ""
     most = largest(result.points)
@@ -21,9 +21,6 @@ def verdict(result: SimResult) -> str:
     )
     if best.e2e < 1.005:
         said = f"On {nodes_text(nodes)} nothing is faster than {best.baseline}."
-    misfits = [point for point in most if not point.fits]
-    if misfits:
-        said += f" But this layout cannot run: {misfits[0].note}."
     return said
 
 

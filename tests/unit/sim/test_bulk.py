@@ -9,7 +9,7 @@ import pytest
 from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider, request_knots
-from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.exact_replica import ExactReplica
 from tests.helpers.sim import groups_of, sim_config
 
 SELECTORS = {

@@ -29,8 +29,3 @@ def test_barriers_grow_with_ranks():
     many = Cluster(sim_config("cluster.nodes=128")).barrier()
     assert Cluster(sim_config()).barrier() < many
     assert many == pytest.approx(2 * 0.002 + 1024 * 30e-6 + 10 * 50e-6)
-
-
-def test_an_engine_without_room_does_not_fit():
-    assert Cluster(sim_config()).fits
-    assert not Cluster(sim_config("cluster.gpu=rtx4090", "rollout.max_tokens=200000")).fits

@@ -14,7 +14,6 @@ from tests.helpers.sim import sim_config
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
 QUICK = "rollout.speculation.selector=beg_mab"  # which is asked for fewer steps
 BULK = (
-    "engine=bulk",
     "workload.prompts_per_step=64",
     "workload.lengths.median=2000",
     "workload.lengths.sigma=1.0",
@@ -32,17 +31,6 @@ def test_phases_add_up_and_tokens_are_counted():
     assert point.shown.running[0][1] == 64 * 4
     assert point.shown.running[-1][1] == 0
     assert len(point.shown.lanes) == point.replicas == 8
-
-
-def test_exact_and_bulk_agree_on_a_whole_step():
-    seconds = {}
-    for engine in ("exact", "bulk"):
-        config = sim_config(
-            f"engine={engine}", "workload.prompts_per_step=16", "cluster.gpus_per_node=4", *EAGLE
-        )
-        point = Simulation(config).run("frozen")
-        seconds[engine] = point.steps[-1].phases["rollout"]
-    assert seconds["bulk"] == pytest.approx(seconds["exact"], rel=0.15)
 
 
 def test_modes_answer_alike_and_differ_in_time():
@@ -100,7 +88,7 @@ def simulate_1024():
     """Ends with an error where it takes too much."""
     paper = ("workload.lengths.median=1200", "workload.lengths.sigma=1.2", "rollout.max_tokens=32768")
     size = ("cluster.nodes=128", "workload.steps=100", "workload.prompts_per_step=1024", "rollout.tp=2")
-    config = sim_config(*EAGLE, *paper, *size, "idle.train_drafter=true", "engine=bulk")
+    config = sim_config(*EAGLE, *paper, *size, "idle.train_drafter=true")
     started = time.process_time()
     point = Simulation(config).run("tlt")
     assert time.process_time() - started < 60

@@ -20,7 +20,7 @@ def config_of(*overrides):
 
 @pytest.fixture(scope="module")
 def point():
-    small = ("engine=bulk", "workload.prompts_per_step=8", "rollout.speculation.selector=fixed")
+    small = ("workload.prompts_per_step=8", "rollout.speculation.selector=fixed")
     return simulate(config_of(*small), ["tlt"]).points[0]
 
 

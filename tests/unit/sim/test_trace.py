@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.jsonl import StepFile
-from megatron_tlt.observe.rollouts import combined_figures, own_figures
 from megatron_tlt.sim.trace import Lengths, quantiles_of
-from megatron_tlt.types import EngineStats, Prompt, Sample, SampleGroup
 from tests.helpers.sim import sim_config
 
 BIG = {"steps": 1, "prompts_per_step": 2000, "lengths": {"median": 400, "sigma": 0.7, "prompt_share": 0.5}}
@@ -105,17 +102,6 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
     with pytest.raises(ConfigError, match=r"workload\.lengths\.path") as caught:
         quantiles_of(sim_config().workload.lengths.model_copy(update={"path": str(path)}))
     assert said in str(caught.value)
-
-
-def test_a_histogram_of_a_run_is_no_list_of_lengths(tmp_path):
-    log = StepFile(tmp_path / "rollouts.jsonl")
-    group = SampleGroup(Prompt(0, "", (1,), ""), [Sample(0, 0, [1] * 300, [], "", "stop", 0)])
-    log.write_rows(1, combined_figures([own_figures(EngineStats(), [group], 300)]))
-    log.close()
-    with pytest.raises(ConfigError) as caught:
-        quantiles_of(from_path(tmp_path / "rollouts.jsonl"))
-    said = str(caught.value)
-    assert "rollouts.jsonl:1" in said and said.endswith(f"give the run's directory, {tmp_path}")
 
 
 def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from megatron_tlt.sim import validation
-from megatron_tlt.sim.validation import Check, figure13, figure14, ranking, render_points, table2, table4
+from megatron_tlt.sim.validation import Check, figure13, figure14, render_points, table2, table4
 from tests.helpers.sim import sim_config
 
 
@@ -43,22 +43,12 @@ def test_speed_up_by_nodes():
     assert max(errors(checks)) < 0.35
 
 
-def test_the_quickstart_within_15_percent_and_in_the_measured_order():
+def test_the_quickstart_within_15_percent():
     checks = validation.quickstart()
     steps = [c for c in checks if c.what.endswith("step")]
     assert len(steps) == 3 and max(errors(steps)) < 0.15
     (recovered,) = [c for c in checks if c.source == "idle windows"]
     assert abs(recovered.error) < 0.15
-    pairs = ranking(checks)
-    assert pairs, "the measurement tells some modes apart"
-    assert all(agrees for _, _, agrees in pairs)
-
-
-def test_pairs_within_the_noise_are_not_ranked(monkeypatch):
-    monkeypatch.setattr(validation, "noise_of_same_work", lambda: 1.2)
-    rows = [("a", 1.0, 2.0), ("b", 1.1, 1.0), ("c", 1.5, 1.8)]
-    checks = [Check("quickstart", f"{name}, seconds of a rollout", *of) for name, *of in rows]
-    assert ranking(checks) == [("a", "c", False), ("b", "c", True)]
 
 
 def test_points_are_printed_with_their_errors():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.sim.cost_model import build_costs
-from megatron_tlt.sim.exact import ExactReplica
+from tests.helpers.exact_replica import ExactReplica
 from tests.helpers.sim import groups_of, sim_config
 
 
