@@ -25,7 +25,7 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     ]
     assert main([*command, "--out", str(out), "--report", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "recommended:" in said and str(out) in said
+    assert "Recommended:" in said and str(out) in said
     document = json.loads(out.read_text())
     assert [(p["nodes"], p["mode"]) for p in document["points"]] == [
         (1, "off"),
