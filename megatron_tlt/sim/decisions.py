@@ -21,8 +21,8 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.speculation import Speculation, Tally
 
-_SETTLE = 192  # engine steps at a knot until the selector has tried its strategies there
-_MEASURED = 256  # engine steps that a rate is the mean of: some spans of the selector, its trials included
+_SETTLE = 96  # engine steps at a knot until the selector has tried its strategies there
+_MEASURED = 128  # engine steps that a rate is the mean of: some spans of the selector, its trials included
 _QUALITIES = 4  # steps of the drafter's quality from 0 to 1 that have a table each
 _CONTEXTS = 3  # context lengths
 
