@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
 from megatron_tlt.errors import ConfigError, TltError
 from megatron_tlt.observe.attempt import note_exit
+from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
@@ -39,6 +40,8 @@ def run_on_every_rank(
     for text in _VENDOR_NOISE:
         warnings.filterwarnings("ignore", message=text)
     world = World.start(section, threads)
+    if world.local_rank == 0:
+        sweep_shared_memory()
     try:
         code = body(world) or OK
         world.enter("exit")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +41,9 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     return "\n".join([render_check(config, shape, num_ranks), *absent])
 
 
-def check_on(config: Config | SftConfig, world: World) -> None:
+def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
-    problems = missing_files(config) + tokenizer_problems(config)
+    problems = [*found_before, *missing_files(config), *tokenizer_problems(config)]
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems += find_problems(config, shape, world.size, device, positions)
@@ -101,6 +103,17 @@ def resume_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     if isinstance(config, SftConfig) or not Path(config.checkpoint.resume).exists():
         return []
     return checkpoint_problems(config.checkpoint.resume)
+
+
+def run_dir_problems(run_dir: str) -> list[ConfigProblem]:
+    """A run directory that cannot be made or written to. Makes nothing."""
+    path = Path(run_dir).absolute()
+    existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not existing.is_dir():
+        return [ConfigProblem("train.run_dir", run_dir, f"{existing} is not a directory")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [ConfigProblem("train.run_dir", run_dir, f"{existing} is not writable")]
+    return []
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:

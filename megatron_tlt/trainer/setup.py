@@ -28,6 +28,7 @@ from megatron_tlt.distributed.tensor_parallel import (
 )
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
@@ -43,7 +44,7 @@ from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.idle_figures import IdleFigures
-from megatron_tlt.trainer.preflight import check_on
+from megatron_tlt.trainer.preflight import check_on, run_dir_problems
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
 from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.trainer.weight_push import WeightPush
@@ -78,7 +79,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
 
-    check_on(config, world)
+    check_on(config, world, run_dir_problems(config.train.run_dir))
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
@@ -377,7 +378,10 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
+    except OSError as error:
+        raise ConfigError.of("train.run_dir", config.train.run_dir, f"cannot be made: {error.strerror}") from error
     lock = lock_on_all(run_dir, world)
     world.set_monitor(lambda: start_watchdog(config.watchdog, run_dir, world))
     if world.is_main:

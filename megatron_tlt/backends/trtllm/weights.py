@@ -6,6 +6,7 @@ call that names it has been answered, and of a drafter until the push is finishe
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,8 @@ class SharedMemoryTransport:
     def __init__(self, process: EngineProcess):
         self._process = process
         self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
+        self._lock = os.open(self._directory.name, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # shows a later job that this process lives
         self._held: list[Path] = []
         self._count = 0
 
@@ -129,6 +132,9 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """See `Transport`."""
         self._directory.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
 
 class CudaIpcTransport:
