@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from ctypes import byref
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -96,8 +97,8 @@ class NativeEagle:
             raise BackendError(f"pairs: columns of {lengths} elements")
         point_at_arrays(call, pairs)
         call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
-        longest = int(pairs.positions.max(initial=0)) + 1
-        self.run(lambda: self._lib.tlt_eagle_feed(self.structure, call, self.threads), longest)
+        feed = partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads)
+        self.run(feed, lambda: int(pairs.positions.max(initial=0)) + 1)
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> NativeRowDrafter:
         """See `EagleDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
@@ -112,8 +113,8 @@ class NativeEagle:
                 f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
             )
 
-    def run(self, call: Callable[[], int], longest: int) -> None:
-        """Makes a call into C, again with a longer rotary table if `longest` positions need one.
+    def run(self, call: Callable[[], int], longest: Callable[[], int]) -> None:
+        """Makes a call into C, again with a longer rotary table if `longest()` positions need one.
 
         Raises BackendError for what C refuses and before all weights are loaded.
         """
@@ -121,7 +122,7 @@ class NativeEagle:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
         code = call()
         if code == BAD_POSITION and self._forward.grow_rope(
-            min(longest, self.config.max_position_embeddings)
+            min(longest(), self.config.max_position_embeddings)
         ):
             self.structure.model = self._forward.model
             code = call()
@@ -145,6 +146,7 @@ class NativeRowDrafter:
         self._scratch = np.zeros(0, np.uint8)
         self._shape = (0, 0, 0)
         self._arguments = byref(eagle.structure), byref(self._call)
+        self._in_c = partial(self._lib.tlt_draft_rows, *self._arguments, eagle.threads)
         self.point_at(kv, pages)
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
@@ -169,8 +171,7 @@ class NativeRowDrafter:
             self._make_room(count, depth, topk)
         self._wanted[:count], self._rates[:] = wanted, rates
         call.min_acceptance = min_acceptance
-        longest = int(self._rows.positions[:count].max(initial=0)) + 1 + depth
-        self._eagle.run(lambda: self._lib.tlt_draft_rows(*self._arguments, self._eagle.threads), longest)
+        self._eagle.run(self._in_c, lambda: int(self._rows.positions[:count].max()) + 1 + depth)
         n = call.nodes
         out = self._out[: count + n * (2 + 2 * topk)].copy()
         a, b, c, d = (count + i * n for i in range(1, 5))
