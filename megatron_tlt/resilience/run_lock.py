@@ -111,9 +111,10 @@ class RunLock:
                 raise self._refusal(name)
 
     def _newest(self) -> Heartbeat | None:
-        """Rank 0's heartbeat, unless it says that the rank has ended."""
+        """Rank 0's heartbeat, unless it says that the rank has ended, or is this process's own, of a run before."""
         beat = StatusFiles(self._run_dir).read_heartbeats()[0].get(0)
-        return beat if beat is not None and beat.is_running else None
+        is_own = beat is not None and (beat.host, beat.pid) == (socket.gethostname(), os.getpid())
+        return beat if beat is not None and beat.is_running and not is_own else None
 
     def _refusal(self, owner: str | None) -> RunDirectoryError:
         return RunDirectoryError(
