@@ -12,7 +12,13 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.trainer.preflight import check_report, input_problems, missing_files, tokenizer_problems
+from megatron_tlt.trainer.preflight import (
+    check_report,
+    input_problems,
+    missing_files,
+    run_dir_problems,
+    tokenizer_problems,
+)
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
@@ -190,3 +196,11 @@ def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
     (tmp_path / "step-000003").mkdir()
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = .*never completed"):
         check_report(config, 4)
+
+
+def test_a_run_directory_below_a_file_is_refused_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    (problem,) = run_dir_problems(str(tmp_path / "file/run"))
+    assert problem.path == "train.run_dir" and problem.allowed == f"{tmp_path / 'file'} is not a directory"
+    assert run_dir_problems(str(tmp_path / "new/run")) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
