@@ -11,7 +11,6 @@ from benchmarks.gpu.bounds import (
     bound,
     data_sheet,
     matrix_elements,
-    mean_context,
     step_bytes,
     step_flops,
 )
@@ -55,10 +54,6 @@ def test_bytes_and_operations_of_a_step_grow_as_they_must():
     assert step_flops(SEVEN, 8, 500) == 8 * step_flops(SEVEN, 1, 500)
     # Attention of one cached token: a multiplication and an addition for q k and for p v, each head and layer.
     assert step_flops(SEVEN, 1, 501) - step_flops(SEVEN, 1, 500) == 4 * 28 * 28 * 128
-
-
-def test_the_mean_context_is_the_mean_over_the_steps():
-    assert mean_context(10, 5) == sum(range(10, 15)) / 5
 
 
 def test_devices_are_found_by_their_longest_names():

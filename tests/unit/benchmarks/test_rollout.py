@@ -20,14 +20,6 @@ from tests.helpers.mpi import ROOT, rank_environment
 CONFIG = ModelConfig("qwen3", 1000, 64, 3, 8, 2, 16, 96, qk_norm=True)
 
 
-def test_arguments():
-    args = rollout.parse_arguments(["--quick", "--device", "cpu", "--sides", "transformers"])
-    assert (args.batches, args.prompt, args.tokens, args.repeats) == ([1, 4], 8, 8, 2)
-    assert args.model == ROOT / "assets/demo-policy" and args.sides == ["embedded", "transformers"]
-    args = rollout.parse_arguments(["--shape", "qwen2.5-7b", "--tokens", "64"])
-    assert (args.device, args.batches, args.tokens, args.repeats) == ("cuda", [1, 16, 64, 256], 64, 5)
-
-
 @pytest.mark.parametrize("wrong", [[], ["--model", "a", "--shape", "b"], ["--quick", "--batches", "0"]])
 def test_wrong_arguments_are_refused(wrong):
     with pytest.raises(SystemExit) as caught:

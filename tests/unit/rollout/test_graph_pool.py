@@ -225,16 +225,6 @@ def test_what_does_not_fit_the_buffers_runs_without_a_graph_and_is_counted(setup
     assert pool.stats().eager_too_large == 1 and not pool.captured
 
 
-def test_a_refused_key_gives_the_same_answer(setup) -> None:
-    decoder, driver, lengths = setup
-    pool = GraphPool(decoder, driver.kv, SIZES, budget_bytes=1)
-    batch = batch_of(driver, lengths, [3, 5], [chain([1]), chain([2])])
-    want = decoder.forward(batch, copy_of(driver.kv))
-    for _ in range(2):
-        torch.testing.assert_close(pool.run(batch, 1).logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert (pool.stats().eager_over_budget, pool.stats().refused, pool.stats().graphs) == (2, 1, 0)
-
-
 def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
     """Forks, prefill chunks and decoding of a real engine, every batch through static buffers that hold it."""
     weights = random_weights(small_config("qwen2"))
@@ -321,17 +311,6 @@ def test_a_capture_that_took_more_than_foreseen_is_given_back() -> None:
     cache.run("a", made["a"])
     assert cache.keys == [] and cache.memory_bytes == 0 and fake.pools_freed == 1
     assert cache.stats.eager_over_budget == 1 and ran.count("a") == 2  # warm-up and the eager run
-
-
-def test_without_a_budget_everything_stays_until_cleared() -> None:
-    made, _ = steps(*"abcdefgh")
-    fake = Fake(temporary=7, own=1)
-    cache = GraphCache(fake)
-    for name, step in made.items():
-        cache.run(name, step)
-    assert len(cache.keys) == 8 and cache.memory_bytes == 7 + 8
-    cache.clear()
-    assert cache.keys == [] and cache.memory_bytes == 0 and cache.stats.graphs == 0
 
 
 class FakeCuda:

@@ -113,13 +113,6 @@ def test_accepted_branches_move_with_their_states(dtype: torch.dtype, in_one: bo
         )
 
 
-def test_answers_are_the_same_with_and_without() -> None:
-    jobs = random_jobs(131, 6, seed=2)
-    plain, watched = (make_engine(CONFIG, WEIGHTS) for _ in range(2))
-    collecting(watched)
-    assert answer_all(plain, jobs) == answer_all(watched, jobs)
-
-
 def test_short_answers_are_left_out() -> None:
     """The first token of an answer may be its last; its request then never gets a row."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
@@ -134,17 +127,6 @@ def test_short_answers_are_left_out() -> None:
             samples, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True
         ):
             assert torch.equal(sample.hidden, want[:-1])
-
-
-def test_aborted_requests_emit_nothing() -> None:
-    engine = make_engine(CONFIG, WEIGHTS)
-    samples = collecting(engine)
-    engine.add([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True), 0, num_samples=3)
-    for _ in range(10):
-        engine.step()
-    assert engine.num_running == 3
-    engine.abort_all()
-    assert not samples and engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_a_sink_that_raises_leaks_no_block() -> None:

@@ -136,20 +136,6 @@ def test_preemption_in_a_tiny_pool(jobs: list[Job], reference: Answers, block_si
     assert preempted > 10
 
 
-def test_random_preemption(jobs: list[Job], reference: dict):
-    rng = random.Random(9)
-    engine = make_engine(budget=16)
-    for prompt_id, prompt, params, n in jobs:
-        engine.add(prompt, params, prompt_id, num_samples=n)
-    finished = []
-    while not engine.is_idle:
-        if engine.blocks.num_used and rng.random() < 0.3:
-            engine.scheduler.preempt()
-        finished += engine.step()
-    assert {(r.prompt_id, r.sample_index): answer(r) for r in finished} == reference
-    assert engine.blocks.num_used == 0
-
-
 def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
     engine = make_engine(max_running=16, block_size=4)
     params = SamplingParams(max_tokens=20, ignore_eos=True)

@@ -52,10 +52,6 @@ def test_the_first_to_end_wins():
     assert watch(tokenizer, tokenizer.encode("abcdef"), "bcd", "cd") == (4, "abcd")
 
 
-def test_no_stop_string():
-    assert watch(CharTokenizer(), [1, 2, 3], "zz") == (None, None)
-
-
 def test_a_string_that_ends_inside_a_token():
     assert watch(WordTokenizer(), [0, 1, 2, 3, 4], ".\n") == (4, "the ending.\n")
 

@@ -66,17 +66,6 @@ def test_the_same_seed_gives_the_same_examples_and_another_seed_others():
     assert {e.prompt for e in first} != {e.prompt for e in other}
 
 
-def test_a_trace_that_fails_its_verifier_is_refused(monkeypatch):
-    monkeypatch.setattr(demo_traces, "solve", lambda entry: "<answer>no</answer>")
-    with pytest.raises(ValueError, match="fails its verifier"):
-        next(demo_traces.generate(1, seed=0))
-
-
-def test_the_last_answer_counts():
-    assert demo_traces.extract_answer("<answer>1</answer> no: <answer>2</answer>") == "2"
-    assert demo_traces.extract_answer("no tag") is None
-
-
 def test_digits_are_single_tokens_and_any_text_survives(tokenizer):
     assert tokenizer.tokenize("12345") == list("12345")
     text = "Zwölf + 12 — 'naïve', ['1']\n<answer>7</answer>"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import json
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_tlt.backends.trtllm.args import CLASSES
 from megatron_tlt.backends.trtllm.process import child_environment
 from megatron_tlt.backends.trtllm.weights import describe, ipc_entry, pack_tensors, plain_ipc
 from megatron_tlt.backends.wire import frame, message_of
@@ -70,31 +68,6 @@ def test_what_must_be_among_the_used_names(path: Path) -> None:
         ("environment", "TLLM_DISABLE_MPI"),
     } <= used
     assert not {p for p in used if "logprobs" in p[-1]}, "log-probs are never asked for"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_every_record_says_where_it_is_from_and_how_far_it_is_trusted(path: Path) -> None:
-    data = json.loads(path.read_text())
-    entries = [
-        *data["classes"].values(),
-        *data["functions"].values(),
-        *data["literals"].values(),
-        data["stats"],
-    ]
-    entries += data["environment"].values()
-    for entry in entries:
-        assert entry["source"] in data["sources"]
-        assert entry["trust"] in data["trust_marks"]
-    assert data["version"] == path.stem
-    assert {c for c in CLASSES if c in data["classes"]} >= {
-        "KvCacheConfig",
-        "CudaGraphConfig",
-        "NGramDecodingConfig",
-    }
-
-
-def test_both_series_are_recorded() -> None:
-    assert [f.stem[:3] for f in FILES] == ["1.2", "1.3"]
 
 
 @pytest.mark.parametrize("name", THERE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,14 +71,6 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], paths: set[str]) -> 
 def test_gpu_handles_are_refused_on_cpu() -> None:
     assert set(problems(device="cpu")) == {"rollout.trtllm.transport"}
     assert problems(device="cuda") == {}
-
-
-def test_drafter_training_in_idle_time_is_refused() -> None:
-    """Also before the section is there: the check reads it by name."""
-    config = build_config(BASE)
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
-    asking = SimpleNamespace(**{**fields, "idle": SimpleNamespace(train_drafter=True, work_stealing=False)})
-    assert [p.path for p in check_backend(asking, None)] == ["idle.train_drafter"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27", "1.2.1.post1", "1.4.0", "1.2", "x1.2.1", "1.20.0"])

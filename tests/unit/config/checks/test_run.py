@@ -115,10 +115,6 @@ def test_checks_of_the_device(override, device):
     assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
 
 
-def test_a_task_may_come_twice_with_other_params():
-    assert paths("data.train.tasks=[{name: a}, {name: a, params: {min_terms: 3}}]") == set()
-
-
 def test_the_vocabulary_need_not_be_divisible():
     config = build_config(BASE, ["actor.tp=2", "rollout.tp=2"])
     assert check_config(config, SHAPE.model_copy(update={"vocab_size": 511}), 4) == []
@@ -157,11 +153,6 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.fp8=emulate", device="cpu") == set()
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
-
-
-def test_no_shape_skips_its_checks():
-    config = build_config(BASE, ["actor.pp=2", "rollout.top_k=99999"])
-    assert check_config(config, None, 4) == []
 
 
 def test_all_problems_are_raised_together():

@@ -90,24 +90,6 @@ def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     assert world.run(selector, 2000) > 0.94 * world.plain_speed()
 
 
-def test_a_machine_that_slows_down_changes_no_decision():
-    selector, world = CostModelSelector("eagle", 8), SpecWorld()
-    world.run(selector, 3000, 1)
-    best = world.run(selector, 1000)
-    world.speed = 1.5
-    assert world.run(selector, 1000) > 0.95 * best / 1.5
-
-
-def test_plain_decoding_comes_first_then_short_drafts():
-    selector, world = CostModelSelector("eagle", 8), SpecWorld()
-    world.start([1 << 40] * 4)
-    lengths = []
-    for _ in range(28):
-        lengths.append(selector.select(4).draft_len)
-        world.step(selector)
-    assert lengths == [0] * 12 + [2] * 12 + lengths[24:]
-
-
 def test_a_row_is_priced_by_its_seconds():
     prices = {}
     for name, world in (("linear", {"step_seconds": linear_seconds}), ("gpu", GPU)):

@@ -69,9 +69,3 @@ def test_of_each_request_the_likeliest_nodes_up_to_the_number_to_verify():
             if (np.bincount(row_of[k], minlength=3) <= 2).all()
         )
         assert cumulative_acceptance[keep].sum() == pytest.approx(best)
-
-
-def test_nothing_drafted():
-    empty = np.zeros(0, np.float32)
-    for strategy in (DraftStrategy("eagle", 4), DraftStrategy("eagle", 4, 1, 3)):
-        assert prune(strategy, empty, np.zeros(4, np.int32)).shape == (0,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -47,12 +46,6 @@ def test_a_straggler_of_an_old_visit_does_not_push_out_newer_ones() -> None:
     assert history.expected_length("q") == 4
 
 
-def test_answers_without_a_question_are_not_kept() -> None:
-    history = AnswerHistory(2, 8, 1)
-    history.remember([answer("", 1, 1.0)])
-    assert history.num_bytes == 0
-
-
 def test_expected_length_is_that_of_the_latest_visit() -> None:
     history = AnswerHistory(2, 1, 1)
     assert history.expected_length("q") is None
@@ -86,19 +79,6 @@ def test_memory_is_what_is_kept() -> None:
     assert history.num_bytes < 1000
 
 
-def test_the_same_answers_in_one_or_many_messages_give_the_same_history() -> None:
-    answers = [answer(f"q{i % 5}", i // 10, (i * 7 % 11) / 10, tokens=1 + i, mark=i) for i in range(60)]
-    at_once, one_by_one = AnswerHistory(2, 4, 1), AnswerHistory(2, 4, 1)
-    at_once.remember(pickle.loads(pickle.dumps(answers)))
-    for start in range(0, 60, 10):  # a visit at a time, as steps do
-        one_by_one.remember(answers[start : start + 10])
-    for i in range(5):
-        kept = [[a.token_ids.tolist() for a in h.of(f"q{i}")] for h in (at_once, one_by_one)]
-        assert kept[0] == kept[1]
-        assert kept[0]
-        assert at_once.expected_length(f"q{i}") == one_by_one.expected_length(f"q{i}")
-
-
 @pytest.mark.parametrize("count", [0, 40])
 def test_expected_lengths_survive_a_checkpoint(count: int) -> None:
     history, restored = AnswerHistory(2, 3, 1), AnswerHistory(2, 3, 1)
@@ -114,13 +94,3 @@ def test_expected_lengths_survive_a_checkpoint(count: int) -> None:
     restored.remember([answer("q3", 50, 1.0, tokens=9)])  # goes on as before
     assert restored.expected_length("q3") == 9
     assert len(restored.of("q3")) == 1
-
-
-def test_lengths_alone_take_bounded_memory_too() -> None:
-    history = AnswerHistory(2, 0, 1)
-    for i in range(10_000):
-        history.remember([answer(f"q{i}", i, 1.0, tokens=10)])
-    assert history.of("q9999") == []
-    assert history.expected_length("q9999") == 10
-    assert history.expected_length("q0") is None
-    assert 0 < history.num_bytes <= 1 << 20

@@ -67,14 +67,6 @@ def test_a_strategy_may_choose_the_eagle_part_alone():
     assert drafter.eagle.learned == [True] * 8 and drafter.suffix.learned == [False] * 8
 
 
-def test_eagle_must_gain_a_quarter():
-    drafter = hybrid(value=2.0)
-    chosen = drafter._rows_for_eagle(
-        np.zeros(4, np.int32), np.full(4, 5, np.int32), np.array([0.0, 1.0, 1.5, 3.0])
-    )
-    assert chosen.tolist() == [True, True, False, False]
-
-
 def test_eagle_drafts_again_after_many_proposals_without_it():
     drafter = hybrid(value=-1.0)
     for _ in range(300):

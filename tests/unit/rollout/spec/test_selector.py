@@ -6,7 +6,7 @@ import pytest
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_model import CostModelSelector
-from megatron_tlt.rollout.spec.selector import FixedSelector, build_selector
+from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import measured
 
@@ -20,14 +20,6 @@ def test_the_configured_selector_is_built():
     selector = build_selector(SpeculationSection(min_cumulative_acceptance=0.3), "hybrid")
     assert isinstance(selector, CostModelSelector)
     assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
-
-
-def test_fixed_learns_nothing():
-    selector = FixedSelector(DraftStrategy("eagle", 3))
-    before = selector.state_dict()
-    selector.record(measured(selector.select(2), 2, 8, np.array([1, 4], np.int32), 1e-5, 1e-3))
-    selector.load_state_dict(before)
-    assert selector.state_dict() == before and selector.select(2).draft_len == 3
 
 
 @pytest.mark.parametrize("name", ["fixed", "beg_mab", "cost_model"])

@@ -19,7 +19,7 @@ from megatron_tlt.models.native.suffix_abi import (
 from megatron_tlt.rollout.spec import suffix
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.rollout.spec.suffix_rates import MatchRates
-from megatron_tlt.types import DraftStrategy, PastAnswer, SamplingParams
+from megatron_tlt.types import PastAnswer, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts
 from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
 
@@ -197,18 +197,6 @@ def test_nothing_is_read_before_the_first_draft() -> None:
     assert table.drafter.num_bytes > empty
 
 
-def test_unread_requests_are_dropped_at_the_end() -> None:
-    table = Table()
-    empty, request = table.drafter.num_bytes, make_request(0, [1, 2, 3], [0])
-    table.admit(request)
-    table.extend([[4, 5, 6, 5, 4]])
-    table.stop(request)
-    table.drafter.end_generate()
-    table.rows.start(request, [0], 3, 0)
-    table.drafter.sync_context(table.rows, CHAIN)
-    assert table.drafter.num_bytes == empty and table.rows.num_rows == 1
-
-
 def test_invalid_input_is_refused_and_changes_nothing() -> None:
     table = Table()
     table.admit(make_request(0, [1, 2, 3], [0]))
@@ -231,22 +219,6 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
     assert pool.append(99, [1]) == BAD_HANDLE
     assert pool.sequence(after=55) == BAD_HANDLE
     assert Pool(3, max_bytes=10).trie == NO_MEMORY
-
-
-def test_equal_calls_give_equal_drafts() -> None:
-    def play() -> list[list[int]]:
-        rng, table, seen = random.Random(7), Table(), []
-        for order in range(6):
-            table.admit(make_request(order, [1, 2, order % 3], [0], name=str(order % 3)))
-        for _ in range(30):
-            draft = table.propose(DraftStrategy("suffix", 4, 2))
-            seen.append([*draft.counts.tolist(), *draft.tokens.tolist(), *draft.feature.tolist()])
-            accepted = np.array([rng.random() < 0.5 for _ in range(draft.num_nodes)], bool)
-            table.drafter.observe(draft, np.ones(draft.num_nodes, bool), accepted)
-            table.extend([repetitive(rng, rng.randint(1, 4)) for _ in range(6)])
-        return seen
-
-    assert play() == play()
 
 
 def test_cumulative_acceptance_learns_from_verdicts() -> None:

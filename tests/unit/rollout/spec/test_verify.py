@@ -78,27 +78,3 @@ def test_equals_its_definition(rows: int, tree: bool):
         assert verdict.accepted.dtype == verdict.reached.dtype == bool
         accepted_some += sum(accepted)
     assert accepted_some > 50
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_accepting_without_drafts_emits_one_token_a_row(rows: int):
-    verdict = accept_matches(np.arange(rows, dtype=np.int32), Draft.empty(rows))
-    assert verdict.counts.tolist() == [1] * rows
-    assert verdict.index.tolist() == list(range(rows))
-    assert len(verdict.accepted) == len(verdict.reached) == 0
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_of_equal_siblings_the_first_is_emitted(rows: int):
-    """A drafter should not make them; the answer is right nonetheless."""
-    draft = draft_of([3] * rows, np.tile([5, 5, 6], rows), np.tile([-1, -1, 1], rows))
-    verdict = accept_matches(np.tile([5, 6, 6, 0], rows).astype(np.int32), draft)
-    assert verdict.accepted.tolist() == [True, False, False] * rows
-    assert verdict.index.tolist() == [i + 4 * r for r in range(rows) for i in (0, 1)]
-
-
-def test_an_end_token_inside_a_draft_is_a_token_like_others():
-    """Truncation is the engine's: it sees what came after, too."""
-    eos = 2
-    verdict = accept_matches(np.array([eos, 7, 8], np.int32), draft_of([2], np.array([eos, 7])))
-    assert verdict.counts.tolist() == [3]
