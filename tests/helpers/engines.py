@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.types import SamplingParams
+from tests.helpers.tiny_drafters import random_drafter
 
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
 Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
@@ -60,8 +66,10 @@ def make_engine(
     tp=None,
     count_near_ties: bool = False,
     dtype: torch.dtype = torch.float32,
+    numerics: str = "default",
+    drafting: Callable[[Decoder], Drafting] | None = None,
 ) -> Engine:
-    decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp)
+    decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp, numerics)
     decoder.load_weights(weights)
     return Engine(
         decoder,
@@ -72,7 +80,30 @@ def make_engine(
         tp=tp,
         native_sample=partial(keyed_sample, threads=1) if kernels == "native" else None,
         count_near_ties=count_near_ties,
+        drafting=None if drafting is None else drafting(decoder),
     )
+
+
+def speculating_engine(
+    config: ModelConfig,
+    weights: list[tuple[str, Tensor]],
+    kernels: str = "native",
+    drafter_weights: dict[str, Tensor] | None = None,
+    *,
+    speculation: dict[str, Any],
+    **sizes: Any,
+) -> Engine:
+    """As `make_engine`, with the fields of `rollout.speculation`; an eagle drafter is random unless given."""
+
+    def drafting(decoder: Decoder) -> Drafting:
+        section = SpeculationSection(drafter_path="(in memory)", **speculation)
+        eagle = None
+        if section.uses_eagle:
+            eagle = build_eagle(decoder)
+            eagle.load_weights((drafter_weights or random_drafter(config, seed=1)).items())
+        return Drafting(section, eagle)
+
+    return make_engine(config, weights, kernels, drafting=drafting, **sizes)
 
 
 def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:

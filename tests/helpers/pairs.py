@@ -19,23 +19,12 @@ from megatron_tlt.models.eagle.base import (
     DraftingRows,
     EagleDecoder,
     Pairs,
-    eagle_parameter_shapes,
 )
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table
 
 ONES = np.ones((DEPTHS, BUCKETS), np.float32)
-
-
-def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, Tensor]]:
-    """Random weights of sensible size."""
-    generator = torch.Generator().manual_seed(seed)
-    out = []
-    for name, shape in eagle_parameter_shapes(config).items():
-        w = torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
-        out.append((name, w + 1 if "norm" in name else w))
-    return out
 
 
 def states(count: int, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from tests.helpers.tiny_models import random_tensors
 
 FAMILIES = {
     "qwen2": ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=512),
@@ -16,16 +17,9 @@ FAMILIES = {
 }
 
 
-def random_drafter(
-    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """Full tensors of sensible size."""
-    generator = torch.Generator().manual_seed(seed)
-    out = {}
-    for name, shape in eagle_parameter_shapes(config).items():
-        w = torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
-        out[name] = (w + 1 if "norm" in name else w).to(dtype)
-    return out
+def random_drafter(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Weights of an eagle drafter of this policy."""
+    return dict(random_tensors(eagle_parameter_shapes(config), seed))
 
 
 def random_sequence(config: ModelConfig, length: int, prompt_len: int, seed: int = 0) -> DraftSequence:

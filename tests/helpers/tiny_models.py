@@ -83,16 +83,23 @@ def named_weights(model) -> list[tuple[str, Tensor]]:
     return [(n, p.detach()) for n, p in model.named_parameters()]
 
 
-def random_weights(
-    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+def random_tensors(
+    shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[tuple[str, Tensor]]:
-    """Weights of sensible size for any configuration, without transformers."""
+    """Named tensors of sensible size; those of norms lie around 1."""
     generator = torch.Generator().manual_seed(seed)
     out = []
-    for name, shape in config.parameter_shapes().items():
+    for name, shape in shapes.items():
         w = torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
         out.append((name, (w + 1 if "norm" in name else w).to(dtype)))
     return out
+
+
+def random_weights(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Tensor]]:
+    """Weights of any configuration, without transformers."""
+    return random_tensors(config.parameter_shapes(), seed, dtype)
 
 
 @dataclass

@@ -1,16 +1,15 @@
-"""Draft trees as decoder input: a root and nodes with slots of their own, and the same paths as plain chains.
-
-Legend: T rows of the tree, the root included.
-"""
+"""Draft trees as decoder input: row i of a tree is cached at the slot of position `root + i`, as in the engine."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import torch
 
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.inputs import DecoderInput
+from tests.helpers.tiny_models import Driver
 
 
 @dataclass
@@ -20,12 +19,16 @@ class Tree:
     tokens: list[int]
     parents: list[int]
 
-    def depth(self, row: int) -> int:
-        return 0 if self.parents[row] < 0 else 1 + self.depth(self.parents[row])
+    @property
+    def depths(self) -> list[int]:
+        return [len(self.path(row)) - 1 for row in range(len(self.parents))]
 
     def path(self, row: int) -> list[int]:
         """Rows from the root to `row`."""
         return [*(self.path(self.parents[row]) if self.parents[row] >= 0 else []), row]
+
+    def leaves(self) -> list[int]:
+        return [row for row in range(len(self.parents)) if row not in self.parents]
 
 
 def tree_input(
@@ -35,9 +38,9 @@ def tree_input(
     tokens, positions, slots, starts, contexts, parents = [], [], [], [0], [], []
     for tree, root, table in zip(trees, roots, tables, strict=True):
         base = len(tokens)
+        positions += [root + depth for depth in tree.depths]
         for i, parent in enumerate(tree.parents):
             at = root + i
-            positions.append(root + tree.depth(i))
             slots.append(table[at // block_size] * block_size + at % block_size)
             parents.append(-1 if parent < 0 else base + parent)
         tokens += tree.tokens
@@ -51,12 +54,36 @@ def tree_input(
     return DecoderInput(*ints[:7], parents=ints[7], **fields)
 
 
+def trunk_tree(rng: random.Random, trunk: int, others: int, vocab: int = 50) -> Tree:
+    """A trunk of `trunk` nodes below the root, then `others` nodes anywhere; siblings hold distinct tokens."""
+    tree = Tree([rng.randrange(vocab)], [-1])
+    for i in range(trunk + others):
+        parent = i if i < trunk else rng.randrange(len(tree.tokens))
+        taken = {t for t, p in zip(tree.tokens, tree.parents, strict=True) if p == parent}
+        tree.tokens.append(rng.choice([t for t in range(vocab) if t not in taken]))
+        tree.parents.append(parent)
+    return tree
+
+
 def random_tree(size: int, vocab: int, seed: int) -> Tree:
-    """A root and `size - 1` nodes hung onto random earlier rows."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(size, generator=generator)
-    parents = [-1] + [int(draws[i] * i) for i in range(1, size)]
-    return Tree(torch.randint(0, vocab, (size,), generator=generator).tolist(), parents)
+    """A root and `size - 1` nodes below random earlier rows."""
+    return trunk_tree(random.Random(seed), 0, size - 1, vocab)
+
+
+def slot(driver: Driver, seq: int, position: int) -> int:
+    """The slot that the sequence's block table gives a position; blocks are allocated as needed."""
+    table, size = driver.tables.setdefault(seq, []), driver.block_size
+    while len(table) * size <= position:
+        table.append(driver.free.pop())
+    return table[position // size] * size + position % size
+
+
+def tree_batch(driver: Driver, trees: dict[int, Tree]) -> DecoderInput:
+    """All trees in one batch, each below its sequence's cached tokens; logits of every row."""
+    for seq, tree in trees.items():
+        slot(driver, seq, driver.done[seq] + len(tree.tokens) - 1)
+    roots, tables = [driver.done[s] for s in trees], [driver.tables[s] for s in trees]
+    return tree_input(list(trees.values()), roots, tables, driver.block_size, all_hidden=True)
 
 
 def copy_of(kv: KVCache) -> KVCache:

@@ -1,17 +1,11 @@
 """Stop, kill, resume: the weights at step N equal an uninterrupted run's, bit for bit."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
-from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -66,32 +60,3 @@ def test_a_speculating_run_stopped_and_resumed_equals_a_plain_one(whole):
     manifest = json.loads((run_dir / last / "manifest.json").read_text())
     assert manifest["extra"]["engine"]["drafter"] == "suffix"
     assert sum(row["engine/spec_row_steps"] for row in rows(run_dir)) > 0
-
-
-def test_killed_at_a_random_moment_equals_uninterrupted(whole):
-    run_dir = whole / "killed"
-    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]
-    command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
-    env = rank_environment()
-    job = subprocess.Popen(
-        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    metrics = run_dir / "metrics.jsonl"
-    while job.poll() is None and not (metrics.exists() and len(rows(run_dir)) >= 2):
-        time.sleep(0.02)
-    time.sleep(random.uniform(0.0, 0.4))
-    kill_one_rank(job.pid)
-    output, _ = job.communicate(timeout=60)
-    assert job.returncode != 0, output
-    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(whole / "tiny.yaml"), f"train.run_dir={run_dir}")
-    assert "resumed after step" in done.stdout
-    assert_same_checkpoint(whole / "run/checkpoints/step-000004", run_dir / "checkpoints/step-000004")
-    assert [row["step"] for row in rows(run_dir)] == [1, 2, 3, 4]
-
-
-def kill_one_rank(launcher: int) -> None:
-    """SIGKILL to one rank under `launcher`."""
-    import psutil
-
-    ranks = [p for p in psutil.Process(launcher).children(recursive=True) if "megatron_tlt" in p.cmdline()]
-    os.kill(random.choice(ranks).pid, signal.SIGKILL)

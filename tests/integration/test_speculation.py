@@ -10,7 +10,7 @@ from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.models.config import ModelConfig
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows, write_config
-from tests.helpers.speculating import eagle_weights
+from tests.helpers.tiny_drafters import random_drafter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -20,7 +20,7 @@ SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine
 def test_weights_do_not_know_of_speculation(tmp_path: Path):
     config = write_config(tmp_path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 4})
     model = ModelConfig.from_hf(tmp_path / "model")
-    save_drafter(tmp_path / "drafter", model, eagle_weights(model))
+    save_drafter(tmp_path / "drafter", model, random_drafter(model))
     spec, at = "rollout.speculation", f"rollout.speculation.drafter_path={tmp_path / 'drafter'}"
     runs = {
         "off": [],

@@ -1,4 +1,4 @@
-"""The same answers on 1, 2 and 4 ranks: prompts split over engines, and one engine sharded over ranks."""
+"""The same answers on 1, 2 and 4 ranks: prompts split over engines, and one engine sharded over ranks, which drafts."""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int
     assert len(parted) <= counted
     for key in alone.keys() - set(parted):
         np.testing.assert_allclose(sharded[key][1], alone[key][1], atol=1e-4)
+
+
+def test_one_drafting_engine_over_ranks(results: dict[int, dict]):
+    """Native kernels: equal bits whatever is drafted, as sums over ranks are taken in one order for any rows."""
+    cases = {name: case for name, case in results[2].items() if "ranks_agree" in case}
+    assert len(cases) == 8
+    for name, case in cases.items():
+        assert case["ranks_agree"] and case["preemptions"] > 0, name
+        assert case["off_plain_pass"] <= (0.0 if name.startswith("native") else 1e-4), name
+        assert case["off_one_rank"] < 1e-4, name
+        if name.startswith("native"):
+            assert case["answers"] == cases["native none"]["answers"], name
+        if "eagle" in name:
+            assert case["accept_length"] >= 1.0, name

@@ -20,10 +20,17 @@ from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import Answers, answer_all, assert_scored, make_engine, random_jobs, small_config
+from tests.helpers.engines import (
+    Answers,
+    answer_all,
+    assert_scored,
+    make_engine,
+    random_jobs,
+    small_config,
+    speculating_engine,
+)
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
-from tests.helpers.speculating import speculating_engine
 from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
 
 
@@ -130,7 +137,7 @@ def test_equal_with_real_drafters(family, speculation):
     jobs = random_jobs(131, 8, seed=8)
     expected, weights = plain(family, jobs)
     for blocks in (200, 10):
-        engine = speculating_engine(small_config(family), weights, num_blocks=blocks, **speculation)
+        engine = speculating_engine(small_config(family), weights, speculation=speculation, num_blocks=blocks)
         assert answer_all(engine, jobs) == expected
         assert engine.blocks.num_used == 0
         stats = engine.take_stats()
@@ -144,9 +151,8 @@ def test_equal_with_real_drafters(family, speculation):
 def test_equal_in_bf16(drafter):
     jobs = random_jobs(131, 6, seed=9)
     expected, weights = plain("qwen3", jobs, dtype=torch.bfloat16)
-    engine = speculating_engine(
-        small_config("qwen3"), weights, dtype=torch.bfloat16, drafter=drafter, selector="fixed", topk=2
-    )
+    speculation = {"drafter": drafter, "selector": "fixed", "topk": 2}
+    engine = speculating_engine(small_config("qwen3"), weights, speculation=speculation, dtype=torch.bfloat16)
     assert answer_all(engine, jobs) == expected
 
 
@@ -159,10 +165,13 @@ def test_torch_kernels(drafter):
     spec = {"drafter": drafter, "selector": "fixed", "draft_len": 3, "topk": 2}
     off = {"drafter": "none"}
     made = [
-        answer_all(speculating_engine(config, weights, "torch", "invariant", **s), jobs) for s in (off, spec)
+        answer_all(speculating_engine(config, weights, "torch", speculation=s, numerics="invariant"), jobs)
+        for s in (off, spec)
     ]
     assert made[0] == made[1]
-    counting = [speculating_engine(config, weights, "torch", count_near_ties=True, **s) for s in (off, spec)]
+    counting = [
+        speculating_engine(config, weights, "torch", speculation=s, count_near_ties=True) for s in (off, spec)
+    ]
     plain_answers, other = (answer_all(engine, jobs) for engine in counting)
     parted = sum(plain_answers[key][0] != other[key][0] for key in plain_answers)
     assert parted <= sum(engine.take_stats().near_ties for engine in counting)
@@ -205,9 +214,11 @@ def test_trained_drafter_of_the_demo_policy(topk):
     params = SamplingParams(max_tokens=80, stop_token_ids=tokenizer.eos_token_ids, seed=1)
     jobs = [(p.prompt_id, list(p.token_ids), params, 2) for p in prompts]
     weights = list(iter_weights(config.model.path, model))
-    expected = answer_all(speculating_engine(model, weights, budget=256, drafter="none"), jobs)
+    expected = answer_all(
+        speculating_engine(model, weights, speculation={"drafter": "none"}, budget=256), jobs
+    )
     saved = load_drafter(ROOT / "assets/demo-drafter", model)
     options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5, "topk": topk}
-    engine = speculating_engine(model, weights, budget=256, drafter_weights=saved.weights, **options)
+    engine = speculating_engine(model, weights, "native", saved.weights, speculation=options, budget=256)
     assert answer_all(engine, jobs) == expected
     assert engine.take_stats().speculation.accept_length > 3

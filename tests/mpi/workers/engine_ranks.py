@@ -1,6 +1,7 @@
 """Answers the same requests with the prompts split over the ranks, and with the ranks as one sharded engine.
 
-Rank 0 writes {case: {"answers": {"prompt,sample": [tokens, logprobs]}, "near_ties": count}} to argv[1].
+Rank 0 writes to argv[1]: {family + "/split" or "/tp": {"answers": {"prompt,sample": [tokens, logprobs]}, "near_ties"}};
+and on two ranks {kernels + " " + drafting: ...} of one engine that drafts and collects hidden states, see `drafting`.
 """
 
 from __future__ import annotations
@@ -8,20 +9,43 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from tests.helpers.engines import Answers, answer_all, make_engine, random_jobs, small_config
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
+from megatron_tlt.types import HiddenStateSample
+from tests.helpers.engines import (
+    Answers,
+    answer_all,
+    make_engine,
+    random_jobs,
+    small_config,
+    speculating_engine,
+)
 from tests.helpers.tiny_models import random_weights
+
+DRAFTING: dict[str, dict[str, Any]] = {
+    "none": {"drafter": "none"},
+    "adaptive": {"drafter": "suffix", "selector": "cost_model"},
+    "suffix tree": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
+    "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
+    "eagle tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
+    "hybrid": {"drafter": "hybrid", "selector": "beg_mab"},
+}
+CASES = [("native", name) for name in DRAFTING] + [("torch", "none"), ("torch", "suffix tree")]
 
 
 def main() -> None:
     world = World.start(DistributedSection(), threads=1)
     everyone = GroupTensorParallel(dist.new_group(list(range(world.size))))
-    results = {}
+    results: dict[str, Any] = {}
     for family in ("qwen2", "qwen3", "llama"):
         config, jobs = small_config(family), random_jobs(131, 12, seed=9, longest=24)
         weights = random_weights(config)
@@ -30,25 +54,57 @@ def main() -> None:
         split: Answers = {}
         for part in world.all_gather_object(answer_all(make_engine(config, weights, max_running=8), mine)):
             split |= part
-        results[f"{family}/split"] = encode(split, 0)
+        results[f"{family}/split"] = {"answers": encode(split), "near_ties": 0}
 
         if config.num_heads % world.size == 0 and (world.size < 4 or family == "qwen3"):
             native = make_engine(config, weights, tp=everyone, num_blocks=9, budget=60)
             sharded = answer_all(native, jobs)
             assert native.take_stats().preemptions > 0
-            assert len({json.dumps(encode(a, 0)) for a in world.all_gather_object(sharded)}) == 1, (
-                "ranks diverged"
-            )
+            assert all(other == sharded for other in world.all_gather_object(sharded)), "ranks diverged"
             counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
             assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
-            results[f"{family}/tp"] = encode(sharded, counting.take_stats().near_ties)
+            ties = counting.take_stats().near_ties
+            results[f"{family}/tp"] = {"answers": encode(sharded), "near_ties": ties}
+    if world.size == 2:
+        results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))
     world.close()
 
 
-def encode(answers: Answers, near_ties: int) -> dict:
-    return {"answers": {f"{p},{i}": answers[p, i] for p, i in sorted(answers)}, "near_ties": near_ties}
+def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> dict[str, Any]:
+    """One case: answers, whether all ranks agree, and the hidden states' largest difference to one pass over the
+    answers by the same decoder and by one that is not sharded.
+    """
+    config, jobs = small_config("qwen3"), random_jobs(131, 8, seed=8)
+    weights, samples = random_weights(config), list[HiddenStateSample]()
+    engine = speculating_engine(config, weights, kernels, speculation=DRAFTING[name], tp=tp, num_blocks=10)
+    engine.collect_hidden_states(HiddenStateCollector(samples.append))
+    answers = answer_all(engine, jobs)
+    assert engine.blocks.num_used == 0
+    assert len(samples) == sum(len(tokens) > 1 for tokens, _ in answers.values())
+    mine = answers, [(c.prompt_id, c.sample_index, c.token_ids.tolist(), c.hidden.tolist()) for c in samples]
+    whole = build_decoder(config, "cpu", torch.float32, kernels, 1, None)
+    whole.load_weights(weights)
+    texts = [c.token_ids.tolist() for c in samples]
+
+    def difference(decoder: Any) -> float:
+        passed = read_hidden_states(decoder, texts, 16, 512)
+        return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(samples, passed, strict=True))
+
+    stats = engine.take_stats()
+    return {
+        "answers": encode(answers),
+        "accept_length": stats.speculation.accept_length,
+        "preemptions": stats.preemptions,
+        "ranks_agree": all(other == mine for other in world.all_gather_object(mine)),
+        "off_plain_pass": difference(engine.runner.decoder),
+        "off_one_rank": difference(whole),
+    }
+
+
+def encode(answers: Answers) -> dict[str, Any]:
+    return {f"{p},{i}": answers[p, i] for p, i in sorted(answers)}
 
 
 def same_tokens(a: Answers, b: Answers) -> bool:

@@ -18,7 +18,7 @@ from contextlib import closing
 from mpi4py import MPI
 
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.errors import CoordinatorError, DrafterError
+from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.messages import RequestRange
 from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
@@ -274,33 +274,6 @@ def slow_leader() -> None:
     most = WORLD.allreduce(most, MPI.MAX)
     assert most <= 1, most
     say_ok(outstanding=most)
-
-
-def protocol() -> None:
-    """Calls out of order are refused."""
-    said = []
-    with closing(IdleCoordinator(WORLD)) as coordinator:
-        for call in (coordinator.enter_done, lambda: None, coordinator.begin, coordinator.test_done):
-            if call == coordinator.begin:
-                coordinator.begin()
-            try:
-                call()
-            except CoordinatorError as error:
-                said.append(str(error))
-        coordinator.enter_done()
-        while not coordinator.test_done():
-            time.sleep(0.001)
-        try:
-            coordinator.set_state(RankState.IDLE)
-        except CoordinatorError as error:
-            said.append(str(error))
-    assert said == [
-        "enter_done in window 0 needs one begin before it",
-        "window 1 is open: test_done has not been true yet",
-        "test_done in window 1 needs enter_done before it",
-        "a rank cannot go from IDLE to IDLE: only BUSY or TRAINING may follow",
-    ], said
-    say_ok()
 
 
 def dies(state: str, how: str, silent: str) -> None:

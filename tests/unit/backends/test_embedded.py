@@ -108,14 +108,6 @@ def test_progress_is_told():
     assert all(running <= 6 and tokens > 0 for running, _, tokens in told)
 
 
-def test_closed():
-    backend = make_backend()
-    backend.close()
-    backend.close()
-    with pytest.raises(BackendError, match="closed"):
-        backend.generate(PROMPTS, PARAMS, 1)
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

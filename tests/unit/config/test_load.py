@@ -52,11 +52,6 @@ def test_overrides_reach_into_lists(index):
     assert values["data"]["train"]["tasks"][1] == {"name": "b"}, "the caller's values must stay"
 
 
-def test_an_index_outside_the_list_is_named():
-    values = BASE | {"data": {"train": {"tasks": [{"name": "a"}]}}}
-    assert "indices 0 to 0" in problems(values, "data.train.tasks.1.name=b")["data.train.tasks.1"]
-
-
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
@@ -92,16 +87,6 @@ def test_all_problems_come_at_once():
         "train.seed=1",
     )
     assert set(found) >= {"model", "actor.tp", "optimizer.lr", "train.num_stepz", "override"}
-
-
-def test_a_required_key_inside_a_list_is_named():
-    assert "is required" in problems(BASE, "data.train.tasks=[{weight: 1}]")["data.train.tasks.0.name"]
-
-
-def test_a_union_reports_one_problem():
-    assert problems(BASE, "checkpoint.resume=[1]") == {
-        "checkpoint.resume": "must be one of 'auto', 'never' or text"
-    }
 
 
 def test_defaults_merge_maps_and_replace_lists(tmp_path):

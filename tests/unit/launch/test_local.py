@@ -67,15 +67,6 @@ def test_local_says_what_to_do_before_setup(tmp_path):
     assert "/nowhere/mpiexec is not there: run 'make setup' first" in done.stderr
 
 
-def test_every_pin_of_a_run_is_exact():
-    for name in ("requirements.txt", "requirements-dev.txt"):
-        lines = (ROOT / name).read_text().splitlines()
-        pins = [line for line in lines if line and not line.startswith(("#", "-r "))]
-        assert [line for line in pins if "==" not in line] == []
-        names = [line.split("==")[0].lower().replace("_", "-") for line in pins]
-        assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize(
     ("limit", "hours"),
     [

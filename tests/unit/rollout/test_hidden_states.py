@@ -18,8 +18,14 @@ from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import Job, answer_all, make_engine, random_jobs, small_config
-from tests.helpers.speculating import speculating_engine
+from tests.helpers.engines import (
+    Job,
+    answer_all,
+    make_engine,
+    random_jobs,
+    small_config,
+    speculating_engine,
+)
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = small_config("qwen3")
@@ -85,7 +91,9 @@ def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
     preempted."""
     jobs = random_jobs(131, 6, seed=8)
     for blocks, budget in ((200, 40), (10, 128)):
-        engine = speculating_engine(CONFIG, WEIGHTS, kernels, num_blocks=blocks, budget=budget, **WAYS[way])
+        engine = speculating_engine(
+            CONFIG, WEIGHTS, kernels, speculation=WAYS[way], num_blocks=blocks, budget=budget
+        )
         assert check(engine, jobs, collecting(engine), kernels == "native") > 200
         stats = engine.take_stats()
         assert (stats.preemptions > 0) == (blocks == 10)
@@ -153,7 +161,7 @@ def test_pages_are_kept_as_long_as_they_are_read() -> None:
     assert plain.runner.pages is None
     answer_all(plain, random_jobs(131, 3))
     assert not samples
-    drafting = speculating_engine(CONFIG, WEIGHTS, **CHAIN)
+    drafting = speculating_engine(CONFIG, WEIGHTS, speculation=CHAIN)
     pages = drafting.runner.pages
     collecting(drafting)
     drafting.collect_hidden_states(None)

@@ -150,19 +150,6 @@ def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
     assert engine.blocks.num_used == 0
 
 
-def test_prefill_is_mixed_with_decoding():
-    engine = make_engine(budget=10)
-    engine.add([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True), 0)
-    engine.step()
-    engine.add(list(range(1, 40)), SamplingParams(max_tokens=3, ignore_eos=True), 1)
-    engine.take_stats()
-    for step in range(1, 7):
-        engine.step()
-        assert engine.num_running == (1 if step < 6 else 2)
-    assert engine.take_stats().generated_tokens == 6 + 2  # the first decodes on while the second is prefilled
-    assert engine.runner.decoder.prefilled == 3 + 9 * 4 + 3
-
-
 def test_first_come_first_served():
     engine = make_engine(max_running=2)
     for i in range(6):

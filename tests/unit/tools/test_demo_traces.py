@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-
 import demo_traces
 import make_demo_policy
 import pytest
@@ -73,30 +70,9 @@ def test_digits_are_single_tokens_and_any_text_survives(tokenizer):
     assert len(tokenizer) <= make_demo_policy.VOCAB_SIZE
 
 
-def test_prompts_are_short_in_tokens(tokenizer, examples):
-    for example in itertools.islice(examples, 100):
-        assert len(tokenizer.encode(example.prompt)) <= 70, example.prompt
-
-
-def test_the_chat_template_opens_the_assistant_turn(tokenizer):
-    messages = [{"role": "user", "content": "Calculate 1 + 2."}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|user|>Calculate 1 + 2.<|end|><|assistant|>"
-
-
 def test_answer_lengths_have_a_heavy_tail(tokenizer, examples):
     lengths = sorted(len(tokenizer.encode(e.completion)) + 1 for e in examples)
     median, p95 = lengths[len(lengths) // 2], lengths[int(0.95 * len(lengths))]
     assert p95 >= 4 * median
     assert 20 <= median <= 60
     assert lengths[-1] <= 512
-
-
-def test_the_training_command_is_the_products_own(tmp_path):
-    args = make_demo_policy.parse_args(["--work", str(tmp_path), "--ranks", "3", "sft.num_steps=3"])
-    command = make_demo_policy.sft_command(args)
-    assert Path(command[0]) == make_demo_policy.ROOT / "launch" / "local.sh"
-    assert command[1:5] == ["-n", "3", "--cmd", "sft"]
-    assert command[5] == str(args.config)
-    assert f"sft.train_path={tmp_path / 'train.jsonl'}" in command
-    assert command[-1] == "sft.num_steps=3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_tlt.backends.trtllm.args import (
     build_llm_kwargs,
     build_sampling_params,
     build_spec_config,
-    instantiate,
     series,
 )
 
@@ -59,13 +57,6 @@ def test_limits_are_always_said(version: str) -> None:
     assert given["enable_iter_perf_stats"] is True
     assert given["kv_cache_config"]["free_gpu_memory_fraction"] == 0.4
     assert "speculative_config" not in given
-
-
-def test_sleep_by_version() -> None:
-    assert kwargs("1.2.1")["enable_sleep"] is True
-    assert kwargs("1.3.0")["sleep_config"] == {CLASS: "SleepConfig"}
-    for version in ("1.2.1", "1.3.0"):
-        assert not {"enable_sleep", "sleep_config"} & kwargs(version, sleep=False).keys()
 
 
 def test_graphs_have_sizes_or_a_maximum() -> None:
@@ -130,15 +121,3 @@ def test_greedy_is_the_one_most_likely_token() -> None:
     given = build_sampling_params("1.3.0", **{**SAMPLING, "temperature": 0, "top_p": 0.5, "min_p": 0.2})
     assert (given["temperature"], given["top_k"], given["top_p"]) == (1.0, 1, 1.0)
     assert "min_p" not in given
-
-
-def test_min_p_goes_not_with_speculation() -> None:
-    with pytest.raises(ValueError, match=r"min_p = 0\.1"):
-        build_sampling_params("1.3.0", **{**SAMPLING, "min_p": 0.1, "speculative": True})
-
-
-def test_marked_maps_become_instances() -> None:
-    made = instantiate({"a": [{CLASS: "X", "b": {CLASS: "X"}}], "c": {"d": 1}}, {"X": SimpleNamespace})
-    assert made == {"a": [SimpleNamespace(b=SimpleNamespace())], "c": {"d": 1}}
-    with pytest.raises(ValueError, match="has no Y"):
-        instantiate({CLASS: "Y"}, {"X": SimpleNamespace})

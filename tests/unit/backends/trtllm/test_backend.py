@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 from megatron_tlt.backends.trtllm.args import EngineSize, Speculation
-from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend, request_seed
-from megatron_tlt.backends.trtllm.weights import BytesTransport, describe
+from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.rollout.spec.history import AnswerHistory
@@ -134,8 +132,6 @@ def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
         backend.generate(PROMPTS, PARAMS, 1)
     push(backend, 10)  # a later push heals it
     assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {10}
-
-
 
 
 def test_a_tied_head_goes_no_further_but_counts(backend: TrtllmBackend) -> None:
@@ -274,31 +270,6 @@ def test_long_expected_answers_start_first() -> None:
     other = TrtllmBackend(Mock(), Mock(), facts, history=AnswerHistory(1, 0, 1))
     other.load_state_dict(backend.state_dict())
     assert [p.dataset_id for p in other._ordered(prompts)] == ["b", "x", "c", "a"]
-
-
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ({"id": 1, "token_ids": [5, 6], "finish_reason": "stop"}, "stopped at a token that it left out"),
-        ({"id": 1, "token_ids": [], "finish_reason": "stop"}, "stopped at a token that it left out"),
-        ({"id": 1, "token_ids": [5], "finish_reason": "bored"}, "unknown finish reason 'bored'"),
-        ({"id": 1, "token_ids": [5], "finish_reason": None}, "unknown finish reason None"),
-        ({"id": 2, "token_ids": [5], "finish_reason": "length"}, "answered request 2, which nobody asked"),
-    ],
-)
-def test_answers_that_cannot_be(answer: dict[str, Any], message: str) -> None:
-    process = Mock(is_alive=False)
-    process.next_answer.return_value = {"type": "answer", **answer}
-    process.failure.side_effect = lambda what: BackendError(what)  # noqa: PLW0108  a class would be raised
-    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
-    backend = TrtllmBackend(
-        process, Mock(), EngineFacts(size, Speculation(), "1.2.1", {}, eos_token_ids=(0,))
-    )
-    backend._weights.version = 0
-    with pytest.raises(BackendError, match=message):
-        backend.generate(PROMPTS[:1], PARAMS, 1)
 
 
 def test_weights_through_shared_memory(tmp_path: Path) -> None:

@@ -15,9 +15,15 @@ from megatron_tlt.models.eagle.base import BUCKET_WIDTH, BUCKETS, DEPTHS, Chains
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
-from tests.helpers.pairs import Rows, check_row, eagle_weights, of_row, states
+from tests.helpers.pairs import Rows, check_row, of_row, states
+from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 from tests.unit.models.test_decoders import LocalGroup
+
+
+def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    return list(random_drafter(config, seed).items())
+
 
 both = pytest.mark.parametrize("kernels", ["native", "torch"])
 DTYPES = (torch.float32, torch.bfloat16)

@@ -22,8 +22,8 @@ from megatron_tlt.rollout.model_runner import ModelRunner
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler
 from megatron_tlt.rollout.spec.draft import Draft
-from tests.helpers.draft_trees import Tree, random_tree, slot
 from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.trees import Tree, slot, trunk_tree
 
 V = 3  # so few that random drafts are right now and then
 CONFIGS = {
@@ -94,7 +94,7 @@ def random_draft(rng: random.Random, count: int, tree: bool) -> Draft:
     for _ in range(count):
         trunk = rng.choice([0, 1, 3, 6])
         others = rng.randrange(8) if tree and trunk else 0
-        made.append(random_tree(rng, trunk, others, V) if not others else spread(rng, trunk, others))
+        made.append(trunk_tree(rng, trunk, others, V) if not others else spread(rng, trunk, others))
     nodes = [(t, d, p - 1) for m in made for t, d, p in zip(m.tokens[1:], m.depths[1:], m.parents[1:])]
     columns = [np.array(c, np.int32) for c in zip(*nodes)] or [np.empty(0, np.int32)] * 3
     counts = np.array([len(m.tokens) - 1 for m in made], np.int32)
@@ -103,7 +103,7 @@ def random_draft(rng: random.Random, count: int, tree: bool) -> Draft:
 
 
 def spread(rng: random.Random, trunk: int, others: int) -> Tree:
-    """As `random_tree`, but siblings may hold equal tokens: the first of them counts."""
+    """As `trunk_tree`, but siblings may hold equal tokens: the first of them counts."""
     tree = Tree([0], [-1])
     for i in range(trunk + others):
         tree.parents.append(i if i < trunk else rng.randrange(len(tree.tokens)))
@@ -173,63 +173,22 @@ def test_the_rotary_table_grows() -> None:
         made.runner().verify(chain)
 
 
-def break_token(rows: RunningRows, draft: Draft) -> None:
-    rows.token_ids[1] = V
+BREAKS = [
+    ("token_ids", 1, V, "token id"),
+    ("draft.tokens", -1, -1, "token id"),
+    ("block_tables", (1, CONTEXTS[1] // 32), 60, "slot outside"),
+    ("block_tables", (5, 0), -1, "block table"),
+    ("positions", 0, -1, "position outside"),
+    ("positions", 0, 8 * 32 - 2, "block table"),
+    ("draft.parents", 0, 0, "parent"),
+    ("draft.counts", -1, 6, "shape"),
+    ("draft.counts", -1, 4, "shape"),
+    ("draft.counts", slice(0, 2), (-1, 11), "shape"),
+]
 
 
-def break_drafted_token(rows: RunningRows, draft: Draft) -> None:
-    draft.tokens[-1] = -1
-
-
-def break_slot(rows: RunningRows, draft: Draft) -> None:
-    rows.block_tables[1, rows.positions[1] // 32] = 60
-
-
-def break_block(rows: RunningRows, draft: Draft) -> None:
-    rows.block_tables[5, 0] = -1
-
-
-def break_position(rows: RunningRows, draft: Draft) -> None:
-    rows.positions[0] = -1
-
-
-def break_length(rows: RunningRows, draft: Draft) -> None:
-    rows.positions[0] = 8 * 32 - 2
-
-
-def break_parent(rows: RunningRows, draft: Draft) -> None:
-    assert draft.parents is not None
-    draft.parents[0] = 0
-
-
-def break_more(rows: RunningRows, draft: Draft) -> None:
-    draft.counts[-1] += 1
-
-
-def break_fewer(rows: RunningRows, draft: Draft) -> None:
-    draft.counts[-1] -= 1
-
-
-def break_negative(rows: RunningRows, draft: Draft) -> None:
-    draft.counts[0], draft.counts[1] = -1, draft.counts[0] + draft.counts[1] + 1
-
-
-BREAKS = {
-    break_token: "token id",
-    break_drafted_token: "token id",
-    break_slot: "slot outside",
-    break_block: "block table",
-    break_position: "position outside",
-    break_length: "block table",
-    break_parent: "parent",
-    break_more: "shape",
-    break_fewer: "shape",
-    break_negative: "shape",
-}
-
-
-@pytest.mark.parametrize(("breaks", "error"), BREAKS.items(), ids=lambda x: getattr(x, "__name__", ""))
-def test_what_c_could_not_read_safely_is_refused(breaks, error: str) -> None:
+@pytest.mark.parametrize(("array", "at", "value", "error"), BREAKS)
+def test_what_c_could_not_read_safely_is_refused(array: str, at, value, error: str) -> None:
     made = bench("qwen3", torch.float32)
     tree = spread(random.Random(3), 3, 2)
     nodes = np.array([(t, d, p - 1) for t, d, p in zip(tree.tokens, tree.depths, tree.parents)][1:], np.int32)
@@ -238,7 +197,8 @@ def test_what_c_could_not_read_safely_is_refused(breaks, error: str) -> None:
     runner = made.runner()
     runner.verify(draft)
     made.kv.data.copy_(made.before)
-    breaks(made.rows, draft)
+    owner = draft if array.startswith("draft.") else made.rows
+    getattr(owner, array.removeprefix("draft."))[at] = value
     with pytest.raises(BackendError, match=f"native step refused: .*{error}"):
         runner.verify(draft)
     assert torch.equal(made.kv.data, made.before)

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.native.decoder import NativeDecoder
-from tests.helpers.draft_trees import Tree, random_tree, slot, tree_batch
 from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.trees import Tree, slot, tree_batch, trunk_tree
 
 DTYPES = (torch.float32, torch.bfloat16)
 CONFIGS = {
@@ -65,7 +65,7 @@ def plain(decoder: NativeDecoder, context: int, seq: int, tree: Tree) -> tuple[T
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_tree_equals_plain_decoding_of_its_paths(name: str, dtype: torch.dtype) -> None:
     rng = random.Random(name)
-    trees = {i: random_tree(rng, rng.randrange(7), rng.randrange(9), 50) for i in range(len(CONTEXTS))}
+    trees = {i: trunk_tree(rng, rng.randrange(7), rng.randrange(9), 50) for i in range(len(CONTEXTS))}
     one, two = make(name, dtype), make(name, dtype, threads=2)
     want = [plain(one, CONTEXTS[i], i, tree) for i, tree in trees.items()]
     for decoder, seed, garbage in ((one, 1, None), (two, 2, 3e4), (one, 3, float("nan"))):
@@ -84,7 +84,7 @@ def test_deep_branches_and_trees_over_row_chunks(dtype: torch.dtype) -> None:
     trunk = [-1, *range(64)]
     fork = Tree([rng.randrange(50) for _ in range(129)], [*trunk, 0, *range(65, 128)])
     contexts = (470, 511, 3)
-    trees = {0: fork, 1: fork, 2: random_tree(rng, 20, 100)}
+    trees = {0: fork, 1: fork, 2: trunk_tree(rng, 20, 100)}
     driver = fresh(decoder, contexts, 0, 1e4)
     out = decoder.forward(tree_batch(driver, trees), driver.kv)
     want = [plain(decoder, contexts[i], i, tree) for i, tree in trees.items()]
@@ -97,7 +97,7 @@ def test_deep_branches_and_trees_over_row_chunks(dtype: torch.dtype) -> None:
 def test_decoding_goes_on_after_the_accepted_path_was_moved(name: str, dtype: torch.dtype) -> None:
     decoder, rng = make(name, dtype), random.Random(7)
     contexts = (13, 30, 508)
-    trees = {i: random_tree(rng, 3, 12) for i in range(len(contexts))}
+    trees = {i: trunk_tree(rng, 3, 12) for i in range(len(contexts))}
     driver = fresh(decoder, contexts, 5)
     decoder.forward(tree_batch(driver, trees), driver.kv)
     src, dst, paths = [], [], []
@@ -131,9 +131,7 @@ def test_chains_and_prompts_may_name_their_parents() -> None:
 def test_hidden_states_of_all_rows_come_beside_a_few_logits() -> None:
     decoder = make("odd head", torch.bfloat16)
     driver = fresh(decoder, (5, 9), 1)
-    batch = tree_batch(
-        driver, {0: random_tree(random.Random(0), 2, 3), 1: random_tree(random.Random(1), 4, 0)}
-    )
+    batch = tree_batch(driver, {0: trunk_tree(random.Random(0), 2, 3), 1: trunk_tree(random.Random(1), 4, 0)})
     every = decoder.forward(batch, driver.kv)
     batch.logit_rows = torch.tensor([8, 1], dtype=torch.int32)
     some = decoder.forward(batch, driver.kv)

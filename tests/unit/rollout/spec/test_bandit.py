@@ -89,11 +89,6 @@ def test_exploration_decays_with_the_steps_of_its_own_bucket():
     assert set(explored) == set(NAMES[1:])
 
 
-def test_deterministic_by_its_seed():
-    runs = [play(bandit(epsilon=0.5, seed=seed), 4, EQUAL, times=60) for seed in (1, 1, 2)]
-    assert runs[0] == runs[1] != runs[2]
-
-
 def test_state_survives_a_round_trip_through_json():
     selector, other = (bandit(epsilon=0.3, window=10) for _ in range(2))
     rng = np.random.default_rng(0)

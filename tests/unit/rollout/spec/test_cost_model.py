@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.rollout.spec.cost_model import CostModelSelector
-from megatron_tlt.types import NO_DRAFT, DraftStrategy
+from megatron_tlt.types import NO_DRAFT
 from tests.helpers.spec_world import SpecWorld, fixed_speeds, gpu_seconds, linear_seconds, measured
 
 LENGTHS = (1, 2, 4, 8)
@@ -165,11 +165,3 @@ def test_the_state_of_another_selector_version_or_drafter_is_ignored():
         other = CostModelSelector(kind, length)
         other.load_state_dict(saved)
         assert other.state_dict() == CostModelSelector(kind, length).state_dict()
-
-
-def test_never_drafts_more_than_configured():
-    selector = CostModelSelector("suffix", 3, topk=2)
-    SpecWorld(**GPU).run(selector, 400, 2)
-    assert selector.select(2) == DraftStrategy(
-        "suffix", 3, 2, 0, selector.select(2).min_cumulative_acceptance
-    )

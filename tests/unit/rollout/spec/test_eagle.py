@@ -20,7 +20,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
-from tests.helpers.pairs import eagle_weights
+from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = ModelConfig("qwen3", 77, 64, 1, 4, 2, 16, 90, qk_norm=True, tie_word_embeddings=True)
@@ -33,7 +33,7 @@ def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) ->
     policy = build_decoder(CONFIG, dtype=dtype, kernels=kernels)
     policy.load_weights(random_weights(CONFIG))
     decoder = build_eagle(policy)
-    decoder.load_weights(eagle_weights(CONFIG))
+    decoder.load_weights(random_drafter(CONFIG).items())
     return decoder
 
 
@@ -159,23 +159,6 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
         assert twins.propose([5]).num_nodes > 0
     for states, cache in drafts[1:]:
         assert torch.equal(states, drafts[0][0]) and torch.equal(cache, drafts[0][1])
-
-
-def test_prompts_that_are_prefilled_together() -> None:
-    """Chunks of several prompts in one batch, some of one token, which have no pair."""
-    alone, together = Twins(seed=4), Twins(seed=4)
-    prefills = []
-    for order, length in enumerate((1, 20, 2, 33)):
-        request, blocks = alone.request(order, length), alone.free.pop()
-        prefill = Prefill(request.prompt, [request], False, blocks[: length // SIZE + 1])
-        for twins in (alone, together):
-            twins.random = np.random.default_rng(order)
-            twins.feed(blocks, 0, length)
-        alone.native.feed_chunks(Batch(0, [Chunk(prefill, 0, length)]))
-        prefills.append(prefill)
-    together.native.feed_chunks(Batch(0, [Chunk(p, 0, len(p.tokens)) for p in prefills]))
-    assert torch.equal(alone.native.kv.data, together.native.kv.data)
-    assert alone.native.kv.data.any()
 
 
 def test_at_most_the_window_is_caught_up_with() -> None:

@@ -40,8 +40,3 @@ def test_runs_account_for_every_accepted_token(tree, spoil, blocks):
             if refused and not tree and position + accepted < len(tokens):
                 assert refused[0] != tokens[position + accepted]
     assert gained == stats.speculation.emitted_tokens - stats.speculation.row_steps
-
-
-def test_nothing_is_kept_of_other_prompts():
-    _, expected, runs = traced(False, 0.4, prompt_ids=[0])
-    assert {key[0] for key in expected if runs(*key)} == {0}
