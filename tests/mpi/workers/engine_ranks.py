@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_tlt.drafter.eagle3.pretrain import read_hidden_states
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
@@ -48,6 +49,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for family in ("qwen2", "qwen3", "llama"):
         config, jobs = small_config(family), random_jobs(131, 12, seed=9, longest=24)
+        config = replace(config, num_kv_heads=max(2, config.num_kv_heads))  # for two ranks
         weights = random_weights(config)
 
         mine = [job for job in jobs if job[0] % world.size == world.rank]
