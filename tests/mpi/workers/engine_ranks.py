@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
