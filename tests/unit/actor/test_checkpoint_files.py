@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,14 +76,3 @@ def test_missing_and_unfinished_are_different_messages(tmp_path: Path) -> None:
     (tmp_path / "step-000002").mkdir()
     with pytest.raises(CheckpointError, match="never completed"):
         files.read_manifest(tmp_path / "step-000002")
-
-
-def test_manifest_round_trip() -> None:
-    text = manifest(3).to_json()
-    assert dataclasses.asdict(Manifest.from_json(text)) == dataclasses.asdict(manifest(3))
-
-
-def test_names_are_checked(tmp_path: Path) -> None:
-    assert files.step_of(Path("a/step-000123")) == 123
-    with pytest.raises(CheckpointError, match="step-NNNNNN"):
-        files.step_of(tmp_path / "final")

@@ -30,8 +30,3 @@ def test_cosine_is_halfway_in_the_middle_and_ends_at_decay_steps() -> None:
     assert learning_rate(section, 0, 100) == 1.0
     assert learning_rate(section, 4, 100) == pytest.approx(0.5)
     assert learning_rate(section, 8, 100) == pytest.approx(0.0)
-
-
-def test_warmup_longer_than_the_run_does_not_divide_by_zero() -> None:
-    assert rates(3, warmup_steps=9, schedule="cosine")[-1] == pytest.approx(3 / 9)
-    assert learning_rate(OptimizerSection(lr=1.0, warmup_steps=3, schedule="linear"), 3, 3) == 1.0

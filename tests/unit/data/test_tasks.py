@@ -56,17 +56,6 @@ def test_metadata_carries_what_the_verifier_needs() -> None:
     assert item.metadata["task_entry"]["answer"] == item.answer
 
 
-def test_fingerprint_follows_tasks_and_seed() -> None:
-    prints = {
-        TaskSource([SUM], 0).fingerprint,
-        TaskSource([SUM], 1).fingerprint,
-        TaskSource([SUM, GCD], 0).fingerprint,
-        TaskSource([TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 4})], 0).fingerprint,
-    }
-    assert len(prints) == 4
-    assert TaskSource([SUM], 0).fingerprint in prints
-
-
 def test_bad_tasks_are_refused_all_at_once_with_the_nearest_name() -> None:
     bad = [
         TaskConfig(name="chain_sums"),

@@ -87,13 +87,3 @@ def test_incremental_decoding_holds_back_unfinished_characters(tmp_path: Path, s
     assert stream.held == ""
     assert not any("\ufffd" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > 5
-
-
-def test_whole_characters_before_an_unfinished_one_are_held(tmp_path: Path) -> None:
-    tokenizer = HFTokenizer(save(tmp_path))
-    stream = IncrementalDecoder(tokenizer)
-    start, rest = tokenizer.encode("aé")[:2], tokenizer.encode("é")[1:]
-    assert stream.add(start) == ""
-    assert stream.held == "a"
-    assert stream.add(rest) == "aé"
-    assert stream.held == ""

@@ -34,14 +34,6 @@ def drawn(b: HiddenStateBuffer, times: int, budget: int = 128) -> list[DraftSequ
     return [piece for _ in range(times) for piece in b.sample(budget) or []]
 
 
-def test_nothing_to_draw() -> None:
-    b = buffer()
-    assert b.sample(64) is None
-    fill(b, [3], 0)  # one answer token behind a prompt of 3 would be the fourth
-    assert b.sample(64) is None
-    assert b.counters["dropped_empty"] == 1 and len(b) == 0
-
-
 def test_every_base_comes_once_in_an_epoch_and_pieces_fit() -> None:
     lengths = [5, 9, 13, 20, 33, 64, 65, 200, 31, 7]
     b = buffer()
@@ -57,15 +49,6 @@ def test_every_base_comes_once_in_an_epoch_and_pieces_fit() -> None:
             bases.append([(s.hidden.untyped_storage().data_ptr(), first + i) for i in range(s.num_bases)])
     flat = [x for part in bases for x in part]
     assert len(flat) == wanted == len(set(flat))
-
-
-def test_every_stretch_of_an_epoch_has_short_and_long_ones() -> None:
-    rng = np.random.default_rng(1)
-    b = buffer(window=256)
-    fill(b, np.clip(rng.lognormal(3.5, 0.8, 400), 8, 250).astype(int), 0)
-    mean = np.mean([s.length for s in drawn(b, 400, 256)])  # several epochs
-    parts = [np.mean([s.length for s in drawn(b, 24, 256)]) for _ in range(8)]
-    assert np.max(np.abs(np.array(parts) / mean - 1)) < 0.25
 
 
 def test_draws_are_a_function_of_seed_and_steps_not_of_the_order_of_arrival() -> None:
@@ -125,14 +108,6 @@ def test_answers_that_were_all_drawn_do_not_crowd_out_those_before() -> None:
     assert 3 in {b.sample(64)[0].policy_version for _ in range(2)}
 
 
-def test_versions_that_cannot_be_used_are_passed_over() -> None:
-    b = buffer()
-    fill(b, [20, 30, 40], 0)
-    fill(b, [20, 30, 40], 1)
-    assert {b.sample(64, lambda v: v == 0)[0].policy_version for _ in range(6)} == {0}
-    assert b.sample(64, lambda v: False) is None
-
-
 def test_the_budget_holds_oldest_then_shortest_first() -> None:
     b = buffer((100 * BYTES) / (1 << 20), max_age=9)
     fill(b, [10, 30], 0)
@@ -179,22 +154,3 @@ def test_memory_is_bounded_and_nothing_larger_is_kept_alive() -> None:
     small = HiddenStateBuffer(5 * BYTES, 16, 0, 0)
     fill(small, [40], 0)
     assert len(small) == 0 and small.counters["dropped_by_budget"] == 1
-
-
-def test_dropped_answers_leave_the_running_epoch() -> None:
-    b = buffer()
-    fill(b, [20, 30, 40, 50], 0)
-    b.begin_step(1)
-    b.sample(64)
-    b._drop(list(b._entries.values()))
-    assert b.sample(64) is None and b._epoch_of == {True: [], False: []}
-
-
-def test_counters_survive_a_resume() -> None:
-    b = buffer()
-    fill(b, [20, 30, 40, 3], 0)
-    b.begin_step(1)
-    other = buffer()
-    other.load_counters(b.metrics())
-    assert other.counters == b.counters and b.metrics()["added"] == 4.0
-    assert other.metrics()["bytes"] == 0.0

@@ -34,11 +34,6 @@ def test_what_is_saved_is_loaded(tmp_path) -> None:
     assert ModelConfig.from_hf(about).hidden_size == CONFIG.hidden_size
 
 
-def test_bf16_halves_the_file(tmp_path) -> None:
-    save_drafter(tmp_path, CONFIG, random_drafter(CONFIG), dtype=torch.bfloat16)
-    assert load_drafter(tmp_path, CONFIG).weights["fc.weight"].dtype == torch.bfloat16
-
-
 def test_another_policys_drafter_is_refused_by_name(tmp_path) -> None:
     save_drafter(tmp_path, CONFIG, random_drafter(CONFIG))
     with pytest.raises(
@@ -49,13 +44,6 @@ def test_another_policys_drafter_is_refused_by_name(tmp_path) -> None:
         load_drafter(tmp_path, replace(CONFIG, qkv_bias=False))
     with pytest.raises(CheckpointError, match=r"q_norm\.weight is missing"):
         load_drafter(tmp_path, replace(CONFIG, qk_norm=True))
-
-
-def test_wrong_tensors_are_not_written(tmp_path) -> None:
-    weights = random_drafter(CONFIG) | {"lm_head.weight": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not part"):
-        save_drafter(tmp_path / "d", CONFIG, weights)
-    assert not (tmp_path / "d").exists()
 
 
 def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeypatch) -> None:

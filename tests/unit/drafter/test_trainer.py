@@ -32,14 +32,6 @@ def test_steps_learn() -> None:
     assert t.trained_steps == 40
 
 
-def test_embedding_and_head_stay_as_they_are() -> None:
-    t = trainer()
-    before = [t.embed.clone(), t.head.clone()]
-    t.step(BATCH)
-    assert torch.equal(t.embed, before[0]) and torch.equal(t.head, before[1])
-    assert not {"embed", "head"} & set(t.model.state_dict())
-
-
 def test_noise_is_on_what_is_read_not_on_what_is_learned() -> None:
     """Its share of the states' size, another one each step, the same again after a restart; targets stay exact."""
     t, read = trainer(hidden_state_noise=0.25), []
@@ -58,16 +50,6 @@ def test_noise_is_on_what_is_read_not_on_what_is_learned() -> None:
     t.trained_steps = 0
     t.step(BATCH)
     assert torch.equal(read[2], read[0])
-
-
-def test_gradients_can_be_averaged_before_they_are_used() -> None:
-    """Averaging to zero leaves the weights alone: what the hook does is what is applied."""
-    t = trainer(weight_decay=0.0)
-    t._average = lambda gradients: [g.zero_() for g in gradients] and None
-    before = [p.clone() for p in t.model.parameters()]
-    metrics = t.step(BATCH)
-    assert metrics["grad_norm"] == 0.0
-    assert all(torch.equal(p, q) for p, q in zip(t.model.parameters(), before, strict=True))
 
 
 def test_bf16_arithmetic_keeps_fp32_weights() -> None:

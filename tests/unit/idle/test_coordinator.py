@@ -73,14 +73,6 @@ def test_a_poll_right_after_the_last_does_not_probe(clock):
     assert coordinator.is_over and coordinator.last_done_at == 5.0
 
 
-def test_a_poll_probes_several_times_without_a_message(clock):
-    comm, coordinator = make(1, 2, clock)
-    coordinator.begin()
-    comm.misses = 7
-    receive(comm, clock, coordinator, Message(Kind.ALL_DONE, 0, 1, 5.0))
-    assert coordinator.is_over
-
-
 def test_messages_of_an_earlier_window_are_dropped(clock):
     comm, coordinator = make(0, 2, clock)
     for _ in range(3):
@@ -169,21 +161,6 @@ def test_silent_ranks_are_named(clock):
         CoordinatorError, match=r"nothing was heard of rank 2 for 10 s; last seen: .*IDLE: rank 2"
     ):
         coordinator.check_alive(10.0)
-
-
-def test_a_coordinator_is_closed_outside_a_window_only(clock):
-    comm, coordinator = make(1, 2, clock)
-    coordinator.progress(3, 500.0, 10.0)  # outside a window it sends nothing
-    assert comm.sent == []
-    coordinator.begin()
-    coordinator.enter_done()
-    comm.take_sent()
-    coordinator.close()
-    assert comm.sent == []
-    comm.barriers[-1].complete = True
-    assert coordinator.test_done()
-    coordinator.close()
-    assert comm.sent == ["freed"]
 
 
 def test_groups_must_fill_the_world_and_reports_go_to_rank_0(clock):

@@ -86,11 +86,6 @@ def test_what_counts_as_a_change(old, new, changed):
     assert has_changed(old, new, share=0.2, floor=10) is changed
 
 
-def test_of_several_proposals_the_highest_counts():
-    assert max(Action.WAIT, Action.TRAIN, Action.STOP) is Action.STOP
-    assert max(Action.STOP, Action.DISABLE) is Action.DISABLE
-
-
 @pytest.mark.parametrize(
     ("queued", "running", "stolen"),
     [(0, 0, 0), (0, 64, 0), (1, 0, 1), (1, 64, 1), (40, 0, 20), (40, 16, 24), (5, 2, 3), (5, 100, 5)],

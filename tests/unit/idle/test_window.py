@@ -110,13 +110,6 @@ def stepper(clock, tokens=100.0, calls=None):
     return step_fn
 
 
-def test_every_poll_is_reported_with_the_state(clock):
-    coordinator = FakeCoordinator(clock, over_at=10.12, knows_wait=False)
-    states = []
-    run(make(coordinator, clock, on_poll=states.append), stepper(clock))
-    assert states == ["IDLE", "TRAINING", "TRAINING", "TRAINING"]
-
-
 def test_an_idle_rank_steals_until_no_replica_has_a_queue(clock):
     """BUSY and idle in turns, all of it one window; the micro-steps begin when nothing can come any more."""
     coordinator = FakeCoordinator(clock, over_at=11.0, knows_wait=False, transfers=["some", "more"])
@@ -186,39 +179,6 @@ def test_it_does_not_begin_a_step_that_would_delay_others(clock):
     assert report.stop_seconds <= 2 * POLL_S
 
 
-def test_the_length_of_a_micro_step_is_a_moving_average_over_windows(clock):
-    seen = []
-
-    class Recorder(IdlePolicy):
-        def decide(self, view):
-            seen.append(view.micro_step_seconds)
-            return super().decide(view)
-
-    lengths = iter([0.1, 0.2, 0.2, 0.3])
-
-    def step_fn():
-        clock.time += next(lengths)
-        return {"tokens": 1.0}
-
-    policy = Recorder(min_tail_seconds=0.0, max_steps_per_window=2)
-    window = make(FakeCoordinator(clock, over_at=10.31, knows_wait=False), clock, policy)
-    run(window, step_fn)
-    window.coordinator.over_at = clock.time + 0.5
-    run(window, step_fn)
-    averages = sorted({round(s, 6) for s in seen if s is not None})
-    assert averages == [0.1, 0.12, 0.136, 0.1688]  # a fifth of the way to each new one
-    assert seen[0] is None
-
-
-def test_after_all_done_it_stops_and_leaves_when_its_barrier_is_complete(clock):
-    coordinator = FakeCoordinator(clock, over_at=10.2, rounds=0.05, knows_wait=False)
-    calls = []
-    report = run(make(coordinator, clock), stepper(clock, calls=calls))
-    assert max(calls) < 10.2 + STEP_S + 1e-9
-    assert report.left_at >= 10.25
-    assert report.left_at < 10.26 + STEP_S
-
-
 def test_the_last_rank_does_not_train(clock):
     report = run(make(FakeCoordinator(clock, over_at=5.0), clock), stepper(clock))
     assert (report.steps, report.training_seconds, report.idle_seconds) == (0, 0.0, 0.0)
@@ -243,28 +203,6 @@ def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock
     assert len(caplog.records) == 1
     assert "off for the rest of the run: loss is nan" in caplog.text
     assert report.steps == 0 and report.metrics == {}
-
-
-def test_other_errors_pass_through(clock):
-    def step_fn():
-        raise ValueError("a mistake of ours")
-
-    with pytest.raises(ValueError, match="a mistake of ours"):
-        run(make(FakeCoordinator(clock, over_at=11.0, knows_wait=False), clock), step_fn)
-
-
-def test_without_data_it_tries_once_a_window_and_waits(clock):
-    calls = []
-
-    def step_fn():
-        calls.append(1)
-
-    window = make(FakeCoordinator(clock, over_at=11.0), clock)
-    run(window, step_fn)
-    window.coordinator.over_at = 12.0
-    report = run(window, step_fn)
-    assert len(calls) == 2
-    assert report.steps == 0 and window.disabled_reason is None
 
 
 def test_samples_are_counted_before_a_step(clock):

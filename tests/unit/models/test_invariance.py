@@ -77,14 +77,6 @@ def test_threads_change_nothing(threads: int, dtype: torch.dtype) -> None:
     assert torch.equal(*outputs)
 
 
-def test_block_size_changes_nothing() -> None:
-    outputs = []
-    for size in (16, 48, 256):
-        driver = Driver(make("gqa3", torch.float32, 1), num_blocks=30, block_size=size)
-        outputs.append(driver.step([(0, tokens(300, 1)), (1, tokens(20, 2))]).logits)
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_leftovers_in_recycled_blocks_are_never_read(dtype: torch.dtype) -> None:
     """Even NaN in unwritten positions must not leak into a result."""

@@ -29,32 +29,6 @@ def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
     log.close()
 
 
-def test_totals_of_a_step_start_anew_and_those_of_the_run_go_on(tmp_path):
-    with closing(EventLog(tmp_path, 0)) as log:
-        for step in range(2):
-            with log.span("update", step):
-                time.sleep(0.002)
-            totals = log.end_step()
-        assert 0.002 <= totals["update"] < log.phase_totals["update"]
-        assert log.end_step() == {}
-
-
-def test_states_are_logged_but_no_phase(tmp_path):
-    with closing(EventLog(tmp_path, 2)) as log:
-        log.state("TRAINING", 4, 100.0, 1.5, steps=3)
-        assert log.end_step() == {} and not log.phase_totals
-    row = read_events(tmp_path, 2)[1]
-    assert row == {
-        "ts": 100.0,
-        "rank": 2,
-        "step": 4,
-        "kind": "state",
-        "name": "TRAINING",
-        "dur": 1.5,
-        "attrs": {"steps": 3},
-    }
-
-
 def test_an_error_is_noted_and_written_at_once(tmp_path):
     log = EventLog(tmp_path, 0)
     with pytest.raises(KeyError), log.span("score", 1):
@@ -85,11 +59,6 @@ def test_a_torn_line_is_left_out_and_the_next_one_stands_alone(tmp_path):
 def test_rows_take_what_json_lacks():
     row = {"nan": float("nan"), "inf": [float("inf"), 1.5], "path": Path("a"), "tuple": (1, None)}
     assert to_line(row) == '{"nan":null,"inf":[null,1.5],"path":"a","tuple":[1,null]}\n'
-
-
-def test_numpy_values_are_plain_numbers():
-    np = pytest.importorskip("numpy")
-    assert to_line({"a": np.float32(1.5), "b": np.arange(2)}) == '{"a":1.5,"b":[0,1]}\n'
 
 
 def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):

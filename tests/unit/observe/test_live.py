@@ -69,15 +69,6 @@ def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
     assert len(rows) == 2 + 16
 
 
-def test_the_view_follows_the_run_and_reads_only_the_end_of_long_logs(tmp_path):
-    with closing(EventLog(tmp_path, 0)) as log:
-        for step in range(2000):
-            log.enter("rollout", step)
-        assert line_of(drawn(tmp_path), 0)[:3] == ["0", "2000", "rollout"]
-        log.enter("update", 2000)
-        assert line_of(drawn(tmp_path), 0)[:3] == ["0", "2001", "update"]
-
-
 def test_watching_ends_with_the_run_and_once_prints_once(tmp_path):
     folder = write_run(tmp_path / "r")
     for once in (True, False):

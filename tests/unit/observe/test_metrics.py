@@ -14,15 +14,6 @@ def steps(run_dir):
     return [row["step"] for row in read_rows(run_dir / METRICS_FILE)]
 
 
-def test_rows_are_on_disk_at_once(tmp_path):
-    logger = MetricsLogger(tmp_path, JSONL_ONLY, rank=0)
-    logger.log(1, {"reward/mean": 0.5, "bad": float("nan")}, {"length": [1, 2, 3]})
-    (row,) = read_rows(tmp_path / METRICS_FILE)
-    assert (row["step"], row["reward/mean"], row["bad"]) == (1, 0.5, None)
-    assert row["length/quartiles"] == [1, 1.5, 2, 2.5, 3]
-    logger.close()
-
-
 def test_no_step_is_there_twice_after_a_resume(tmp_path):
     other = MetricsLogger(tmp_path / "other", JSONL_ONLY, rank=1)
     other.log(1, {"a": 1.0})

@@ -6,10 +6,9 @@ import json
 import re
 
 import pytest
-from markupsafe import Markup
 
 from megatron_tlt.observe import page as page_module
-from megatron_tlt.observe.page import Chart, Html, Page, ReportError, Section, Table, Tile, plotly_script
+from megatron_tlt.observe.page import Chart, Page, ReportError, Section, Table, Tile, plotly_script
 
 
 def data_of(html: str) -> list:
@@ -50,12 +49,6 @@ def test_numbers_that_json_lacks_become_null():
     }
 
 
-def test_sections_without_parts_are_left_out_and_anchors_fit():
-    page = Page("t", sections=[Section("Idle time", [Html(Markup("<b>x</b>"))]), Section("Nothing")])
-    html = body_of(page.html())
-    assert 'href="#idle-time"' in html and 'id="idle-time"' in html and "Nothing" not in html
-
-
 def test_cells_show_numbers_to_the_right():
     rows = [["a", 12345, "12.5%"], ["7", 0.123456, "1.20×"], ["c", 98765.4, None], ["d", 7e-06, "-3 s"]]
     table = Table(["name", "n", "share"], rows)
@@ -64,28 +57,6 @@ def test_cells_show_numbers_to_the_right():
         assert re.search(rf'<td class=number data-head="\w+">{re.escape(cell)}</td>', html)
     assert '<td class=name data-head="name">7</td>' in html, "a column of names stays to the left"
     assert "<th class=name>name</th>" in html and "<th class=number>share</th>" in html
-
-
-def test_text_may_wrap_and_names_may_not():
-    text = "a sentence of more than forty characters, to be read"
-    html = body_of(Page("t", sections=[Section("s", [Table(["a", "b", "c"], [["x", "y y", text]])])]).html())
-    assert "<table class=words>" in html
-    assert '<td class=name data-head="a">x</td><td class=name data-head="b">y y</td>' in html
-    assert f'<td data-head="c">{text}</td>' in html
-    first = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [[text, 1]])])]).html())
-    assert f'<td data-head="a">{text}</td>' in first, "the first column, too"
-    short = body_of(Page("t", sections=[Section("s", [Table(["a", "b"], [["x", "eagle (100%)"]])])]).html())
-    assert "<table>" in short
-
-
-def test_controls_only_where_there_is_a_choice():
-    traces = [{"x": [1], "y": [1]}]
-    one = Page("t", sections=[Section("s", [Chart("c", choices={"1": traces})])]).html()
-    two = Page(
-        "t", sections=[Section("s", [Chart("c", choices={"1": traces, "2": traces}, chosen="2")])]
-    ).html()
-    assert "data-choice" not in body_of(one)
-    assert '<option value="2" selected>' in body_of(two)
 
 
 def test_a_missing_plotly_is_named(monkeypatch):

@@ -10,9 +10,8 @@ import pytest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.page import Chart, Table
 from megatron_tlt.observe.report import run_page
-from megatron_tlt.observe.report_charts import grouped
 from megatron_tlt.observe.report_compare import Equality, compare_page, equality, phase_rows
-from megatron_tlt.observe.report_rollout import running_at, speculation_start
+from megatron_tlt.observe.report_rollout import running_at
 from megatron_tlt.observe.report_samples import stretches
 from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.synthetic_run import SLOW_RANK, write_run
@@ -63,18 +62,6 @@ def test_phases_add_up_to_the_step(tmp_path):
         assert sum(bar["y"][at] for bar in bars) == pytest.approx(row["time/step"], abs=0.2)
 
 
-def test_lanes_hold_each_ranks_states(tmp_path):
-    folder = write_run(tmp_path / "r", ranks=3, steps=2)
-    chart = charts(run_page(read_run(folder)))["What each rank did"]
-    run = read_run(folder)
-    longest = max(run.steps, key=lambda row: row["time/step"])["step"]
-    assert list(chart.choices) == ["1", "2"] and chart.chosen == str(longest)
-    lanes = {trace["name"]: trace for trace in chart.choices["2"]}
-    assert sum(lanes["BUSY"]["x"]) == pytest.approx(3 * run.steps[1]["time/rollout"], abs=1e-3)
-    assert sum(lanes["TRAINING"]["x"]) == pytest.approx(run.steps[1]["idle/recovered_seconds"], abs=1e-3)
-    assert min(lanes["BUSY"]["base"]) == 0.0
-
-
 def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
     chart = charts(run_page(read_run(write_run(tmp_path / "r", ranks=3, steps=2))))["Running requests"]
     total, *ranks = [
@@ -84,12 +71,6 @@ def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
     for at, running in list(zip(total["x"], total["y"], strict=True))[::10]:
         assert running == sum(running_at(list(zip(r["x"], r["y"], strict=True)), at) for r in ranks)
     assert any(trace["name"].startswith("speculation starts") for trace in chart.choices["2"])
-
-
-def test_speculation_starts_where_it_stays():
-    assert speculation_start([0.0, 0.9, 0.1, 0.0, 0.2, 0.0]) is None, "a trial is no start"
-    assert speculation_start([0.0, 0.9, 0.1, 0.8, 1.0, 1.0]) == 1
-    assert speculation_start([0.0, 0.0, 0.1, 0.8, 1.0, 1.0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -133,13 +114,6 @@ def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
     assert len({name for trace in lanes for name in trace["y"]}) == 24
 
 
-def test_long_runs_are_grouped():
-    assert grouped([1, 2, 3], [1.0, 2.0, 3.0]) == ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
-    x, y = grouped(list(range(1000)), [1.0] * 1000)
-    assert len(x) <= 120 and set(y) == {1.0}
-    assert grouped([], []) == ([], [])
-
-
 def test_stretches_of_an_answer_keep_its_text():
     found = [part for part in stretches("abcd", [(1, 2, "x"), (3, 0, "y")]) if part[1]]
     assert found == [("", "a"), ("ok first", "bc"), ("refused", "x"), ("refused", "y"), ("", "d")]
@@ -175,17 +149,6 @@ def test_same_answers_other_speed(tmp_path):
     assert f"{ratio:.2f}× as fast" in page.verdict and "most of it in rollout" in page.verdict
     assert f"fast is {ratio:.2f}×" in compare_page(b, a).verdict
     assert phase_rows((a, b))[0][0] == "rollout" and page.html()
-
-
-def test_times_of_unequally_busy_machines_are_not_trusted(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-    rows = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        if "time/update" in row:
-            row |= {"time/update": 2 * row["time/update"], "time/step": row["time/step"] + row["time/update"]}
-    (b / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "took 2.00× as long in one of them" in compare_page(read_run(a), read_run(b)).verdict
-    assert "But the update" not in compare_page(read_run(a), read_run(a)).verdict
 
 
 def test_settings_that_differ_are_named_once(tmp_path):

@@ -7,8 +7,6 @@ import random
 
 from megatron_tlt.observe.jsonl import to_line
 from megatron_tlt.observe.rollouts import (
-    BINS,
-    bucket_of,
     combined_figures,
     digests,
     own_figures,
@@ -59,19 +57,6 @@ def test_digests_see_every_token_reward_and_place():
     assert digests(groups)[0] != answers
 
 
-def test_lengths_are_counted_in_bins():
-    groups = [group(0, [[1] * 5, [1] * 320, [1] * 10], [0, 0, 0])]
-    row = combined_figures([own_figures(EngineStats(), groups, 320)])
-    assert row["samples"] == 3 and row["longest"] == 320 and sum(row["lengths"]) == 3
-    assert row["lengths"][0] == 1 and row["lengths"][1] == 1 and row["lengths"][BINS - 1] == 1
-    assert "strategies" not in row
-
-
-def test_ranks_without_answers_count_for_nothing():
-    row = combined_figures([own_figures(EngineStats(), part, 90) for part in (some_groups(), [], [])])
-    assert row == combined_figures([own_figures(EngineStats(), some_groups(), 90)])
-
-
 def test_speculation_is_summed_over_ranks():
     stats = [
         SpeculationStats(
@@ -83,10 +68,6 @@ def test_speculation_is_summed_over_ranks():
     assert row["strategies"] == {"a_1_1_0": 7, "none": 3}
     assert row["drafted_at"] == [6, 5, 1] and row["accepted_at"] == [4, 1]
     assert row["by_batch"] == {1: [9, 20], 4: [7, 12]}
-
-
-def test_buckets_are_powers_of_two():
-    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 128, 129)] == [1, 2, 4, 4, 8, 8, 16, 128, 256]
 
 
 def test_a_row_is_small_whatever_the_ranks():

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.events import EventLog
-from megatron_tlt.observe.runfiles import chosen_steps, ranks_of, read_run
+from megatron_tlt.observe.runfiles import ranks_of, read_run
 from tests.helpers.synthetic_run import write_run
 
 
@@ -67,11 +67,3 @@ def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
     names = {step: [row["name"] for row in rows] for step, rows in found.items()}
     assert names == {0: ["first a", "first b"], 2: ["second a", "second b"], 3: ["second a", "second b"]}
     assert ranks_of(tmp_path) == [0]
-
-
-def test_of_many_steps_first_last_and_longest_are_looked_at(tmp_path):
-    run = read_run(write_run(tmp_path / "r", ranks=1, steps=60))
-    longest = max(run.steps, key=lambda row: row["time/rollout"])["step"] - 1
-    steps = chosen_steps(run, 12)
-    assert {0, 59, longest} <= set(steps) and len(steps) <= 12 and steps == sorted(steps)
-    assert chosen_steps(run, 60) == list(range(60))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from contextlib import closing
 from itertools import pairwise
 
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.events import EventLog, events_path, read_events
+from megatron_tlt.observe.events import events_path, read_events
 from megatron_tlt.observe.runfiles import read_run
-from megatron_tlt.observe.timeline import one_after_the_other, write_timeline
+from megatron_tlt.observe.timeline import write_timeline
 from tests.helpers.synthetic_run import write_run
 
 METADATA = {"process_name", "process_sort_index", "thread_name"}
@@ -71,22 +70,6 @@ def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
     assert min(e["ts"] for e in trace["traceEvents"] if "ts" in e) == 0
 
 
-def test_real_event_logs_follow_the_rules(tmp_path):
-    for rank in range(2):
-        with closing(EventLog(tmp_path, rank)) as log:
-            for step in range(3):
-                log.enter("rollout", step)
-                with log.span("rollout", step):
-                    log.running(step, 1, 2, 3)
-                with log.span("idle", step):
-                    log.instant("push", step, version=1)
-                log.end_step()
-    write_timeline(read_run(tmp_path), tmp_path / "t.json")
-    trace = json.loads((tmp_path / "t.json").read_text())
-    check(trace)
-    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 2 * 3 * 2
-
-
 def test_steps_and_ranks_can_be_chosen(tmp_path):
     folder = write_run(tmp_path / "r", ranks=4, steps=5)
     write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={2, 3}, ranks={1, 3, 99})
@@ -117,8 +100,3 @@ def test_torn_logs_are_named_and_unreadable_ones_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"no event could be read: .*rank-00000.*skipped 2 lines"):
         write_timeline(read_run(folder), tmp_path / "none.json")
     assert not (tmp_path / "none.json").exists()
-
-
-def test_slices_that_reach_into_the_next_are_cut():
-    slices = [{"ts": ts, "dur": dur} for ts, dur in ((10, 9), (0, 11), (10, 0))]
-    assert [tuple(s.values()) for s in one_after_the_other(slices)] == [(0, 10), (10, 0), (10, 9)]

@@ -58,34 +58,6 @@ def test_a_step_without_an_update_is_none_of_them(tmp_path: Path) -> None:
     assert not (tmp_path / "nonfinite").exists()
 
 
-def test_a_step_without_an_update_does_not_end_a_row(tmp_path: Path) -> None:
-    guard = watch(tmp_path, 2)
-    guard.look(1, BATCH, out(NAN))
-    guard.look(2, BATCH, TrainOutput(4, {"empty_step": 1.0}, skipped=True))
-    assert guard.in_a_row == 1
-    guard.look(3, BATCH, out(NAN))
-    with pytest.raises(TrainingError):
-        guard.check()
-
-
-def test_batches_of_an_abandoned_future_go_first(tmp_path: Path) -> None:
-    guard = watch(tmp_path, 3)
-    for step in (97, 98, 99):
-        guard.look(step, BATCH, out(NAN))
-    guard = watch(tmp_path, 3)
-    for step in (85, 86):
-        guard.look(step, BATCH, out(NAN))
-    names = [path.name for path in sorted((tmp_path / "nonfinite").iterdir())]
-    assert names == ["step-000085", "step-000086"]
-
-
-def test_zero_never_ends_a_run(tmp_path: Path) -> None:
-    guard = watch(tmp_path, 0)
-    steps(guard, *[NAN] * 50)
-    guard.check()
-    assert [path.name for path in (tmp_path / "nonfinite").iterdir()] == ["step-000050"]
-
-
 def test_the_batch_can_be_put_together_again(tmp_path: Path) -> None:
     steps(watch(tmp_path, 2), NAN, NAN, NAN)
     kept = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())

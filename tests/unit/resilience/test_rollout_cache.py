@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,6 @@ from megatron_tlt.config.rollout_cache import RolloutCacheSection
 from megatron_tlt.models.keys import row_key
 from megatron_tlt.resilience.rollout_cache import (
     AnswerWriter,
-    NoRolloutCache,
     RolloutCache,
     encode_answer,
     encode_line,
@@ -78,11 +76,6 @@ def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Pa
     assert seen == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", b"\n" * 9, os.urandom(4096), b"\x80\x04cos\nsystem\n"])
-def test_a_foreign_file_is_none(tmp_path: Path, data: bytes) -> None:
-    assert read(tmp_path / "a", data) is None
-
-
 # -- the writer ---------------------------------------------------------------------------------------------
 
 
@@ -116,25 +109,6 @@ def test_adding_never_waits_for_the_disk_and_the_last_answer_is_synced(tmp_path:
     may_go_on.set()
     writer.close()
     assert syncs[-1] == path.stat().st_size == len(CONTENT) and len(syncs) == 5
-
-
-def test_the_budget_counts_steps_that_are_there(tmp_path: Path) -> None:
-    size = len(encode_line(KEY)) + len(encode_answer(ANSWERS[0], 0))
-    writer = AnswerWriter(1.0, size + 8)
-    for step in range(3):
-        path = tmp_path / f"{step}/a"
-        writer.begin(path, KEY)
-        for sample in ANSWERS[:2]:
-            writer.add(sample, 0)
-        writer.end().result()
-        assert path.stat().st_size == size
-        writer.begin(tmp_path / "full/a", KEY)
-        writer.add(ANSWERS[0], 0)
-        writer.end().result()
-        assert not (tmp_path / "full").exists()
-        shutil.rmtree(path.parent)  # as rank 0 does for all
-    writer.close()
-    assert writer.failure is None
 
 
 @pytest.mark.parametrize("cause", ["disk", "bug"])
@@ -306,20 +280,3 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
     cache.clear()
     cache.close()
     assert not (tmp_path / "rollout_cache").exists()
-
-
-def test_without_a_cache_the_backend_generates(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[Any] = []
-
-    class Backend:
-        def generate(self, *arguments: Any) -> list[Sample]:
-            calls.append(arguments)
-            return []
-
-    with caplog.at_level("INFO"):
-        cache = NoRolloutCache(Backend(), PARAMS, SAMPLES, "it draws without keys")  # type: ignore[arg-type]
-        NoRolloutCache(Backend(), PARAMS, SAMPLES)  # type: ignore[arg-type]
-    assert caplog.text.count("no rollout cache") == 1 and "without keys" in caplog.text
-    assert cache.generate(PROMPTS, None) == []  # type: ignore[arg-type]
-    assert calls == [(PROMPTS, PARAMS, SAMPLES, None)]
-    assert cache.end_step() == {}

@@ -49,13 +49,6 @@ def finish_step(stop, clock, rest, update):
     stop.sync_after_step()
 
 
-def test_without_a_signal_the_run_goes_on(clock):
-    stop, _ = make(clock)
-    stop.check_rollout()
-    finish_step(stop, clock, 3, 1)
-    assert not stop.is_requested and not stop.has_dropped_step
-
-
 def test_a_rollout_goes_on_as_long_as_the_rest_of_the_step_fits(clock):
     stop, signals = make(clock)
     finish_step(stop, clock, rest=30, update=20)

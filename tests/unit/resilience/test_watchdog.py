@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.config.watchdog import WatchdogSection
 from megatron_tlt.resilience.heartbeat import StatusFiles
-from megatron_tlt.resilience.processes import exit_status, process_state
-from megatron_tlt.resilience.watchdog_client import WatchdogClient
 from tests.helpers.mpi import ROOT, rank_environment
 
 PRELUDE = """
@@ -92,7 +89,14 @@ def end_of(run_dir):
 def test_reports_and_orderly_ends_are_in_the_heartbeats(tmp_path):
     with start(tmp_path, GO, "sys.exit(75)") as (rank, left):
         seen = beat(tmp_path, phase="rollout", longest=17)
-        assert (seen.step, seen.order, seen.state, seen.running, seen.queued, seen.left) == (4, 1, "BUSY", 3, 2, 5.5)
+        assert (seen.step, seen.order, seen.state, seen.running, seen.queued, seen.left) == (
+            4,
+            1,
+            "BUSY",
+            3,
+            2,
+            5.5,
+        )
         assert (seen.pid, seen.outcome) == (rank.pid, "running") and seen.process in "RS"
         later = wait_for(lambda: (b := beat(tmp_path)).silent_seconds > seen.silent_seconds and b)
         assert later.seq > seen.seq
@@ -206,23 +210,3 @@ def test_a_full_disk_ends_no_run_and_is_warned_of_once(tmp_path):
         (tmp_path / "go").touch()
         said = rank.stderr.read()
     assert rank.returncode == 0 and said.count("heartbeats cannot be written") == 1
-
-
-def test_the_limit_of_a_phase_is_reported(tmp_path, monkeypatch):
-    clock, sent = iter(range(0, 10**6, 7)), []
-    monkeypatch.setattr("socket.socket.connect", lambda self, address: None)
-    monkeypatch.setattr(WatchdogClient, "_send", lambda self, now: sent.append(dict(self._state)))
-    StatusFiles(tmp_path).clear()
-    section = WatchdogSection(slow_factor=2, slow_min_s=1)
-    client = WatchdogClient(section, tmp_path, 0, "nowhere", clock=lambda: next(clock))
-    for order in range(1, 6):
-        client.enter("push", order, order)
-    assert [state.get("limit") for state in sent[1:]] == [0.0, 0.0, 0.0, 14.0, 14.0]
-
-
-def test_how_a_process_ended():
-    child = subprocess.Popen([sys.executable, "-c", "import os; os._exit(3)"])
-    wait_for(lambda: process_state(child.pid) == "Z")
-    assert "left with exit code 3" in exit_status(child.pid)
-    child.wait()
-    assert exit_status(child.pid) == "" and process_state(child.pid) == "?"

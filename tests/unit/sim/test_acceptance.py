@@ -57,28 +57,12 @@ def test_emitted_tokens_are_those_of_a_naive_walk(topk):
     assert draft.emitted(keep).tolist() == naive_emitted(draft, keep)
 
 
-def test_parents_promise_no_less_than_their_children():
-    draft = draft_of(AcceptanceSection(rates=(0.7,)), DraftStrategy("eagle", 5, 3))
-    starts = np.repeat(np.cumsum(draft.counts) - draft.counts, draft.counts)
-    child = draft.parents >= 0
-    assert (
-        draft.cumulative_acceptance[child]
-        <= draft.cumulative_acceptance[starts[child] + draft.parents[child]] + 1e-7
-    ).all()
-
-
 def test_siblings_emit_what_the_section_says():
     section = AcceptanceSection(rates=(0.6,), siblings=0.5)
     alone = draft_of(section, DraftStrategy("eagle", 1))
     pair = draft_of(section, DraftStrategy("eagle", 1, 2))
     assert alone.emitted(np.ones(alone.num_nodes, bool)).mean() == pytest.approx(1.6, abs=0.03)
     assert pair.emitted(np.ones(pair.num_nodes, bool)).mean() == pytest.approx(1.6 + 0.4 * 0.5, abs=0.03)
-
-
-def test_quality_lies_between_stale_and_adapted():
-    section = AcceptanceSection(rates=(0.9,), stale_rates=(0.5,))
-    assert [Acceptance(section, q).rates(2).tolist() for q in (0.0, 1.0)] == [[0.5, 0.5], [0.9, 0.9]]
-    assert Acceptance(section, 0.5).rates(1)[0] == pytest.approx(0.7)
 
 
 def test_coverage_and_reach_shorten_drafts():

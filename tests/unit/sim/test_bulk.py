@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cost_model import build_costs
-from megatron_tlt.sim.decisions import Decider, request_knots
+from megatron_tlt.sim.decisions import Decider
 from tests.helpers.exact_replica import ExactReplica
 from tests.helpers.sim import groups_of, sim_config
 
@@ -48,13 +48,6 @@ def test_seconds_are_those_of_the_exact_engine(name):
         assert bulk.accept_length == pytest.approx(exact.accept_length, rel=0.15)
 
 
-def test_queues_are_the_production_schedulers():
-    config = sim_config("rollout.max_running_requests=6", "rollout.speculation.drafter=none")
-    exact, bulk = both(config, groups_of(1, 4, 6))
-    assert bulk.seconds == pytest.approx(exact.seconds, rel=0.05)
-    assert bulk.running[0] == 24 and bulk.running[-1] == 0
-
-
 def test_memory_pressure_preempts_in_both():
     config = sim_config(
         "rollout.kv_cache_mib=160", "rollout.speculation.drafter=none", "workload.prompt_tokens=64"
@@ -71,20 +64,3 @@ def test_nothing_is_drafted_above_the_threshold():
     drafts = dict(zip(bulk.running.tolist(), bulk.speculates.tolist(), strict=True))
     assert all(not drafts[n] for n in range(6, 17))
     assert any(drafts[n] for n in range(1, 6))
-
-
-def test_fewer_requests_never_take_longer():
-    config = sim_config("rollout.speculation.drafter=none")
-    costs = build_costs(config)
-    table = Decider(config, costs, 24).table(1.0)
-    groups = groups_of(3, 3, 8)
-    bulk = BulkReplicas(config, costs)
-    assert bulk.run(groups[:1], table).seconds < bulk.run(groups, table).seconds
-    assert bulk.run([], table).seconds == 0.0
-
-
-def test_knots_reach_from_one_to_the_most():
-    assert request_knots(1).tolist() == [1]
-    assert request_knots(5).tolist() == [1, 2, 3, 4, 5]
-    knots = request_knots(200)
-    assert knots[0] == 1 and knots[-1] == 200 and (np.diff(knots) > 0).all()

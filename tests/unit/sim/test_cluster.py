@@ -4,11 +4,6 @@ from megatron_tlt.sim.cluster import Cluster
 from tests.helpers.sim import sim_config
 
 
-def test_replicas_are_the_gpus_over_tp():
-    cluster = Cluster(sim_config("cluster.nodes=4", "rollout.tp=2"))
-    assert (cluster.gpus, cluster.replicas) == (32, 16)
-
-
 def test_updates_cost_operations_over_the_gpus():
     cluster = Cluster(sim_config())
     operations = 8 * 7.6157e9 * 1e6
@@ -23,9 +18,3 @@ def test_pushes_go_over_the_network_between_nodes():
     one, two = Cluster(sim_config()), Cluster(sim_config("cluster.nodes=2"))
     assert two.push() - one.push() == pytest.approx(2 * 7.6157e9 / 50e9, rel=0.001)
     assert Cluster(sim_config("training.push_seconds=1.5")).push() == 1.5
-
-
-def test_barriers_grow_with_ranks():
-    many = Cluster(sim_config("cluster.nodes=128")).barrier()
-    assert Cluster(sim_config()).barrier() < many
-    assert many == pytest.approx(2 * 0.002 + 1024 * 30e-6 + 10 * 50e-6)

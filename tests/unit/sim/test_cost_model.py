@@ -20,12 +20,6 @@ def test_one_request_is_bound_by_reading_the_weights():
     assert seconds == pytest.approx(2 * weights / 3.35e12, rel=0.001)
 
 
-def test_many_rows_are_bound_by_computing():
-    costs = Roofline(SHAPE, GPUS["h100"], 1, BARE)
-    assert costs.prefill(16384) / costs.prefill(8192) == pytest.approx(2, rel=0.02)
-    assert costs.step(1, 16, 0.0, False) / costs.step(1, 1, 0.0, False) < 1.05
-
-
 def test_contexts_cost_their_bytes():
     assert kv_bytes(SHAPE) == 2 * 28 * 4 * 128 * 2
     costs = Roofline(SHAPE, GPUS["h100"], 1, BARE)

@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -44,14 +42,6 @@ def test_windows_have_their_limits():
     assert waits([1.0, 9.0], "idle.min_samples=5", usual=np.array([900.0])).micro_steps == 0
     assert waits([5.0, 5.0]).micro_steps == 0
     assert waits([4.99, 5.0], "idle.min_tail_seconds=1.0", usual=np.array([500.0])).micro_steps == 0
-
-
-def test_spans_cover_the_phase_without_gaps():
-    found = waits([0.5, 2.0, 4.0, 6.0], usual=np.array([600.0]))
-    for replica in range(4):
-        spans = spans_of(found, replica)
-        assert spans[0][1] == 0.0 and spans[-1][2] == pytest.approx(6.0 + found.late)
-        assert all(a[2] == b[1] for a, b in pairwise(spans))
 
 
 def test_training_adapts_the_drafter_and_updates_undo_it():

@@ -2,10 +2,8 @@ import re
 
 import pytest
 
-from megatron_tlt.config.load import load_config
-from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.sim.modes import assumptions, in_mode, titled
+from megatron_tlt.sim.modes import assumptions, in_mode
 from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
@@ -49,14 +47,3 @@ def test_what_is_cut_is_said(tmp_path):
     assert 0.1 < cut / count < 0.4
     assert "none of the 256" in assumptions(sim_config(*empirical, "rollout.max_tokens=9000"))[0]
     assert "none of the 256" in assumptions(sim_config("rollout.max_tokens=100000"))[0]
-
-
-def test_titles_follow_the_model_and_the_gpu():
-    small = load_config("configs/sim/paper-7b.yaml", ["cluster.gpu=rtx3090"], SimConfig)
-    large = load_config("configs/sim/paper-32b.yaml", (), SimConfig)
-    measured = load_config("configs/sim/quickstart.yaml", (), SimConfig)
-    assert titled(small) == "TLT's set-up: qwen2, 7.62 billion parameters, on RTX3090"
-    assert titled(large) == "TLT's set-up: qwen2, 32.8 billion parameters, on H100"
-    assert titled(measured) == "The quickstart, on CPU"
-    for config in (small, large, measured):
-        assert not re.search(r"[HAB]\d00|\dB|CPU", config.name), "what an override changes is not in the name"

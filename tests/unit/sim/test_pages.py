@@ -2,14 +2,12 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
-from megatron_tlt.observe.page import Chart
-from megatron_tlt.sim.modes import MODES, simulate
-from megatron_tlt.sim.report import _OF_MODE, build_page, write_report
-from megatron_tlt.sim.tables import columns, render
+from megatron_tlt.sim.modes import simulate
+from megatron_tlt.sim.report import build_page, write_report
+from megatron_tlt.sim.tables import render
 from megatron_tlt.sim.verdict import verdict
 from tests.helpers.sim import sim_config
 
@@ -29,11 +27,6 @@ def test_tables_show_every_point(result):
         assert f"{comparison.e2e:.3g}" in text
     for part in ("running requests over", "Recommended:", "assumed:", "eagle_"):
         assert part in text
-
-
-def test_columns_are_under_each_other():
-    lines = columns([["a", "b"], ["longer", "1"], ["x", "22"]]).splitlines()
-    assert lines == ["a        b", "----------", "longer   1", "x       22"]
 
 
 def test_the_page_is_alone_and_its_charts_hold_the_result(result, tmp_path):
@@ -61,32 +54,3 @@ def test_the_verdict_names_the_best_mode_on_the_most_nodes(result):
     said = build_page(result).verdict
     assert render(result).splitlines()[2] == said == verdict(result)
     assert said.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in said or best.e2e < 1.005)
-
-
-def test_a_mode_has_one_colour_in_all_charts():
-    page = build_page(simulate(sim_config(*EAGLE), ["off", "suffix", "tlt"], [1, 2]))
-    colours: dict[str, set[str]] = {}
-    for section in page.sections:
-        for trace in (t for part in section.parts if isinstance(part, Chart) for t in part.traces):
-            mode = trace["name"].split(":")[0]
-            if mode in MODES:
-                found = [
-                    trace[kind]["color"] for kind in ("line", "marker") if "color" in trace.get(kind, {})
-                ]
-                colours.setdefault(mode, set()).update(found)
-    assert set(colours) == {"off", "suffix", "tlt"}
-    assert [len(found) for found in colours.values()] == [1, 1, 1] and len(set.union(*colours.values())) == 3
-    assert set(_OF_MODE) == set(MODES) and len(set(_OF_MODE.values())) == len(MODES)
-
-
-def test_no_figure_stands_where_there_is_none(result):
-    rows = build_page(result).sections[0].parts[1].rows
-    head = build_page(result).sections[0].parts[1].head
-    drafted = head.index("tokens a draft step")
-    assert rows[0][2] == "off" and rows[0][drafted] is None and rows[1][2] == "tlt" and rows[1][drafted] > 1
-    last = result.points[-1]
-    plain = [replace(s, accept_length=0.0) if at else s for at, s in enumerate(last.strategies)]
-    other = replace(result, points=[*result.points[:-1], replace(last, strategies=plain)])
-    lengths = [row[4] for row in build_page(other).sections[4].parts[0].rows]
-    assert lengths[0] > 1 and set(lengths[1:]) == {None}
-    assert re.search(r"^2 .* -  +\S+ \(", render(other), re.M)

@@ -75,7 +75,3 @@ def test_verify_names_the_rank_that_holds_other_weights():
     sync = BucketedSync(SyncSection(verify=True), RecordingBackend(), TwoRanks())
     with pytest.raises(SyncError, match=r"ranks 0 and 1 hold different weights: w3$"):
         sync.push(WEIGHTS.items(), version=1)
-
-
-def test_without_verify_nothing_is_compared():
-    BucketedSync(SyncSection(), RecordingBackend(corrupt="w2"), OneRank()).push(WEIGHTS.items(), version=1)

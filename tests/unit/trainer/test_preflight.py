@@ -175,14 +175,6 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
         check_report(config, 1)
 
 
-def test_bandit_arms_are_checked_before_a_run():
-    bandit = {"selector": "beg_mab", "drafter": "suffix", "bandit": {"arms": ["4_1_5", "4_9_5"]}}
-    with pytest.raises(
-        ConfigError, match=r"bandit\.arms = '4_9_5': draft length must be at most 32 and topk"
-    ):
-        check_report(make(rollout={"speculation": bandit}), 4)
-
-
 def test_missing_files_are_named_by_their_fields():
     source = {"kind": "jsonl", "path": "no/prompts.jsonl"}
     config = make(data={"train": source, "eval": {**source, "path": "no/held-out.jsonl"}})

@@ -64,12 +64,6 @@ def test_two_engines_give_the_answers_of_one(alone: dict, monkeypatch: pytest.Mo
     assert other.engine.is_idle
 
 
-def test_an_idle_engine_has_no_queue():
-    _, stolen = make()
-    assert stolen.num_queued() == 0
-    assert stolen.withdraw_share() == []
-
-
 def test_a_queue_that_the_next_step_may_change_is_not_known_yet(monkeypatch: pytest.MonkeyPatch):
     """Nothing runs before the first prompt is in; a prompt that takes several steps hides its samples for a while."""
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
@@ -90,16 +84,6 @@ def test_a_queue_that_the_next_step_may_change_is_not_known_yet(monkeypatch: pyt
     assert all(queued != 0 for _, waiting, queued in seen if waiting)
     assert any(queued == waiting for running, waiting, queued in seen if running and waiting)
     assert seen[-1] == (0, 0, 0)
-
-
-def test_counts_and_curve_leave_out_stolen_requests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
-    backend, victim = make()
-    made = backend.generate(PROMPTS, PARAMS, SAMPLES, lambda *_: victim.withdraw_share() and None)
-    stats = backend.take_stats()
-    assert stats.generated_tokens == sum(len(s.token_ids) for s in made)
-    assert stats.finished_requests == len(made) < len(PROMPTS) * SAMPLES
-    assert stats.running_curve[-1][1] == 0
 
 
 def test_a_cache_that_is_released_between_rollouts_stays_for_a_whole_step(monkeypatch: pytest.MonkeyPatch):

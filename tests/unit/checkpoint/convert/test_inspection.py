@@ -156,14 +156,6 @@ def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_pat
         assert words in said.err and not said.out
 
 
-def test_a_directory_that_is_nothing_is_told_what_it_could_be(place, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no Megatron checkpoint.* nor is it a Hugging Face directory"):
-        open_checkpoint(tmp_path)
-    shutil.copytree(place / "mg", tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"did you mean .*/checkpoints\?.*model\.safetensors"):
-        open_checkpoint(tmp_path)
-
-
 def test_damage_is_found(place, tmp_path, capsys):
     target = shutil.copytree(place / "mg", tmp_path / "mg")
     shard = target / "release" / "__1_0.distcp"

@@ -56,18 +56,3 @@ def test_loss_report_and_gradient_equal_a_loop_over_rows(config, temperature: fl
         torch.testing.assert_close(got[name], p.grad, rtol=1e-3, atol=1e-5)
     if config.reduced:
         assert max(parts["known"]) < 1, "the test must have rows that do not count"
-
-
-def test_a_step_that_no_sequence_has_adds_nothing() -> None:
-    config = CONFIGS[1]
-    embed, head = lookup_tables(config.policy)
-    model = Eagle3Model(config)
-    model.load_full(random_eagle3(config))
-    batch = collate([random_sequence3(config, 4, 2)])
-    layout = PairLayout(batch)
-    losses = [
-        eagle3_loss(model, model.unroll(embed, batch, layout, steps), batch, layout, head)[0]
-        for steps in (2, 6)
-    ]
-    assert torch.isfinite(losses[1])
-    torch.testing.assert_close(*losses)

@@ -193,19 +193,6 @@ def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, 
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_sglangs_qwen2_knows_one_head_size(tmp_path) -> None:
-    config = replace(FAMILIES["qwen2"], head_dim=24)
-    with pytest.raises(ConfigError, match=r"head_dim = 24: SGLang's Qwen2 computes it .* = 16"):
-        export(tmp_path, config, "sglang")
-
-
-def test_existing_output_is_left_alone(tmp_path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="exists"):
-        export(tmp_path, FAMILIES["llama"], "vllm")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_wrong_weights_are_named(tmp_path) -> None:
     config = FAMILIES["llama"]
     huge = random_drafter(config)

@@ -11,10 +11,9 @@ import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import BUCKET_WIDTH, BUCKETS, DEPTHS, Chains, EagleDecoder
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, Chains, EagleDecoder
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.native.decoder import NativeDecoder
 from tests.helpers.pairs import Rows, check_row, of_row, states
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -294,11 +293,3 @@ def test_native_refuses_what_it_cannot_read() -> None:
         rows.feed(0, 1, 3)
     with pytest.raises(BackendError, match="hidden states"):
         eagle.check_pages(rows.pages.bfloat16(), rows.kv)
-
-
-def test_buckets_of_gaps_have_the_width_that_c_uses() -> None:
-    rows = rows_of(loaded("qwen3"), [9])
-    chains = rows.draft(DEPTHS + 3, 2)
-    bucket = np.minimum(chains.sibling_gaps[:, 0] / np.float32(BUCKET_WIDTH), BUCKETS - 1).astype(int)
-    assert (chains.feature % BUCKETS).tolist() == bucket.tolist()
-    assert isinstance(rows.drafter.policy, NativeDecoder)

@@ -84,21 +84,6 @@ def test_gradients_do_not_depend_on_the_packing() -> None:
     torch.testing.assert_close(alone, packed, atol=1e-3, rtol=1e-3)
 
 
-def test_a_fresh_drafter_passes_the_hidden_state_on() -> None:
-    config = FAMILIES["qwen3"]
-    model = EagleModel(config)
-    model.initialise(0)
-    other = EagleModel(config)
-    other.initialise(0)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    embed, _ = lookup_tables(config)
-    batch = collate([random_sequence(config, 40, 2)])
-    layout = PairLayout(batch)
-    out = model.unroll(embed * 0.1, batch, layout, 1)[0].detach()
-    before = batch.hidden[layout.bases - 1]
-    assert torch.nn.functional.cosine_similarity(out, before).mean() > 0.8
-
-
 def test_tensors_that_do_not_fit_are_all_named() -> None:
     config = FAMILIES["qwen3"]
     weights = random_drafter(config)

@@ -119,15 +119,6 @@ def test_decoding_goes_on_after_the_accepted_path_was_moved(name: str, dtype: to
         assert torch.equal(a.logits, b.logits) and torch.equal(a.hidden, b.hidden)
 
 
-def test_chains_and_prompts_may_name_their_parents() -> None:
-    """With every row where plain decoding has it, `parents` change no bit, at any length."""
-    decoder = make("gqa3", torch.bfloat16)
-    chain = Tree(ids(300, 3), list(range(-1, 299)))
-    driver, without = fresh(decoder, (5,), 1), fresh(decoder, (5,), 1)
-    a = decoder.forward(tree_batch(driver, {0: chain}), driver.kv).logits
-    assert torch.equal(a, without.step([(0, chain.tokens)]).logits)
-
-
 def test_hidden_states_of_all_rows_come_beside_a_few_logits() -> None:
     decoder = make("odd head", torch.bfloat16)
     driver = fresh(decoder, (5, 9), 1)

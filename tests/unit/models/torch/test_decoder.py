@@ -37,15 +37,3 @@ def test_features_are_the_layers_outputs_and_the_final_state(family: str) -> Non
         final, outputs = hf_states(model, text)
         want = torch.cat([*outputs, final], -1)
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-
-
-def test_only_the_wanted_layers_are_kept() -> None:
-    model = hf_model("qwen3")
-    config = model_config(model)
-    every, some = TorchDecoder(config, aux_layers=(0, 1, 2)), TorchDecoder(config, aux_layers=(0, 2))
-    h = config.hidden_size
-    for decoder in (every, some):
-        decoder.load_weights(named_weights(model))
-    (full,) = read_hidden_states(every, [[1, 2, 3]], 16, 32)
-    (part,) = read_hidden_states(some, [[1, 2, 3]], 16, 32)
-    assert torch.equal(part, torch.cat([full[:, :h], full[:, 2 * h :]], -1))

@@ -16,7 +16,7 @@ from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.paged import PagedPlan, _splits
+from megatron_tlt.models.torch.paged import PagedPlan
 from tests.helpers.paged import attend_rows
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import random_tree, tree_input
@@ -178,10 +178,3 @@ def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
         outputs.append(driver.step([(0, [7]), (1, list(range(50))), (2, [9, 8])]))
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-5, rtol=1e-5)
     assert build_eagle(decoder).policy.paged is decoder.paged
-
-
-def test_splits_fill_the_device_and_stay_long_enough():
-    assert _splits(8, 8192, 132) == 32  # one sequence: 264 programs wanted, of 256 positions at least
-    assert _splits(8, 1024, 132) == 4
-    assert _splits(2048, 8192, 132) == 1
-    assert _splits(1, 100, 132) == 1
