@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
@@ -37,9 +36,3 @@ def train(config: Path, run_dir: Path, *overrides: str) -> str:
     return run_ranks(
         2, ["-m", "megatron_tlt"], "train", str(config), f"train.run_dir={run_dir}", *overrides
     ).stdout
-
-
-def sleeps(prompt: str, answer: str | None, response: str, metadata: dict) -> float:
-    """A reward function that never returns."""
-    while True:
-        time.sleep(60)

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+from tests.helpers.tiny_models import random_tensors
 
 LAYERS = 8
 POLICIES = {
@@ -20,12 +21,8 @@ POLICIES = {
 def random_eagle3(config: Eagle3Config, seed: int = 0) -> dict[str, Tensor]:
     """Full tensors of sensible size; a reduced vocabulary is a random subset."""
     generator = torch.Generator().manual_seed(seed)
-    out = {}
-    for name, shape in config.shapes().items():
-        if name in ("d2t", "t2d"):
-            continue
-        w = torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else shape[-1] ** -0.5)
-        out[name] = w + 1 if "norm" in name else w
+    shapes = {name: shape for name, shape in config.shapes().items() if name not in ("d2t", "t2d")}
+    out = dict(random_tensors(shapes, seed))
     if config.reduced:
         order = torch.randperm(config.policy.vocab_size, generator=generator)
         ids = order[: config.draft_vocab_size].sort().values

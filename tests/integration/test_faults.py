@@ -1,4 +1,4 @@
-"""Faults of disks, checkpoints, rewards, prompts and numbers in whole runs. Each ends as docs/operations.md says."""
+"""Faults of disks, checkpoints, rewards and numbers in whole runs. Each ends as docs/operations.md says."""
 
 import dataclasses
 import io
@@ -288,63 +288,3 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(forks, 
     (row,) = rows(tmp_path / "run")
     assert row["reward/failures"] == 16  # of 24 answers: 4 kinds of failure, 2 questions each, 2 answers each
     assert "16 of 24 rewards failed; one of them" in output
-
-
-# -- prompts ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b'{"prompt": "a", "answer": "1"}\n{"prompt": ""}\n',
-            "train.jsonl:2: field 'prompt' must be a string",
-        ),
-        (b'{"prompt": "a", "answer": "1"}\n{"prompt": "\xff\xfe"}\n', "train.jsonl:2: not a JSON object"),
-        (b'{"prompt": "' + b"long " * 4000 + b'"}\n', "no prompt fits into data.max_prompt_tokens = 64"),
-    ],
-    ids=["empty", "no UTF-8", "all too long"],
-)
-def test_prompts_that_cannot_be_used_end_the_run_by_name(forks, tmp_path, content, message):
-    config = write_config(tmp_path)
-    (tmp_path / "train.jsonl").write_bytes(content)
-    code, output = forks.run("train", config, check=False)
-    assert code in (1, 2)
-    assert message in output and "Traceback" not in output
-
-
-def test_ten_thousand_prompts_with_duplicates_and_some_longer_than_the_context(forks, tmp_path):
-    config = write_config(
-        tmp_path,
-        train={"num_steps": 1, "prompts_per_step": 10_000, "run_dir": str(tmp_path / "run")},
-        rollout={"samples_per_prompt": 2, "max_tokens": 2, "max_running_requests": 256},
-        rewards={"workers": 0, "functions": [{"name": "exact"}]},
-        eval={"every": 0},
-        observe={"tensorboard": False, "progress": "none", "samples_per_step": 10_000},
-    )
-    asked = [f"say {i % 100}" if i % 50 else "much too long " * 50 for i in range(10_000)]
-    text = "".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in asked)
-    (tmp_path / "train.jsonl").write_text(text)
-    forks.run("train", config)
-    (row,) = rows(tmp_path / "run")
-    assert row["rollout/samples"] == 20_000  # the stream goes on into its second epoch
-    assert row["reward/failures"] == 0
-
-
-def test_ten_thousand_prompts_with_duplicates_are_answered_in_order(whole, forks, tmp_path):
-    asked = [f"say {i % 100}" for i in range(10_000)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
-    options = [
-        "--model",
-        whole / "model",
-        "--prompts",
-        tmp_path / "in.jsonl",
-        "--out",
-        tmp_path / "out.jsonl",
-    ]
-    forks.run("generate", *options, "--max-tokens", 4, "--ignore-eos")
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [a["prompt_index"] for a in answers] == list(range(10_000))
-    assert (
-        len({tuple(a["token_ids"]) for a in answers[::100]}) > 50
-    )  # the same question, its own noise each time

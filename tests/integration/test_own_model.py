@@ -44,10 +44,3 @@ def test_a_trained_model_is_the_same_by_way_of_megatron(tmp_path):
     assert any(not torch.equal(direct[name], start[name]) for name in direct)
     said = tool("inspect_checkpoint.py", checkpoints, "--compare", tmp_path / "direct-hf")
     assert "checkpoint of a run" in said and "tp 2 x pp 2" in said and "0 different" in said
-
-
-def test_a_megatron_path_that_is_not_there_is_a_configuration_problem(tmp_path):
-    write_config(tmp_path)
-    done = train(1, tmp_path, "run", f"model.megatron_path={tmp_path}/nowhere", check=False)
-    assert done.returncode == 2
-    assert "model.megatron_path" in done.stdout and "no such file or directory" in done.stdout

@@ -120,32 +120,6 @@ def test_killed_twice_in_one_step(one, dead, resumed):
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
 
 
-def test_other_sampling_makes_the_cache_stale(dead, resumed):
-    run_dir = dead(1, 9)
-    resumed(run_dir, "rollout.temperature=0.9", "train.num_steps=2")
-    assert reused(run_dir) == {1: 0, 2: 0}
-
-
-def test_a_torn_file_and_a_fresh_start(one, dead, resumed, tmp_path):
-    run_dir = dead(1, 9)
-    fresh = copy_run(run_dir, tmp_path / "fresh")
-    (file,) = (run_dir / "rollout_cache").rglob("*.jsonl")
-    file.write_bytes(file.read_bytes()[:-3])
-    resumed(run_dir)
-    assert reused(run_dir)[1] == 8
-    resumed(fresh, "checkpoint.resume=never")
-    assert reused(fresh)[1] == 0
-    for folder in (run_dir, fresh):
-        assert_same_checkpoint(one / "run" / LAST, folder / LAST)
-
-
-def test_a_speculating_run_uses_the_cache_of_a_plain_one(one, dead, resumed):
-    run_dir = dead(2, 9, NOW)
-    resumed(run_dir, "rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed")
-    assert reused(run_dir)[2] == 9
-    assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
-
-
 @pytest.mark.nightly
 def test_two_ranks_and_one_steal_from_each_other(one, dead, forks, tmp_path):
     """Step 1 is begun by two ranks and finished by one, and the other way round."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_tlt.models.keys import mix, request_key, row_key, row_keys
+from megatron_tlt.models.keys import request_key, row_key, row_keys
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
@@ -168,22 +168,9 @@ def unmix(z: int) -> int:
     return z
 
 
-def test_unmix_inverts_mix():
-    numbers = (0, 1, 12345678901234567890, 2**64 - 1)
-    assert [unmix(int(z)) for z in mix(np.array(numbers, np.uint64))] == [*numbers]
-
-
 def test_row_keys_are_the_scalar_definition_and_do_not_collide():
     cases = [(s, p, i, t) for s in (0, 5) for p in (0, 1, 2**40, -3) for i in range(4) for t in range(50)]
     scalar = [row_key(*case) for case in cases]
     requests = np.array([request_key(*case[:3]) for case in cases], np.uint64)
     assert row_keys(requests, np.array([c[3] for c in cases], np.int32)).tolist() == scalar
     assert len(set(scalar)) == len(scalar)
-
-
-def test_large_batches_are_walked_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron_tlt.rollout.sampler._ELEMENTS_AT_ONCE", 2500)
-    logits = torch.randn(9, 1000, generator=torch.Generator().manual_seed(0))
-    rows = rows_of(some_keys(9))
-    tokens, _ = Sampler(CPU).sample(logits, rows)
-    assert torch.equal(tokens, keyed_sample(logits, torch.ones(9), torch.from_numpy(rows.keys))[0])

@@ -52,14 +52,6 @@ def test_coupled_verification_is_exact(kinds: tuple[str, str]):
     assert kinds != ("dense", "dense") or set(counts.tolist()) == {1, 2, 3}
 
 
-def test_inversion_noise_is_enumerated_completely():
-    policy, drafter = tables(("dense", "zeros"), 3, 31)
-    uniforms, weights = shared_noise([policy, drafter], 3)
-    for table in (policy, drafter):
-        found = np.bincount(cells(decode(table, uniforms), V), weights, minlength=V**3)
-        assert np.abs(found - policy_joint(table, 3)).max() < EXACT
-
-
 @pytest.mark.parametrize("cut", [True, False])
 def test_choices_by_the_draft_or_by_the_verdict_change_nothing(cut: bool):
     """A length that depends on the drafted tokens, and the longer verdict of two drafts: both bias other rules."""

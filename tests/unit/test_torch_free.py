@@ -1,10 +1,7 @@
 """The torch-free set of docs/architecture.md imports where importing torch raises."""
 
-import importlib.util
 import subprocess
 import sys
-
-import pytest
 
 TORCH_FREE = [
     "megatron_tlt.errors",
@@ -63,28 +60,7 @@ for name in sys.argv[1:]:
 """
 
 
-def exists(name: str) -> bool:
-    """Whether a module of the set was written yet; later issues add the rest."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def run(*modules: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", SCRIPT, *modules]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_the_set_imports_without_torch():
-    modules = [name for name in TORCH_FREE if exists(name)]
-    assert len(modules) >= 14
-    done = run(*modules)
+    command = [sys.executable, "-c", SCRIPT, *TORCH_FREE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("module", ["torch", "megatron.core"])
-def test_the_guard_can_fail(module):
-    done = run(module)
-    assert done.returncode != 0
-    assert f"{module.split('.')[0]} was imported" in done.stderr

@@ -116,14 +116,6 @@ def test_ranks_that_cannot_note_their_end_are_believed_while_the_job_runs(cluste
     assert "the ranks could not note their end in " in scene.output()
 
 
-def test_a_plugin_that_srun_cannot_load_is_told_once(cluster, tmp_path):
-    scene = Scene(cluster, tmp_path / "plugin")
-    scene.record("train", "tiny.yaml", MPI="nosuch", MAX_STALLS=0)
-    said = scene.output()
-    assert scene.facts["JobState"] == "FAILED" and "no rank has started: what srun says is above" in said
-    assert "Invalid MPI type 'nosuch'" in said and "No such file" not in said
-
-
 def test_a_container_and_the_network_are_passed_on(scenes):
     scene, end = ended(scenes, "container")
     assert end == ("COMPLETED", "0:0", "0"), scene.output()
@@ -175,14 +167,6 @@ def test_every_script_can_be_submitted_from_anywhere(cluster, tmp_path, script, 
     assert f"argument: {argument}" in scene.log(0).splitlines()
 
 
-@pytest.mark.parametrize(("script", "words"), [("train", []), ("convert", ["up"]), ("bench", ["nothing"])])
-def test_wrong_arguments_end_with_2(cluster, tmp_path, script, words):
-    scene = Scene(cluster, tmp_path / script)
-    scene.record(script, *words, options=("-N1", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=5"))
-    assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("FAILED", "2:0")
-    assert f"{script}.sbatch: " in scene.output()
-
-
 def test_a_dry_run_tells_all_and_submits_nothing(cluster, tmp_path):
     before = cluster.run("squeue", "-h", "-o", "%i")
     words = (
@@ -205,21 +189,6 @@ def test_a_dry_run_tells_all_and_submits_nothing(cluster, tmp_path):
     ):
         assert text in done.stdout
     assert set(cluster.run("squeue", "-h", "-o", "%i").split()) <= set(before.split())
-
-
-def test_a_dry_run_of_a_wrong_configuration_ends_with_2(cluster, tmp_path):
-    words = ("--dry-run", "configs/quickstart.yaml", "train.num_step=7")
-    done = run_here(cluster, tmp_path, SLURM / "train.sbatch", *words)
-    assert done.returncode == 2
-    assert "num_steps" in done.stderr
-
-
-@pytest.mark.parametrize("script", ["sft", "convert", "bench"])
-def test_every_script_has_a_dry_run(cluster, tmp_path, script):
-    words = {"sft": ["configs/sft-demo.yaml"], "convert": ["hf-to-megatron"], "bench": ["kernels"]}[script]
-    done = run_here(cluster, tmp_path, SLURM / f"{script}.sbatch", "--dry-run", *words)
-    assert done.returncode == 0, done.stderr
-    assert "GPU-hours" in done.stdout
 
 
 def test_an_allocation_in_hand_is_used_and_the_exit_code_comes_back(cluster, tmp_path):

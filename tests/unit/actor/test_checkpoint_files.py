@@ -43,13 +43,6 @@ def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Pa
     assert not (tmp_path / "step-000008.tmp").exists()
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    published(tmp_path, 3)
-    directory = published(tmp_path, 3)
-    assert files.damage_of(directory) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == [files.LATEST, "step-000003"]
-
-
 @pytest.mark.parametrize(
     ("content", "word"), [(None, "missing"), (b"weights of", "torn"), (b"weights of step 6", "altered")]
 )

@@ -57,11 +57,6 @@ def test_padding_columns_do_not_exist() -> None:
     assert gradient[:, 5:].abs().max() == 0
 
 
-def test_shards_cover_the_vocabulary() -> None:
-    shards = [VocabShard.of_rank(5, rank, 4, None) for rank in range(4)]
-    assert [(s.start, s.valid) for s in shards] == [(0, 2), (2, 2), (4, 1), (6, 0)]
-
-
 def test_bf16_logits_lose_nothing_but_their_own_rounding() -> None:
     torch.manual_seed(2)
     logits = torch.randn(6, 50).bfloat16()

@@ -92,22 +92,6 @@ def test_without_weights_it_does_not_answer():
     assert backend.policy_version == -1
 
 
-def test_a_refused_prompt_leaves_nothing_behind():
-    backend = make_backend()
-    too_long = Prompt(9, "q9", tuple([1] * 120), "")
-    with pytest.raises(BackendError, match="132 exceed the context of 128"):
-        backend.generate([*PROMPTS, too_long], PARAMS, 2)
-    assert backend.engine.is_idle
-    assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
-
-
-def test_progress_is_told():
-    told = []
-    make_backend().generate(PROMPTS, PARAMS, 3, lambda *numbers: told.append(numbers))
-    assert told
-    assert all(running <= 6 and tokens > 0 for running, _, tokens in told)
-
-
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")

@@ -8,11 +8,6 @@ import pytest
 from megatron_tlt.cli.main import _parse, main
 
 
-def test_overrides_stand_before_and_behind_options():
-    args = _parse(["check", "c.yaml", "a.b=1", "--ranks", "4", "c.d=[1, 2]"])
-    assert (args.ranks, args.overrides) == (4, ["a.b=1", "c.d=[1, 2]"])
-
-
 @pytest.mark.parametrize("rest", [["--rank", "4"], ["stray"], ["--raks=4"], ["a.b=1", "--x"]], ids=" ".join)
 def test_what_is_neither_option_nor_override_is_refused(rest, capsys):
     with pytest.raises(SystemExit) as caught:

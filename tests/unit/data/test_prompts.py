@@ -66,13 +66,6 @@ def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -
     assert len({p.dataset_id for p in prompts}) == 10
 
 
-def test_order_is_a_function_of_the_seed(ten: PromptSourceConfig) -> None:
-    assert stream(ten).next_batch(25) == stream(ten).next_batch(25)
-    assert stream(ten, seed=1).next_batch(25) != stream(ten).next_batch(25)
-    unshuffled = ten.model_copy(update={"shuffle": False})
-    assert [p.text for p in stream(unshuffled).next_batch(12)] == [f"q{i % 10}" for i in range(12)]
-
-
 def test_prompts_carry_answer_task_and_the_other_columns(ten: PromptSourceConfig) -> None:
     prompt = next(p for p in stream(ten).next_batch(10) if p.text == "q4")
     assert (prompt.answer, prompt.task, prompt.metadata) == ("4", "ten", {"level": 1})

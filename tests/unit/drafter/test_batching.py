@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import collate, epoch, pack, windows
+from megatron_tlt.drafter.batching import epoch, pack, windows
 from tests.helpers.tiny_drafters import FAMILIES, random_sequence
 
 CONFIG = FAMILIES["qwen3"]
@@ -32,11 +32,6 @@ def test_windows_hold_every_base_once_at_its_position(length: int, prompt_len: i
     assert bases == list(range(whole.first_base, length - 1))
 
 
-def test_short_sequences_are_not_cut() -> None:
-    s = numbered(32, 10)
-    assert list(windows(s, 32)) == [s]
-
-
 def test_packs_keep_the_padded_budget() -> None:
     sequences = [numbered(n, 2) for n in (50, 10, 30, 90, 12, 31)]
     groups = pack(sequences, 64)
@@ -52,10 +47,3 @@ def test_an_epoch_has_every_usable_sequence_once_in_a_seeded_order() -> None:
     assert sorted(n for x in lengths for n in x) == list(range(5, 40))
     assert [x.starts for x in first] == [x.starts for x in again]
     assert [x.starts for x in first] != [x.starts for x in other]
-
-
-def test_the_hidden_state_of_the_last_token_may_be_missing() -> None:
-    batch = collate([numbered(5, 2), numbered(7, 3)])
-    assert batch.hidden.shape == (12, CONFIG.hidden_size)
-    assert batch.hidden[:, 0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 0]
-    assert (batch.starts, batch.first, batch.offsets) == ([0, 5, 12], [1, 2], [0, 0])

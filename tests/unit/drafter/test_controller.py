@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,14 +89,6 @@ def test_a_step_trains_merges_and_publishes():
         assert torch.equal(kept[0], embed + version) and torch.equal(kept[1], head + version)
 
 
-def test_without_training_the_drafter_is_not_published_again():
-    backend = Backend()
-    controller = make(backend)
-    push(controller, 0)
-    assert one_step(controller, backend, steps=0)["drafter/version"] == 0
-    assert push(controller, 1) is None
-
-
 def test_a_failure_turns_training_off():
     backend = Backend()
     controller = make(backend)
@@ -120,30 +111,6 @@ def test_a_failure_turns_training_off():
     assert sorted(controller.trainer.tables) == [0, 1]
 
 
-def test_a_failure_on_another_rank_ends_training_here(caplog):
-    backend = Backend()
-    controller = make(backend)
-    push(controller, 0)
-    merge = controller.trainer.merge
-    controller.trainer.merge = lambda *a: replace(merge(*a), disabled=(1,))
-    assert one_step(controller, backend)["drafter/disabled"] == 1
-    assert controller.disabled_reason == "training failed on ranks (1,)" and controller.trainer.enabled
-    with controller.collecting():
-        assert backend.sink is None
-    assert not caplog.records  # rank 1 has logged it
-
-
-def test_a_mean_that_is_not_finite_ends_training_with_one_warning(monkeypatch, caplog):
-    backend = Backend()
-    controller = make(backend)
-    push(controller, 0)
-    nan = torch.tensor([float("nan")])
-    monkeypatch.setattr("megatron_tlt.drafter.flat_state.FlatState.weighted", lambda *a: nan)
-    assert one_step(controller, backend)["drafter/disabled"] == 1
-    assert push(controller, 1) is None
-    assert len(caplog.records) == 1
-
-
 def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint():
     backend = Backend()
     controller = make(backend)
@@ -154,16 +121,6 @@ def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint():
     weights, version = push(resumed, 1)
     assert version == 1 and push(resumed, 1) is None
     assert all(torch.equal(weights[name], tensor) for name, tensor in controller.trainer.weights().items())
-
-
-def test_a_checkpoint_from_before_the_first_merge_counts_too():
-    """Its drafter may be another than the one that this run is configured to start from."""
-    first, resumed = make(), make()
-    first.trainer.weights()["fc.weight"].mul_(2.0)
-    resumed.load_state_dict(first.state_dict())
-    weights, version = push(resumed, 0)
-    assert version == 0 and torch.equal(weights["fc.weight"], first.trainer.weights()["fc.weight"])
-    assert push(resumed, 0) is None
 
 
 @pytest.mark.parametrize("has_eagle", [True, False])

@@ -125,13 +125,3 @@ def test_overlap_and_likely_tokens_by_hand() -> None:
         sums += [1, 1 - 0.5 * float((p - q).abs().sum()), float(p[best[0]]), float(p[best[:4]].sum())]
     np.testing.assert_allclose(got.sums[0, :4], sums, rtol=1e-5)
     assert got.to_json()["p_top4_q"][0] == pytest.approx(sums[3] / sums[0], rel=1e-5)
-
-
-def test_parts_add_up() -> None:
-    sequences = answers((30, 6), (12, 1), (41, 20))
-    whole, total = run(sequences, 1.0), Acceptance.empty(STEPS)
-    for s in sequences:
-        total = total + run([s], 1.0)
-    assert total.bases == whole.bases
-    np.testing.assert_allclose(total.sums, whole.sums, rtol=1e-5)
-    assert f"expected accepted length {whole.accepted_length:.2f} of 4" in whole.table()

@@ -80,21 +80,6 @@ def test_taken_answers_do_not_move_the_median_and_are_drawn() -> None:
     assert {40, 50, 60} <= {s.length for s in drawn} and any(s.policy_version == 1 for s in drawn)
 
 
-def test_the_end_of_a_long_answer_counts_as_long() -> None:
-    """Cut by its own replica for its buffer, cut again to be sent, and longer than what it is given to."""
-    sender = HiddenStateBuffer(size_of(40), 30, 1, 0)
-    sender.begin_step(0)
-    chunk = random_chunk(CONFIG, 100, 100, 0)
-    sender.add(chunk)
-    ((key, cut),) = sender.longest(size_of(20))
-    assert 15 <= cut.length <= 20 and cut.offset == 100 - cut.length
-    assert cut.token_ids.tolist() == chunk.token_ids[cut.offset :].tolist()
-    b = buffer([30, 40, 50])
-    b.add_shared(key, cut)
-    b.begin_step(1)
-    assert lengths_of(b) == [cut.length, 40, 50]
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 7, 512])
 @pytest.mark.parametrize("mib", [1, 4, 16, 64])
 def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:
@@ -105,9 +90,3 @@ def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> No
     counted = [sum(r in turn for turn in turns) for r in range(replicas)]
     assert max(counted) == min(counted) == count
     assert sharing.bytes // count >= min(mib, 4) * MIB  # a sender has enough for something long
-
-
-def test_nobody_sends_to_nobody() -> None:
-    assert (
-        HiddenStateSharing(0, 1, 1, MIB).senders(0) == [] and HiddenStateSharing(0, 2, 1, 0).senders(0) == []
-    )

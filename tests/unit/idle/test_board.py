@@ -31,15 +31,6 @@ def test_all_ranks_are_busy_until_they_report_being_done(board):
     assert board.busy == {0, 2}
 
 
-def test_a_rank_in_a_later_window_is_done_with_this_one(board):
-    board.update(Report(4, 9, 2, BUSY))
-    assert board.busy == {0, 2}
-    board.begin(2)
-    assert board.busy == {0, 2, 4}
-    board.update(Report(0, 3, 1, IDLE))  # of the window before
-    assert board.busy == {0, 2, 4} and board.report_of(0) is None
-
-
 def test_the_expected_wait_is_that_of_the_slowest_and_shrinks_with_time(board, clock):
     board.update(Report(0, 1, 1, BUSY, tokens_left=100, tokens_per_second=50))
     board.update(Report(2, 1, 1, BUSY, tokens_left=100, tokens_per_second=20))

@@ -59,20 +59,6 @@ def test_a_rank_without_changes_sends_a_heartbeat(clock):
     assert len(comm.take_sent()) == 2
 
 
-def test_a_poll_right_after_the_last_does_not_probe(clock):
-    comm, coordinator = make(1, 2, clock)
-    coordinator.begin()
-    clock.time += 0.01
-    coordinator.poll()
-    comm.inbox.append(Message(Kind.ALL_DONE, 0, 1, 5.0).pack())
-    clock.time += 0.001
-    coordinator.poll()
-    assert len(comm.inbox) == 1 and not coordinator.is_over
-    clock.time += 0.001
-    coordinator.poll()
-    assert coordinator.is_over and coordinator.last_done_at == 5.0
-
-
 def test_messages_of_an_earlier_window_are_dropped(clock):
     comm, coordinator = make(0, 2, clock)
     for _ in range(3):
@@ -88,25 +74,6 @@ def test_messages_of_an_earlier_window_are_dropped(clock):
     assert coordinator.board()[1].report is None
     receive(comm, clock, coordinator, report(1, 1, 4, IDLE))
     assert coordinator.board()[1].state is IDLE
-
-
-def test_a_stale_wait_or_last_busy_changes_nothing(clock):
-    comm, coordinator = make(1, 2, clock)
-    for _ in range(2):
-        coordinator.begin()
-        receive(
-            comm, clock, coordinator, Message(Kind.LAST_BUSY, 0, 1), Message(Kind.EXPECTED_WAIT, 0, 1, 3.0)
-        )
-        comm.take_sent()
-        if coordinator.epoch == 1:
-            assert coordinator.expected_wait() == pytest.approx(3.0)
-            coordinator.enter_done()
-            comm.barriers[-1].complete = True
-            assert coordinator.test_done()
-    assert coordinator.expected_wait() is None
-    coordinator.enter_done()
-    assert not coordinator.is_over
-    assert [m.kind for _, m in comm.take_sent()] == [Kind.REPORT]
 
 
 def test_rank_0_sends_idle_ranks_the_expected_wait_and_again_when_it_moved(clock):

@@ -128,14 +128,6 @@ def test_an_idle_rank_steals_until_no_replica_has_a_queue(clock):
     assert report.training_seconds == pytest.approx(report.spans[-1].seconds)
 
 
-def test_a_rank_that_requests_work_notices_silent_ranks(clock):
-    coordinator = FakeCoordinator(clock, over_at=11.0, dead=True)
-    window = make(coordinator, clock)
-    window.begin()
-    with pytest.raises(CoordinatorError, match="rank 3"):
-        window.steal_work()
-
-
 def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     coordinator = FakeCoordinator(clock, over_at=13.02, knows_wait=False)
     window = make(coordinator, clock)
@@ -177,11 +169,6 @@ def test_it_does_not_begin_a_step_that_would_delay_others(clock):
     report = run(window, stepper(clock))
     assert report.steps == 2
     assert report.stop_seconds <= 2 * POLL_S
-
-
-def test_the_last_rank_does_not_train(clock):
-    report = run(make(FakeCoordinator(clock, over_at=5.0), clock), stepper(clock))
-    assert (report.steps, report.training_seconds, report.idle_seconds) == (0, 0.0, 0.0)
 
 
 def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock, caplog):

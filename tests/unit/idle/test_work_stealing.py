@@ -128,32 +128,6 @@ def test_an_assigned_transfer_is_waited_for(sent):
     assert sent.taken() == [(2, Kind.ASSIGN, 0, ())]
 
 
-def test_an_answer_that_came_before_the_request_is_handled_first():
-    net = Net(random.Random(1), 2)
-    comm = Comm(net, 1)
-    coordinator = IdleCoordinator(comm, clock=net, wall=net.now, queue=Queue())
-    coordinator.begin()
-    net.links[0, 1] = deque([(0.0, bytes(Message(Kind.NO_WORK, 0, 1).pack()))])
-    net.links.pop((1, 0))
-    coordinator.request_work()
-    assert coordinator.receive_work() == ()
-    assert [unpack(data).kind for _, data in net.links[1, 0]] == [Kind.REPORT]
-
-
-def test_rank_0_sends_no_work_once_all_queues_are_known(sent):
-    leader, board = WorkStealing(range(3), sent, Queue()), board_of(0, -1, 0)
-    leader.handle(message(Kind.REQUEST_WORK, 2))
-    leader.assign(board)
-    assert sent.taken() == []
-    board.update(Report(1, 2, 1, RankState.BUSY, queued=0))
-    leader.assign(board)
-    assert sent.taken() == [(rank, Kind.NO_WORK, float(rank == 2), ()) for rank in range(3)]
-    assert not leader.has_open_requests
-    leader.handle(message(Kind.REQUEST_WORK, 1))  # it had not received it yet
-    leader.assign(board)
-    assert sent.taken() == [(1, Kind.NO_WORK, 1.0, ())]
-
-
 # -- a world ------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
-from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import Driver, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
@@ -240,12 +239,6 @@ def test_wrong_types_and_choices_are_refused() -> None:
         build_decoder(CONFIG, device="cuda", kernels="native")
     with pytest.raises(ConfigError, match="dtype"):
         NativeDecoder(CONFIG, torch.float16)
-
-
-def test_the_factory_tells_what_it_chose(monkeypatch) -> None:
-    assert build_decoder(CONFIG).kind == "native"
-    monkeypatch.setattr("megatron_tlt.models.factory.find_compiler", lambda: None)
-    assert isinstance(build_decoder(CONFIG), TorchDecoder)
 
 
 def test_many_processes_build_once(tmp_path) -> None:

@@ -87,22 +87,3 @@ def test_leftovers_in_recycled_blocks_are_never_read(dtype: torch.dtype) -> None
         ids = tokens(length, length)
         a, b = clean.step([(length, ids)]).logits, dirty.step([(length, ids)]).logits
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wanted_rows_in_any_order(dtype: torch.dtype) -> None:
-    decoder = make("gqa3", dtype, 2)
-    driver = Driver(decoder)
-    every = driver.step([(0, tokens(20, 1))])
-    captured = {}
-    plain = decoder.forward
-
-    def spy(batch, kv):
-        batch.logit_rows = torch.tensor([7, 3, 3, 19, 0], dtype=torch.int32)
-        captured["out"] = plain(batch, kv)
-        return captured["out"]
-
-    decoder.forward = spy  # type: ignore[method-assign]
-    out = Driver(decoder).step([(0, tokens(20, 1))])
-    assert torch.equal(out.logits, every.logits[[7, 3, 3, 19, 0]])
-    assert torch.equal(out.hidden, every.hidden[[7, 3, 3, 19, 0]])

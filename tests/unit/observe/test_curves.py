@@ -50,9 +50,3 @@ def test_the_event_places_the_curve_in_wall_time():
     assert (
         len(attrs["drafting"]) == 24 and attrs["drafting"][:11] == [0.0] * 11 and attrs["drafting"][-1] == 1.0
     )
-
-
-def test_no_curve_no_event_and_no_drafts_no_shares():
-    assert curve_attrs(EngineStats()) is None
-    assert "drafting" not in curve_attrs(EngineStats(running_curve=[(0.0, 1), (1.0, 0)]))
-    assert drafting_shares([(0.0, True)], 1.0, 1.0, 4) == [0.0] * 4

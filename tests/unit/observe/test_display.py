@@ -1,7 +1,5 @@
 import io
-import json
 import logging
-import math
 
 import pytest
 from rich.console import Console
@@ -18,9 +16,7 @@ from megatron_tlt.observe.samples import sample_rows
 from megatron_tlt.observe.summary import (
     Accuracy,
     RunSummary,
-    phase_shares,
     render_summary,
-    write_summary,
 )
 from megatron_tlt.trainer.metrics import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
@@ -46,14 +42,6 @@ def test_a_log_line_says_rank_step_and_phase(logger):
     assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
 
 
-def test_rank_0_logs_from_info_up(logger):
-    stream = io.StringIO()
-    log.setup_logging(0, 4, stream=stream)
-    log.setup_logging(0, 4, stream=stream)
-    logger.info("once")
-    assert stream.getvalue()[9:] == "rank 0/4 start | INFO once\n"
-
-
 def test_plain_progress_writes_a_line_a_step():
     stream = io.StringIO()
     progress = build_progress("auto", 20, 0, stream)
@@ -62,17 +50,6 @@ def test_plain_progress_writes_a_line_a_step():
     progress.rollout(3, 1, 100)
     progress.step_done(3, 2.0, 400, METRICS)
     assert stream.getvalue() == "step 3/20  2.0 s  200 tokens/s  reward 0.500  accuracy 0.250  length 123\n"
-
-
-def test_plain_progress_shows_life_in_a_long_rollout(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
-    stream = io.StringIO()
-    progress = PlainProgress(5, stream)
-    progress.phase("rollout", 1)
-    for now[0] in (10.0, 31.0, 40.0):
-        progress.rollout(3, 1, 100)
-    assert stream.getvalue() == "step 2/5 rollout: 3 running, 1 waiting, 100 tokens\n"
 
 
 def test_rich_progress_shows_table_phase_and_speed():
@@ -145,17 +122,6 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
         assert part in text
 
 
-def test_the_summary_shows_what_idle_time_became():
-    stream = io.StringIO()
-    idle = {"idle_seconds": 40.0, "recovered_seconds": 36.0, "drafter_steps": 700, "stolen_requests": 42}
-    lengths = [1.0 + i / 10 for i in range(31)]
-    Console(file=stream, width=120).print(render_summary(summary(**idle, accept_lengths=lengths)))
-    text = stream.getvalue()
-    assert "40.0 s idle, 36.0 s recovered (90%), 700 steps" in text
-    assert "requests stolen" in text and "42 from the queues of other ranks" in text
-    assert "1.00 1.30 1.70 2.00 2.30 2.70 3.00 3.30 3.70 4.00" in text  # 10 of 31, first and last among them
-
-
 def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
     ranks = [
         {
@@ -174,16 +140,3 @@ def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
         "drafter/loss_mean": 1.5,
     }
     assert combined(ranks) == added
-
-
-def test_shares_add_up():
-    rows = phase_shares(summary())
-    assert [name for name, _, _ in rows] == ["rollout", "update", "other"]
-    assert sum(share for _, _, share in rows) == pytest.approx(1.0)
-
-
-def test_the_summary_file_is_json(tmp_path):
-    path = write_summary(summary(after=Accuracy(20, 0.5, math.nan, 1)), tmp_path)
-    values = json.loads(path.read_text())
-    assert values["tokens_per_second"] == 100.0
-    assert values["after"] == {"step": 20, "mean": 0.5, "standard_error": None, "count": 1}

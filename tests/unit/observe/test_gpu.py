@@ -72,13 +72,6 @@ def test_what_nvml_does_not_support_is_absent(call, missing):
     assert window(FakeNvml(call)) == pytest.approx(wanted)
 
 
-def test_nothing_is_reported_without_a_gpu_or_a_start(caplog):
-    assert GpuMonitor(None, FakeNvml("nvmlInit")).stop() == GpuMonitor("GPU-1234", FakeNvml()).stop() == {}
-    with caplog.at_level(logging.WARNING):
-        assert window(FakeNvml(), "GPU-9") == {}
-    assert [r.getMessage() for r in caplog.records] == ["no GPU metrics: NVML says Not Found"]
-
-
 @pytest.mark.skipif(ctypes.util.find_library("nvidia-ml") is not None, reason="there is a driver here")
 def test_the_real_module_without_a_driver(caplog):
     with caplog.at_level(logging.WARNING):

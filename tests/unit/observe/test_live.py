@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.live import read_view, render, watch
 from tests.helpers.synthetic_run import write_run
@@ -75,8 +74,3 @@ def test_watching_ends_with_the_run_and_once_prints_once(tmp_path):
         console = Console(file=io.StringIO(), width=80)
         watch(folder, once=once, every=0.01, console=console)
         assert "finished" in console.file.getvalue()
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="RUN_DIR"):
-        watch(tmp_path / "none", once=True)

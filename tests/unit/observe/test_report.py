@@ -12,7 +12,6 @@ from megatron_tlt.observe.page import Chart, Table
 from megatron_tlt.observe.report import run_page
 from megatron_tlt.observe.report_compare import Equality, compare_page, equality, phase_rows
 from megatron_tlt.observe.report_rollout import running_at
-from megatron_tlt.observe.report_samples import stretches
 from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.synthetic_run import SLOW_RANK, write_run
 
@@ -53,13 +52,6 @@ def test_every_chart_of_a_whole_run_is_there(tmp_path):
     for chart in charts(page).values():
         groups = [chart.traces, *chart.choices.values()]
         assert any(any(len(trace["x"]) for trace in traces) for traces in groups), chart.title
-
-
-def test_phases_add_up_to_the_step(tmp_path):
-    run = read_run(write_run(tmp_path / "r", ranks=3, steps=6))
-    bars = charts(run_page(run))["Step time by phase"].traces
-    for at, row in enumerate(run.steps):
-        assert sum(bar["y"][at] for bar in bars) == pytest.approx(row["time/step"], abs=0.2)
 
 
 def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
@@ -112,11 +104,6 @@ def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
     assert [sum(trace["y"][i] for trace in shares) for i in (5, 80, 150)] == [512, 512, 512]
     lanes = charts(page)["The slowest and the quickest of 512 ranks"].choices["16"]
     assert len({name for trace in lanes for name in trace["y"]}) == 24
-
-
-def test_stretches_of_an_answer_keep_its_text():
-    found = [part for part in stretches("abcd", [(1, 2, "x"), (3, 0, "y")]) if part[1]]
-    assert found == [("", "a"), ("ok first", "bc"), ("refused", "x"), ("refused", "y"), ("", "d")]
 
 
 @pytest.mark.parametrize("line", [b'{"step": 3, "ti', b"\xff\xfe\x00", b'{"step": "x"}', b"[1]"])

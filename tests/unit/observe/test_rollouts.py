@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 
-from megatron_tlt.observe.jsonl import to_line
 from megatron_tlt.observe.rollouts import (
     combined_figures,
     digests,
@@ -68,17 +66,3 @@ def test_speculation_is_summed_over_ranks():
     assert row["strategies"] == {"a_1_1_0": 7, "none": 3}
     assert row["drafted_at"] == [6, 5, 1] and row["accepted_at"] == [4, 1]
     assert row["by_batch"] == {1: [9, 20], 4: [7, 12]}
-
-
-def test_a_row_is_small_whatever_the_ranks():
-    stats = SpeculationStats(
-        {f"hybrid_{i}_1_0": 9 for i in range(100)},
-        drafted_at=[9] * 90,
-        accepted_at=[9] * 90,
-        by_batch={i: [9, 9] for i in range(1, 500)},
-    )
-    ranks = [own_figures(EngineStats(speculation=stats), some_groups(1), 90) for _ in range(64)]
-    row = combined_figures(ranks)
-    assert len(to_line(row)) < 3000
-    assert sum(row["strategies"].values()) == 64 * 900
-    assert len(json.dumps(ranks[0])) < 4000

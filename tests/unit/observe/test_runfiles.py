@@ -42,12 +42,6 @@ def test_a_run_in_progress_with_torn_lines(tmp_path):
     ]
 
 
-def test_a_summary_of_before_a_resume_is_not_the_end(tmp_path):
-    folder = write_run(tmp_path / "r", steps=2, num_steps=9)
-    (folder / "summary.json").write_text("{}")
-    assert not read_run(folder).is_finished
-
-
 @pytest.mark.parametrize("make", [False, True])
 def test_what_is_no_run_is_refused_by_name(tmp_path, make):
     folder = tmp_path / "none"

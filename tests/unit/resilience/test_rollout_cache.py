@@ -250,18 +250,6 @@ def test_answers_of_anything_else_are_not_used(tmp_path: Path, change: dict[str,
     assert metrics["rollout_cache/reused"] == 0.0
 
 
-def test_ranks_of_one_engine_that_read_differently_use_nothing(tmp_path: Path) -> None:
-    killed(tmp_path, 5)
-
-    def others(value: Any) -> Any:
-        """The other rank of this replica has read nothing."""
-        return (value[0], 0, 0) if isinstance(value, tuple) else value
-
-    engine = Engine()
-    run_step(tmp_path, engine, world=World(0, 2, others), tp=2)
-    assert engine.asked == ALL
-
-
 def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"rollout_cache/step-00000{step}").mkdir(parents=True)

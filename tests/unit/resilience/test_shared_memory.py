@@ -9,7 +9,14 @@ from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
 
 def test_only_old_mpich_files_that_no_process_holds_are_removed(tmp_path):
-    names = ["mpich_shm_1a2b_0", "mpich_shm_3c4d_0", "mpich_shm_5e6f_1", "mpich_shm_new_", "other", "mpich_shm_77_0"]
+    names = [
+        "mpich_shm_1a2b_0",
+        "mpich_shm_3c4d_0",
+        "mpich_shm_5e6f_1",
+        "mpich_shm_new_",
+        "other",
+        "mpich_shm_77_0",
+    ]
     left, opened, mapped, *_, young = paths = [tmp_path / name for name in names]
     for path in paths:
         path.write_bytes(bytes(4096))
@@ -23,7 +30,9 @@ def test_only_old_mpich_files_that_no_process_holds_are_removed(tmp_path):
         memory.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*names[1:], "mpich_shm_99_0"])
     time.sleep(0.3)
-    assert sorted(sweep_shared_memory(tmp_path, young_s=0.2)) == sorted([opened.name, mapped.name, young.name])
+    assert sorted(sweep_shared_memory(tmp_path, young_s=0.2)) == sorted(
+        [opened.name, mapped.name, young.name]
+    )
 
 
 def test_directories_of_weights_stay_while_their_owner_holds_a_lock(tmp_path):
@@ -37,7 +46,3 @@ def test_directories_of_weights_stay_while_their_owner_holds_a_lock(tmp_path):
     assert sweep_shared_memory(tmp_path, young_s=0.2) == ["tlt-dead"]
     os.close(fd)
     assert sweep_shared_memory(tmp_path, young_s=0.2) == ["tlt-alive"]
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    assert sweep_shared_memory(tmp_path / "nowhere") == []

@@ -99,15 +99,6 @@ def test_a_second_signal_drops_at_once_and_sigterm_leaves_less_time(clock):
         stop.check_rollout()
 
 
-def test_a_signal_that_came_before_anything_was_built_counts_on_all_ranks(clock):
-    signals, store = StopSignals(clock), Store()
-    signals.note(WARNING)
-    GracefulShutdown(SimpleNamespace(size=2, store=store), ShutdownSection(), signals, clock=clock)
-    other, _ = make(clock, store)
-    other.check_rollout()
-    assert other.is_requested
-
-
 def test_other_ranks_see_it_through_the_store_and_count_with_it(clock):
     store = Store()
     first, signals = make(clock, store)

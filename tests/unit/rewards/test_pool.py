@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
-from megatron_tlt.errors import ConfigError, RewardError
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
@@ -116,40 +115,6 @@ def test_workers_know_nothing_of_mpi_or_torch(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, "1")
     with pool_of() as pool:
         assert [r.value for r in verdicts(pool, ["launcher", "torch"])] == [0.0, 0.0]
-
-
-def test_nothing_starts_before_the_first_sample_and_close_ends_everything() -> None:
-    with pool_of() as pool:
-        assert pool._workers == []
-        pid = int(verdicts(pool, ["pid"])[0].value)
-        pool.close()
-        pool.close()
-        assert not Path(f"/proc/{pid}/exe").exists()
-        assert verdicts(pool, ["5"])[0].value == 5.0
-
-
-def test_warming_up_does_not_wait() -> None:
-    with pool_of() as pool:
-        started = time.perf_counter()
-        pool.warm_up()
-        assert time.perf_counter() - started < 0.5
-        (worker,) = pool._workers
-        assert verdicts(pool, ["5"])[0].value == 5.0
-        assert pool._workers == [worker]
-
-
-def test_a_function_that_cannot_be_loaded_stops_the_run_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"rewards\.functions\.0\.path = .*has no 'missing'"):
-        RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{USER}:missing"),)))
-
-
-def test_a_function_that_loads_here_but_not_in_the_worker_is_an_error(tmp_path: Path) -> None:
-    user = tmp_path / "once.py"
-    user.write_text("def f(p, a, r, m):\n    return 1.0\n")
-    with RewardPool(RewardSection(functions=(RewardConfig(name="python", path=f"{user}:f"),))) as pool:
-        user.write_text("")
-        with pytest.raises(RewardError, match=r"did not start: .*has no 'f'"):
-            pool.score(groups_of(["1"]))
 
 
 def test_a_hung_worker_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:

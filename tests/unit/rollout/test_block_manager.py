@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
-
 from megatron_tlt.rollout.block_manager import BlockManager
 
 
@@ -35,26 +33,3 @@ def test_random_operations_match_a_naive_model():
     for holder in holders:
         pool.free(holder)
     assert pool.num_free == 40
-
-
-def test_freeing_twice_is_an_assertion():
-    pool = BlockManager(4, 16)
-    blocks = pool.allocate(2)
-    pool.free(blocks)
-    with pytest.raises(AssertionError, match="freed twice"):
-        pool.free(blocks)
-
-
-def test_a_free_block_cannot_be_shared():
-    with pytest.raises(AssertionError, match="cannot be shared"):
-        BlockManager(4, 16).share([1])
-
-
-def test_taking_more_than_is_free_is_an_assertion():
-    with pytest.raises(AssertionError, match="5 blocks requested, 4 free"):
-        BlockManager(4, 16).allocate(5)
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
-def test_blocks_for(tokens: int, blocks: int):
-    assert BlockManager(4, 16).blocks_for(tokens) == blocks

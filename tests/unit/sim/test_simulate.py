@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.sim.modes import simulate
-from megatron_tlt.sim.result import PHASES, SCHEMA
+from megatron_tlt.sim.result import PHASES
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.mpi import ROOT
 from tests.helpers.sim import sim_config
@@ -54,20 +54,6 @@ def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
     seconds = [p.seconds for p in result.points if p.mode == "tlt"]
     assert gains[0] < min(gains[1:])  # a rate is the mean of few steps: near gains may change places
     assert seconds == sorted(seconds, reverse=True)
-
-
-def test_the_document_has_its_parts():
-    config = sim_config(*BULK, *EAGLE)
-    document = simulate(config, ["off", "tlt"]).to_json()
-    assert document["schema"] == SCHEMA
-    assert document["config"]["cluster"]["gpu"] == "h100"
-    point = document["points"][1]
-    assert point["steps"][0]["phases"]["rollout"] > 0
-    assert {"running", "lanes", "speculation_from", "step"} == set(point["shown"])
-    assert any("lognormal" in text for text in document["assumptions"])
-    names = [t["setting"] for t in document["thresholds"]]
-    assert "rollout.speculation.bandit.thresholds" not in names  # the selector is cost_model
-    assert "idle.min_tail_seconds" in names
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from tests.helpers.sim import sim_config
 
 NAME = "running requests of a replica up to which drafts pay"
 NODES = "nodes"
-BANDIT = "rollout.speculation.bandit.thresholds"
 
 
 def config_of(*overrides):
@@ -44,14 +43,6 @@ def test_drafts_pay_up_to_the_end_of_the_first_run_of_gains(point):
 def test_a_threshold_that_was_set_is_told_where_it_was_reached(point, above, said):
     found = advice(config_of(f"plain_above={above}"), with_gains(point, {1: 2.0, 2: 1.5, 4: 1.0}))[NAME]
     assert ("plain_above" in found.reason) is said
-
-
-def test_the_bandits_thresholds_are_the_bandits(point):
-    rows = with_gains(point, {1: 2.0, 2: 1.5, 4: 1.3})
-    assert BANDIT not in advice(config_of(), rows)
-    bandit = "rollout.speculation.selector=beg_mab"
-    assert advice(config_of(bandit), rows)[BANDIT].value == "[1, 2, 4]"
-    assert advice(config_of(bandit, "plain_above=2"), rows)[BANDIT].value == "[1, 2]"
 
 
 def test_nodes_end_where_they_pay_no_more(point):

@@ -15,10 +15,6 @@ def drawn(*overrides, **lengths):
     return Lengths(sim_config("rollout.samples_per_prompt=8", *overrides, workload=workload)).of(0)
 
 
-def from_path(path):
-    return sim_config().workload.lengths.model_copy(update={"kind": "empirical", "path": str(path)})
-
-
 def test_lognormal_lengths_have_the_median_the_spread_and_the_cap():
     lengths = drawn("rollout.max_tokens=100000")
     logs = np.log(lengths)
@@ -41,14 +37,6 @@ def test_lengths_depend_on_seed_and_step_only():
     assert (lengths.of(1) == Lengths(sim_config("cluster.nodes=4")).of(1)).all()
     assert not (lengths.of(0) == lengths.of(1)).all()
     assert not (lengths.of(0) == Lengths(sim_config("workload.seed=1")).of(0)).all()
-
-
-def test_growth_makes_later_steps_longer():
-    config = sim_config(
-        "workload.lengths.growth=0.1", "rollout.max_tokens=100000", "workload.prompts_per_step=2000"
-    )
-    lengths = Lengths(config)
-    assert np.median(lengths.of(7)) / np.median(lengths.of(0)) == pytest.approx(1.1**7, rel=0.08)
 
 
 def test_empirical_lengths_are_distributed_like_their_values():
@@ -102,27 +90,3 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
     with pytest.raises(ConfigError, match=r"workload\.lengths\.path") as caught:
         quantiles_of(sim_config().workload.lengths.model_copy(update={"path": str(path)}))
     assert said in str(caught.value)
-
-
-def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"workload\.lengths\.path = 'l\.txt': cannot be read") as caught:
-        quantiles_of(from_path("l.txt"))
-    assert f"(looked for {tmp_path / 'l.txt'})" in str(caught.value)
-    with pytest.raises(ConfigError, match="metrics") as caught:
-        quantiles_of(from_path("."))
-    assert f"(looked for {tmp_path})" in str(caught.value)
-    (tmp_path / "b.txt").write_bytes(b"\xff\n")
-    with pytest.raises(ConfigError, match="no text in UTF-8"):
-        quantiles_of(from_path("b.txt"))
-
-
-def test_answers_that_are_cut_are_counted():
-    config = sim_config(
-        "workload.lengths.growth=0.2", "rollout.max_tokens=400", "workload.prompts_per_step=500"
-    )
-    lengths, uncut = Lengths(config), Lengths(config.model_copy(update={"rollout": sim_config().rollout}))
-    cut, count = lengths.cut(2)
-    assert count == 2 * 500 * 4
-    assert cut == sum(int((uncut.of(step) > 400).sum()) for step in range(2)) > 100
-    assert lengths.of(1).max() == 400

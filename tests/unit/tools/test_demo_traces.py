@@ -35,10 +35,6 @@ def test_sorting_inserts_one_number_a_line():
     assert answer == "['30', '9', '9']"
 
 
-def test_spelling_numbers_repeated_letters_apart():
-    assert demo_traces.spelling_trace("noon") == ("1n2o3o4n\n4n3o2o1n", "noon")
-
-
 def test_every_task_of_the_mix_is_drawn_near_its_weight(examples):
     counts = {
         spec.label: sum(e.task == spec.label for e in examples) / len(examples) for spec in demo_traces.MIX

@@ -89,12 +89,6 @@ def test_eagle3_samples_with_the_temperature() -> None:
     )
 
 
-def test_ngram_and_none() -> None:
-    ngram = build_spec_config("1.2.1", Speculation("ngram", 6, ngram_size=3))
-    assert ngram == {CLASS: "NGramDecodingConfig", "max_draft_len": 6, "max_matching_ngram_size": 3}
-    assert build_spec_config("1.2.1", Speculation()) is None
-
-
 @pytest.mark.parametrize("spec", [Speculation("eagle3"), Speculation("medusa"), Speculation("ngram", 0)])
 def test_speculation_that_cannot_be(spec: Speculation) -> None:
     with pytest.raises(ValueError):

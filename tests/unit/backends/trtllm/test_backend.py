@@ -10,19 +10,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.trtllm.args import EngineSize, Speculation
-from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm.args import Speculation
+from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import PastAnswer, Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import Prompt, Sample, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import (
@@ -134,14 +131,6 @@ def test_a_torn_push_is_not_answered_from(backend: TrtllmBackend) -> None:
     assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {10}
 
 
-def test_a_tied_head_goes_no_further_but_counts(backend: TrtllmBackend) -> None:
-    backend.begin_update(14)
-    weights = {**tensors(SHAPES, 3), "lm_head.weight": torch.ones(6)}
-    backend.update_weights(WeightBucket(14, list(weights.items())))
-    backend.finish_update()
-    assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
-
-
 def test_a_drafter_comes_whole_with_a_push(backend: TrtllmBackend) -> None:
     policy = push(backend, 15, drafter=tensors(DRAFTER, 0))
     assert backend.drafter_version == 15
@@ -240,38 +229,6 @@ def test_an_interrupted_rollout_is_aborted(backend: TrtllmBackend) -> None:
     assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4, "and the endless one is gone"
 
 
-def test_weights_do_not_change_under_a_request(backend: TrtllmBackend) -> None:
-    push(backend, 20)
-    backend.resume()
-    params = backend._sampling(PARAMS)
-    backend.process.send(
-        {"type": "submit", "requests": [{"id": 0, "seed": 0}], "token_ids": [ENDLESS], "params": params}
-    )
-    with pytest.raises(BackendError, match="1 requests are in flight"):
-        backend.process.call("begin_update", version=21, verify=False)
-    backend.process.call("abort")
-    while backend.process.next_answer()["type"] != "answer":
-        pass
-    push(backend, 21)
-
-
-def test_long_expected_answers_start_first() -> None:
-    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
-    facts = EngineFacts(size, Speculation(), "1.2.1", SHAPES, longest_first=True)
-    backend = TrtllmBackend(Mock(), Mock(), facts, history=AnswerHistory(1, 0, 1))
-    assert backend.wants_history
-    backend.remember(
-        [PastAnswer(q, np.zeros(n, np.int32), 0.0, 0) for q, n in (("a", 3), ("b", 9), ("c", 4))]
-    )
-    prompts = [Prompt(i, q, (1,), "") for i, q in enumerate("axcb")]
-    assert [p.dataset_id for p in backend._ordered(prompts)] == ["b", "x", "c", "a"], (
-        "x as the average, 16 / 3"
-    )
-    other = TrtllmBackend(Mock(), Mock(), facts, history=AnswerHistory(1, 0, 1))
-    other.load_state_dict(backend.state_dict())
-    assert [p.dataset_id for p in other._ordered(prompts)] == ["b", "x", "c", "a"]
-
-
 def test_weights_through_shared_memory(tmp_path: Path) -> None:
     backend = start_backend(tmp_path, transport="shared_memory", spec=EAGLE)
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
@@ -304,14 +261,6 @@ def test_a_silent_engine_is_given_up_and_killed(tmp_path: Path) -> None:
         backend.generate(PROMPTS, PARAMS, 1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_a_rank_that_does_not_read_for_long_finds_its_engine_well(tmp_path: Path) -> None:
-    backend = start_backend(tmp_path, heartbeat_s=0.001)
-    push(backend, 1)
-    time.sleep(3)
-    assert len(backend.generate(PROMPTS, PARAMS, 1)) == 2
-    backend.close()
 
 
 def test_close_ends_the_process_and_removes_its_directory(lone: TrtllmBackend) -> None:

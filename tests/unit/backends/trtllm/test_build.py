@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 
 from megatron_tlt.backends.trtllm import build as trtllm_build
 from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names, visible_device
-from megatron_tlt.cli import drafter as cli_drafter
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -126,13 +124,3 @@ def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_pat
     values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm", "trtllm": trtllm}}
     paths = {p.path for p in missing_files(build_config(values))}
     assert {"rollout.trtllm.python", "rollout.trtllm.drafter_path"} <= paths
-
-
-def test_a_drafter_is_not_trained_on_this_engine(tmp_path: Path) -> None:
-    values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm"}}
-    with pytest.raises(ConfigError, match=r"rollout\.backend = 'trtllm': must be 'embedded' here"):
-        cli_drafter._pretraining(
-            build_config(values),
-            SimpleNamespace(),
-            SimpleNamespace(action="train", kind="eagle", drafter=None, layers=None, draft_vocab=None),
-        )  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import struct
 import subprocess
 import sys
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.backends.trtllm.process import MODULE, PACKAGE, EngineProcess, child_environment
-from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, FrameReader, frame
+from megatron_tlt.backends.trtllm.process import EngineProcess, child_environment
+from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, frame
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import BackendError
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import fake_python, python_with, scratch_directory, section
+from tests.helpers.trtllm_engines import python_with, scratch_directory, section
 
 # A child that connects, says what it is told to, and waits. Its last argument is the socket.
 CHILD = """
@@ -96,14 +95,6 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
         process.call("stats")
 
 
-def test_a_child_that_hangs_up_is_reported_with_its_exit_code(tmp_path: Path) -> None:
-    def talk() -> None:  # it may be gone before our hello, or after
-        EngineProcess(section(child(tmp_path, frame(HELLO), seconds=0))).call("stats")
-
-    with pytest.raises(BackendError, match=r"ended with exit code 0|hung up"):
-        talk()
-
-
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
         EngineProcess(section(python_with(tmp_path, "echo no engine here; exit 7")))
@@ -119,49 +110,6 @@ def test_an_environment_without_tensorrt_llm_says_so() -> None:
         BackendError, match=r"(?s)exit code 1 before its hello.*No module named 'tensorrt_llm'"
     ):
         EngineProcess(section(sys.executable))
-
-
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    process = EngineProcess(section(fake_python(tmp_path)))
-    with pytest.raises(
-        BackendError, match="could not start: TypeError: AsyncLLM got an unexpected argument 'modell'"
-    ):
-        process.call("start", llm={"modell": "m"})
-    with pytest.raises(BackendError, match="unknown message 'dance'"):
-        process.call("dance")
-    process.close()
-
-
-@pytest.mark.parametrize(
-    ("data", "code", "log"),
-    [
-        (b"\xff\xff\xff\xffgarbage", 3, "broken protocol: a message of 4294967295 bytes was announced"),
-        (frame({"type": "hello", "protocol": 99}), 3, "broken protocol: the client has protocol 99"),
-        (b"\x00\x00\x00\x01\xc1", 3, "a payload that is no message"),
-        (b"", 2, ""),
-    ],
-)
-def test_the_server_ends_when_its_client_is_none(tmp_path: Path, data: bytes, code: int, log: str) -> None:
-    (tmp_path / PACKAGE).symlink_to(ROOT / "megatron_tlt" / "backends")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "s"))
-    listener.listen(1)
-    environment = child_environment(os.environ, str(tmp_path), TrtllmSection())
-    command = [fake_python(tmp_path), "-m", MODULE, str(tmp_path / "s")]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    listener.settimeout(60)
-    connection, _ = listener.accept()
-    reader = FrameReader()
-    while (hello := reader.next()) is None:
-        reader.feed(connection.recv(1000))
-    assert (hello["type"], hello["protocol"], hello["engine"]) == ("hello", PROTOCOL, "1.2.1")
-    connection.sendall(data)
-    connection.shutdown(socket.SHUT_WR)
-    _, said = server.communicate(timeout=60)
-    assert server.returncode == code
-    assert log in said
-    connection.close()
-    listener.close()
 
 
 def test_the_child_is_told_nothing_of_the_launcher_or_of_our_python() -> None:

@@ -115,16 +115,6 @@ def test_checks_of_the_device(override, device):
     assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
 
 
-def test_the_vocabulary_need_not_be_divisible():
-    config = build_config(BASE, ["actor.tp=2", "rollout.tp=2"])
-    assert check_config(config, SHAPE.model_copy(update={"vocab_size": 511}), 4) == []
-
-
-def test_model_positions_limit_the_context():
-    assert "model.max_context" in paths(max_positions=256)
-    assert "model.max_context" not in paths(max_positions=512)
-
-
 def test_a_trained_drafter_needs_cache_too():
     fits = ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=224"]  # 480 tokens of 2 KiB in four layers
     eagle = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]

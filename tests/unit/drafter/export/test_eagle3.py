@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import save_drafter
@@ -84,15 +84,6 @@ def test_the_engine_drafts_what_the_model_drafts(kind: Format, name: str, tmp_pa
         assert close(engine_logits(engine, config, base), our_logits(config, base))
 
 
-def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def edit(out: Path) -> None:
-        tensors = load_file(out / "model.safetensors")
-        change(tensors)
-        save_file(tensors, out / "model.safetensors")
-
-    return edit
-
-
 def edit_json(file: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
     def edit(out: Path) -> None:
         raw = json.loads((out / file).read_text())
@@ -102,45 +93,12 @@ def edit_json(file: str, change: Callable[[dict], object]) -> Callable[[Path], N
     return edit
 
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-rename = edit_tensors(lambda t: t.update({"midlayer.norm.weight": t.pop("midlayer.hidden_norm.weight")}))
-no_head = edit_tensors(lambda t: t.pop("lm_head.weight"))
-absolute = edit_tensors(lambda t: t.update({"d2t": t["d2t"] + torch.arange(len(t["d2t"]))}))
-no_d2t = edit_tensors(lambda t: t.pop("d2t"))
-swapped = edit_tensors(lambda t: t.update({"fc.weight": t["fc.weight"].roll(64, 1).contiguous()}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "spoil"),
-    [(kind, "qwen3", spoil) for kind in ENGINES for spoil in (rename, no_head, absolute, no_d2t, swapped)]
-    + [
-        (
-            "sglang",
-            "own layers",
-            edit_json("config.json", lambda r: r["eagle_config"].update({IDS: [1, 3, 7]})),
-        ),
-        ("sglang", "own layers", edit_json("config.json", lambda r: r["eagle_config"].pop(IDS))),
-        ("vllm", "own layers", edit_json("config.json", lambda r: r.update({IDS: [0, 2, 6]}))),
-        ("vllm", "own layers", edit_json("config.json", lambda r: r.pop(IDS))),
-        ("trtllm", "own layers", edit_json("speculative.json", lambda r: r.clear())),
-        ("sglang", "qwen2", edit_json("config.json", lambda r: r.update(bias=True))),
-        ("sglang", "qwen2", edit_json("config.json", lambda r: r.pop("draft_vocab_size"))),
-        ("vllm", "qwen3", edit_json("config.json", lambda r: r.update(attention_bias=True))),
-        ("trtllm", "qwen3", edit_json("config.json", lambda r: r.update(draft_vocab_size=101))),
-        ("trtllm", "llama3", edit_json("config.json", lambda r: r.update(rope_scaling=None))),
-        ("sglang", "own layers", edit_json("config.json", lambda r: r.update(tie_word_embeddings=True))),
-        ("vllm", "qwen2", edit_tensors(lambda t: t.update(d2t=torch.zeros(101, dtype=torch.int64)))),
-    ],
-)
-def test_a_spoilt_export_is_refused_or_drafts_otherwise(kind: Format, name: str, spoil, tmp_path) -> None:
-    config = CONFIGS[name]
-    out = export(tmp_path, config, kind)
-    spoil(out)
-    try:
-        got = engine_logits(ENGINES[kind](out), config, 11)
-    except (ValueError, RuntimeError, KeyError, IndexError, AssertionError):
-        return
-    assert not close(got, our_logits(config, 11))
+def test_layers_that_are_off_by_one_draft_otherwise(tmp_path) -> None:
+    """The comparison above can fail."""
+    config = CONFIGS["own layers"]
+    out, key = export(tmp_path, config, "sglang"), "eagle_aux_hidden_state_layer_ids"
+    edit_json("config.json", lambda r: r["eagle_config"].update({key: [i + 1 for i in config.layers]}))(out)
+    assert not close(engine_logits(ENGINES["sglang"](out), config, 11), our_logits(config, 11))
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -132,15 +132,6 @@ def test_equals_the_single_calls(name: str, dtype: torch.dtype, threads: int) ->
     assert accepted > 20 and moved > 5
 
 
-def test_a_draft_without_nodes_is_plain_decoding() -> None:
-    made = bench("qwen3", torch.float32)
-    for count in (1, 4):
-        empty, plain = made.step(Draft.empty(count), count, True), made.step(None, count, True)
-        assert empty[:2] == plain[:2] and all(map(torch.equal, empty[3], plain[3]))
-        assert empty[2] == ([1] * count, [1] * count, list(range(count)), [], [])
-        assert empty[2] == made.step(Draft.empty(count), count, False)[2]
-
-
 def test_many_steps_of_changing_size_share_the_buffers() -> None:
     """Results stay what they were when later steps overwrite or replace the buffers."""
     made, rng = bench("qwen2", torch.bfloat16), random.Random(5)

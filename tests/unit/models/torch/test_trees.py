@@ -7,7 +7,6 @@ import torch
 
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.attention import ancestors
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import Tree, copy_of, random_tree, tree_input
@@ -43,13 +42,6 @@ def chain_logits(driver: Driver, seq: int, ids: list[int]) -> torch.Tensor:
         out = driver.step([(seq, [token])]).logits[-1]
     driver.kv, driver.done = kept, done
     return out
-
-
-def test_ancestors_of_a_deep_chain_and_of_a_star() -> None:
-    chain = ancestors(torch.arange(-1, 12)[None])
-    assert torch.equal(chain[0], torch.ones(13, 13, dtype=torch.bool).tril())
-    star = ancestors(torch.tensor([[-1, 0, 0, 0]]))[0]
-    assert torch.equal(star, torch.eye(4, dtype=torch.bool) | (torch.arange(4) == 0))
 
 
 @pytest.mark.parametrize("invariant", [False, True])

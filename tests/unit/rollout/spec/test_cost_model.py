@@ -90,18 +90,6 @@ def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     assert world.run(selector, 2000) > 0.94 * world.plain_speed()
 
 
-def test_a_row_is_priced_by_its_seconds():
-    prices = {}
-    for name, world in (("linear", {"step_seconds": linear_seconds}), ("gpu", GPU)):
-        selector = CostModelSelector("eagle", 8, exploration=0.5)
-        SpecWorld(**world).run(selector, 1500, 16)
-        strategies = [selector.select(16)] + [
-            s for r in selector._regimes.values() for s in r.strategies.values()
-        ]
-        prices[name] = max(s.min_cumulative_acceptance for s in strategies)
-    assert prices["gpu"] < 0.15 and 0.6 < prices["linear"] < 1
-
-
 def test_measurements_of_a_strategy_that_another_rank_selected_are_learned_from():
     """On tensor-parallel ranks rank 0 decides; the others' clocks may have led them elsewhere."""
     leader, follower = CostModelSelector("eagle", 8), CostModelSelector("eagle", 8)

@@ -38,14 +38,6 @@ def test_only_the_last_visits_are_kept() -> None:
     assert none.of("q") == []
 
 
-def test_a_straggler_of_an_old_visit_does_not_push_out_newer_ones() -> None:
-    history = AnswerHistory(1, 8, 1)
-    history.remember([answer("q", 9, 0.0, tokens=4)])
-    history.remember([answer("q", 1, 1.0, tokens=50)])
-    assert [a.visit for a in history.of("q")] == [9]
-    assert history.expected_length("q") == 4
-
-
 def test_expected_length_is_that_of_the_latest_visit() -> None:
     history = AnswerHistory(2, 1, 1)
     assert history.expected_length("q") is None

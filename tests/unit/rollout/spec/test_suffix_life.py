@@ -11,14 +11,10 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.native.suffix_abi import (
     BAD_HANDLE,
     BAD_TOKEN,
-    FEATURES,
     NO_MEMORY,
-    STEPS,
-    TRUNK,
 )
 from megatron_tlt.rollout.spec import suffix
 from megatron_tlt.rollout.spec.history import AnswerHistory
-from megatron_tlt.rollout.spec.suffix_rates import MatchRates
 from megatron_tlt.types import PastAnswer, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts
 from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
@@ -238,23 +234,6 @@ def test_cumulative_acceptance_learns_from_verdicts() -> None:
     assert table.propose().cumulative_acceptance[0] < 0.5
     table.drafter.load_state_dict(learned)
     assert table.propose().cumulative_acceptance[-1] > 0.85
-
-
-def test_match_rates_start_sensibly_and_fade() -> None:
-    rates = MatchRates()
-    kinds = rates.rates[:TRUNK].reshape(-1, STEPS, STEPS)
-    assert kinds[-1, -1, 0] > 0.95  # one candidate behind a long context
-    assert kinds[0, 0, -1] < 0.1  # one of many behind a short one
-    assert (np.diff(kinds, axis=0) > 0).all()
-    assert rates.rates.shape == (FEATURES,)
-    assert (rates.rates > 0).all()
-    assert (rates.rates < 1).all()
-    for matched in (True, False):
-        for _ in range(100):
-            rates.observe(np.full(128, 7), np.ones(128, bool), np.full(128, matched))
-    assert rates.rates[7] < 0.4  # the older half of the verdicts weighs less
-    with pytest.raises(ValueError, match="match counts"):
-        rates.load_state_dict({"tried": [1.0], "matched": [1.0]})
 
 
 def test_configuration_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,26 +57,12 @@ def test_an_unseen_depth_leans_on_the_others():
     np.testing.assert_allclose(table.rates[5], 0.3, atol=0.08)
 
 
-def test_a_few_counts_move_a_cell_little():
-    table = Calibrator(D, G, np.full(G, 0.8), refresh_every=1)
-    table.observe(np.array([0]), np.array([5]), np.array([False]))
-    assert 0.68 < table.rates[0, 5] < table.rates[0, 6] < 0.8
-
-
 def test_follows_a_changing_policy():
     table = Calibrator(D, G, memory=4096)
     feed(table, np.full((D, G), 0.9), 20_000)
     assert table.rates.mean() > 0.85
     feed(table, np.full((D, G), 0.2), 16_000, seed=1)
     assert table.rates.mean() < 0.3
-
-
-def test_weights_count_as_many_observations():
-    one, many = (Calibrator(D, G, refresh_every=1, memory=1e9) for _ in range(2))
-    one.observe(np.array([2, 3]), np.array([4, 9]), np.array([True, False]), np.array([5.0, 2.0]))
-    depth, bucket = np.repeat([2, 3], [5, 2]), np.repeat([4, 9], [5, 2])
-    many.observe(depth, bucket, depth == 2)
-    np.testing.assert_allclose(one.rates, many.rates, rtol=1e-6)
 
 
 def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
