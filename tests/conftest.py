@@ -1,6 +1,7 @@
-"""One thread for every test: the suite may run in parallel, and results must not depend on a thread pool."""
+"""One thread for every test, as the suite may run in parallel; markers by folder; the reasons of skipped tests."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Kernels run in triton's interpreter where there is no GPU. It is decided when triton is imported, by whomever.
+# Kernels run in triton's interpreter where there is no GPU. Triton reads it at its import.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # No test may look anything up on a hub.
@@ -25,9 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips tests for a GPU where there is none."""
+    """Skip tests for a GPU where there is none."""
     if item.get_closest_marker("gpu") is not None:
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print each reason for skipping once, with what to install, among the last lines."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"SKIPPED {count} tests: {reason}", yellow=True)

@@ -63,7 +63,7 @@ def small_disk(place, kib):
     place.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root with CAP_SYS_ADMIN")
+        pytest.skip("mounting a tmpfs needs CAP_SYS_ADMIN: run the tests as root")
 
     def resize(kib):
         subprocess.run(["mount", "-o", f"remount,rw,size={kib}k", str(place)], check=True)

@@ -16,7 +16,10 @@ from tests.helpers.synthetic_run import write_run
 PROGRAM = find_chromium()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(PROGRAM is None, reason="no chromium: apt-get install chromium, or set CHROMIUM"),
+    pytest.mark.skipif(
+        PROGRAM is None,
+        reason="Chromium is not installed: apt-get install chromium, or set CHROMIUM=program",
+    ),
 ]
 
 # Points drawn in each chart: of lines, bars, and a heat map's cells.

@@ -14,7 +14,10 @@ from tests.integration.slurm.scenarios import NIGHTLY, SCENARIOS, Scene, make_te
 def cluster(tmp_path_factory):
     """Six virtual nodes. Skips where Slurm cannot be installed; `.ci/run` installs it."""
     if absent := missing():
-        pytest.skip(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)")
+        pytest.skip(
+            f"Slurm is not installed (no {', '.join(absent)}): "
+            "apt-get install --no-install-recommends slurm-wlm munge"
+        )
     slurm = Cluster(tmp_path_factory.mktemp("slurm") / "home", count=6)
     try:
         slurm.up()

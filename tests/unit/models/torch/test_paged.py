@@ -31,7 +31,7 @@ def runs():
     """The kernel where there is triton, and what it must compute."""
     kernel = pytest.param(
         "kernel",
-        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
     )
     return pytest.mark.parametrize("run", ["rows", kernel])
 
