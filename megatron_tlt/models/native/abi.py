@@ -26,7 +26,6 @@ ERRORS = {
     8: "a parent that is not an earlier row of the sequence at the position before, or a first row with a parent",
     9: "a branch of a draft tree that is more than 64 rows deeper than its root",
 }
-BAD_POSITION = 2
 
 
 def fields_of(kind: type, names: str) -> list[tuple[str, type]]:
@@ -67,7 +66,7 @@ class Fused(Structure):
     """`TltFused`."""
 
     _fields_ = [
-        *fields_of(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted last_position"),
+        *fields_of(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted"),
         ("sample_seconds", c_double),
         *fields_of(c_void_p, "token_ids positions output_len block_tables keys temperature"),
         *fields_of(c_void_p, "counts tokens parents kv pages"),
@@ -106,14 +105,11 @@ class EagleDraft(Structure):
 
 
 Signature = tuple[Any, list[Any]]  # result and argument types
-_PACK = [c_void_p, c_void_p, c_int, c_int, *[c_int64] * 6, c_int]
 _FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
 _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
 _SIGNATURES: dict[str, Signature] = {
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
-    "pack": (None, _PACK),
-    "copy_blocks": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "keyed_sample": (None, _SAMPLE),
     "sample_scratch_bytes": (c_int64, [c_int64, c_int64]),

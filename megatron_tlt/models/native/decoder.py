@@ -17,7 +17,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Step, library
+from megatron_tlt.models.native.abi import ERRORS, Step, library
 from megatron_tlt.models.native.parts import (
     Forward,
     PackedLayers,
@@ -57,7 +57,7 @@ class NativeDecoder:
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
         h, is_bf16 = config.hidden_size, dtype == torch.bfloat16
-        self._packer = Packer(is_bf16, self.threads)
+        self._packer = Packer(is_bf16)
         self._layers = PackedLayers(config, self._shard, self._packer, (config.vocab_size, h))
         self._embed = torch.zeros(config.vocab_size, h, dtype=dtype)
         self._final_norm = torch.zeros(pad(h))
@@ -79,13 +79,13 @@ class NativeDecoder:
 
     @property
     def structure(self) -> Forward:
-        """The model as C sees it, with its buffers and its rotary table, which grows."""
+        """The model as C sees it, with its buffers."""
         return self._forward
 
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder.load_weights`. Each tensor is packed straight from its source, by all threads."""
+        """See `base.Decoder.load_weights`."""
         for name, tensor in self._ledger.check(named, partial):
             self._load(name, tensor.detach())
 
@@ -113,7 +113,7 @@ class NativeDecoder:
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
         """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
-        copy_blocks(kv, src, dst, self.config.num_layers, self.kv_bytes_per_block(kv.block_size))
+        copy_blocks(kv, src, dst, self.config.num_layers)
 
     def copy_slots(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
         """See `base.Decoder.copy_slots`. Raises BackendError on wrong numbers; nothing is copied then."""
@@ -145,29 +145,23 @@ class NativeDecoder:
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
         step.all_hidden = None if every is None else every.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
-        self._run(batch)
-        return DecoderOutput(logits, hidden, every)
-
-    def _run(self, batch: DecoderInput) -> None:
         forward = self._forward
-        code = self._lib.tlt_forward(forward.model, self._step, self.threads, forward.all_reduce)
-        if code == BAD_POSITION and forward.grow_rope(int(batch.positions.max()) + 1):
-            code = self._lib.tlt_forward(forward.model, self._step, self.threads, forward.all_reduce)
-        if code:
+        if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
+        return DecoderOutput(logits, hidden, every)
 
 
-def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int, bytes_per_block: int) -> None:
+def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:
     """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
     a, b = _numbers(src), _numbers(dst)
     if a.shape != b.shape or (
         a.size and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)
     ):
         raise BackendError(f"copy_blocks: blocks {a.tolist()} -> {b.tolist()} of {kv.num_blocks}")
-    planes = 2 * layers
-    size = (planes, kv.num_blocks, bytes_per_block // planes)
-    library().tlt_copy_blocks(kv.data.data_ptr(), *size, a.ctypes.data, b.ctypes.data, a.size)
+    blocks = kv.data.view(2 * layers, kv.num_blocks, -1)
+    for source, target in zip(a.tolist(), b.tolist(), strict=True):
+        blocks[:, target] = blocks[:, source]
 
 
 def _numbers(values: Numbers) -> np.ndarray:

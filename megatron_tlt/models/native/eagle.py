@@ -23,7 +23,6 @@ from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, MAX_CANDIDATES, Chains, DraftingRows, Pairs
 from megatron_tlt.models.eagle.model import check_eagle_tensors
 from megatron_tlt.models.native.abi import (
-    BAD_POSITION,
     ERRORS,
     Eagle,
     EagleDraft,
@@ -55,7 +54,7 @@ class NativeEagle:
         self._one = replace(policy.config, num_layers=1)
         self._whole = Shard(self._one, 0, 1)
         h, is_bf16 = self.config.hidden_size, self.dtype == torch.bfloat16
-        self._packer = Packer(is_bf16, self.threads)
+        self._packer = Packer(is_bf16)
         self._layers = PackedLayers(self._one, self._whole, self._packer, (h, 2 * h), input_norm=False)
         self._forward = Forward(self._one, self._whole, None, is_bf16, self._layers)
         embed, head = policy.tables
@@ -86,7 +85,7 @@ class NativeEagle:
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
         """Copies block src[i] to dst[i], in order of i. Raises BackendError on wrong numbers."""
-        copy_blocks(kv, src, dst, 1, self.kv_bytes_per_block(kv.block_size))
+        copy_blocks(kv, src, dst, 1)
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
         """See `EagleDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
@@ -97,8 +96,7 @@ class NativeEagle:
             raise BackendError(f"pairs: columns of {lengths} elements")
         point_at_arrays(call, pairs)
         call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
-        feed = partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads)
-        self.run(feed, lambda: int(pairs.positions.max(initial=0)) + 1)
+        self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> NativeRowDrafter:
         """See `EagleDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
@@ -113,20 +111,11 @@ class NativeEagle:
                 f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
             )
 
-    def run(self, call: Callable[[], int], longest: Callable[[], int]) -> None:
-        """Makes a call into C, again with a longer rotary table if `longest()` positions need one.
-
-        Raises BackendError for what C refuses and before all weights are loaded.
-        """
+    def run(self, call: Callable[[], int]) -> None:
+        """Makes a call into C. Raises BackendError for what C refuses and before all weights are loaded."""
         if not self._loaded or not self.policy.complete:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
-        code = call()
-        if code == BAD_POSITION and self._forward.grow_rope(
-            min(longest(), self.config.max_position_embeddings)
-        ):
-            self.structure.model = self._forward.model
-            code = call()
-        if code:
+        if code := call():
             raise BackendError(f"native drafter refused: {ERRORS.get(code, code)}")
 
 
@@ -171,7 +160,7 @@ class NativeRowDrafter:
             self._make_room(count, depth, topk)
         self._wanted[:count], self._rates[:] = wanted, rates
         call.min_acceptance = min_acceptance
-        self._eagle.run(self._in_c, lambda: int(self._rows.positions[:count].max()) + 1 + depth)
+        self._eagle.run(self._in_c)
         n = call.nodes
         out = self._out[: count + n * (2 + 2 * topk)].copy()
         a, b, c, d = (count + i * n for i in range(1, 5))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad as pad_columns
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
@@ -24,7 +25,7 @@ TILE = 16  # cached positions in a tile: block sizes are multiples of it
 MAX_HEAD_DIM = 256
 MAX_ROWS = 256  # rows computed together; longer batches are walked in chunks of this many
 _LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most arm64
-_FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
+_PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large weight
 
 
 class Arena:
@@ -73,11 +74,10 @@ def check_support(config: ModelConfig, dtype: torch.dtype) -> None:
 
 
 class Packer:
-    """Packs weights [rows, K] into panels (`csrc/pack.c`)."""
+    """Packs weights [rows, K] into panels (`csrc/gemm.c`)."""
 
-    def __init__(self, bf16: bool, threads: int):
-        self._lib, self._bf16, self._threads = library(), bf16, threads
-        self._panel = self._lib.tlt_panel_width()
+    def __init__(self, bf16: bool):
+        self._bf16, self._panel = bf16, int(library().tlt_panel_width())
 
     def size(self, columns: int, k: int) -> int:
         """Bytes of a packed weight of `columns` outputs."""
@@ -85,16 +85,29 @@ class Packer:
         return panels * self._panel * 4 * ((k + 1) // 2 if self._bf16 else k)
 
     def pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
-        """Writes source [rows, K] as output columns `first` ... of a packed weight."""
-        if source.dtype not in (torch.float32, torch.bfloat16):
-            source = source.float()
-        source = source.cpu()
-        if source.stride(-1) != 1:
-            source = source.contiguous()
+        """Writes source [rows, K] as output columns `first` ... of a packed weight.
+
+        Panel i of this weight is panel i * step + offset of `target` (gate and up are interleaved).
+        """
         rows, k = source.shape
-        from_bf16, stride = source.dtype == torch.bfloat16, source.stride(0)
-        where = (rows, k, stride, first, step, offset)
-        self._lib.tlt_pack(target.data_ptr(), source.data_ptr(), from_bf16, self._bf16, *where, self._threads)
+        words = (k + 1) // 2 if self._bf16 else k  # of 32 bits: a float, or a pair of bf16
+        panels = target.view(torch.int32).view(-1, words, self._panel)[offset::step]
+        done = 0
+        while done < rows:
+            panel, lane = divmod(first + done, self._panel)
+            whole = 0 if lane else min((rows - done) // self._panel, _PANELS_AT_ONCE)
+            width = self._panel if whole else min(self._panel - lane, rows - done)
+            count = max(1, whole)
+            part = self._words(source[done : done + count * width]).view(count, width, words)
+            panels[panel : panel + count, :, lane : lane + width] = part.transpose(1, 2)
+            done += count * width
+
+    def _words(self, rows: Tensor) -> Tensor:
+        """The rows in the packed type, as int32."""
+        rows = rows.to("cpu", torch.bfloat16 if self._bf16 else torch.float32)
+        if self._bf16 and rows.shape[1] % 2:
+            rows = pad_columns(rows, (0, 1))
+        return rows.contiguous().view(torch.int32)
 
 
 class PackedLayers:
@@ -157,13 +170,13 @@ class Forward:
     def __init__(
         self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, bf16: bool, layers: PackedLayers
     ):
-        self._config, self._tp = config, tp
+        self._tp = tp
         self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
         self.reduce_error: BaseException | None = None  # why the last all-reduce failed
         self.all_reduce = AllReduce(self._reduce) if shard.size > 1 else AllReduce()
         c, h, padded = config, pad(config.hidden_size), -(-config.head_dim // TILE) * TILE
         self._part = torch.zeros(MAX_ROWS * h)
-        self._rope = rope_table(c, min(c.max_position_embeddings, _FIRST_POSITIONS))
+        self._rope = rope_table(c, c.max_position_embeddings)
         self.model = Model(
             is_bf16=bf16,
             hidden=c.hidden_size,
@@ -195,15 +208,6 @@ class Forward:
         # 16 columns to spare: vector stores of the last row may run over
         self._keep.append(torch.zeros(MAX_ROWS * columns + 16))
         return int(self._keep[-1].data_ptr())
-
-    def grow_rope(self, needed: int) -> bool:
-        """Extends the rotary table to `needed` positions; False if it reaches so far, or the model does not."""
-        limit = self._config.max_position_embeddings
-        if needed > limit or needed <= self._rope.shape[0]:
-            return False
-        self._rope = rope_table(self._config, min(limit, 2 * needed))
-        self.model.rope, self.model.rope_len = self._rope.data_ptr(), self._rope.shape[0]
-        return True
 
     def _reduce(self, _address: int, count: int) -> int:
         """Called from C on the calling thread, between two barriers; an exception becomes an error code."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.native.abi import BAD_POSITION, ERRORS, Fused, library, point_at_arrays
+from megatron_tlt.models.native.abi import ERRORS, Fused, library, point_at_arrays
 from megatron_tlt.models.native.decoder import NativeDecoder
 
 _INTS = 10  # TLT_FUSED_INTS, rows of the scratch
@@ -137,10 +137,7 @@ class NativeStep:
             raise BackendError("forward before all weights were loaded")
         if fused.rows > self._most_rows:
             raise BackendError(f"native step of {fused.rows} rows, there are {self._most_rows}")
-        code = self._run(*self._arguments)
-        if code == BAD_POSITION and self._forward.grow_rope(fused.last_position + 1):
-            code = self._run(*self._arguments)
-        if code:
+        if code := self._run(*self._arguments):
             raise BackendError(f"native step refused: {ERRORS.get(code, code)}")
         self.sample_seconds = fused.sample_seconds
 

@@ -30,7 +30,7 @@ from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.survival import Calibrator
+from megatron_tlt.rollout.spec.match_rates import MatchRateTable
 from megatron_tlt.types import DraftStrategy
 
 
@@ -49,7 +49,7 @@ class EagleDrafter:
         here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
         running = DraftingRows(*here, self._synced, self._first)
         self._drafts = decoder.row_drafter(self.kv, running, pages.data, window)
-        self.calibrator = Calibrator(DEPTHS, BUCKETS)
+        self.match_rates = MatchRateTable(DEPTHS, BUCKETS)
 
     def release(self) -> None:
         """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
@@ -96,17 +96,17 @@ class EagleDrafter:
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""
-        return self.calibrator.state_dict()
+        return self.match_rates.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`'s match rates. Mutates."""
-        self.calibrator.load_state_dict(state)
+        self.match_rates.load_state_dict(state)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
-        rates, least = self.calibrator.rates, strategy.min_cumulative_acceptance
+        rates, least = self.match_rates.rates, strategy.min_cumulative_acceptance
         chains = self._drafts.draft(rows.outputs, lengths, strategy.topk, rates, least)
         if strategy.topk > 1:
             return self._with_siblings(chains)
@@ -121,7 +121,7 @@ class EagleDrafter:
         bucket = np.minimum(chains.sibling_gaps.T / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)  # [K - 1, N]
         trunk = chains.cumulative_acceptance
         parent = np.where(chains.depths > 1, np.roll(trunk, 1), np.float32(1))
-        beside = (parent * self.calibrator.sibling_rates[rank, bucket]).astype(np.float32)
+        beside = (parent * self.match_rates.sibling_rates[rank, bucket]).astype(np.float32)
         feature = ((DEPTHS + rank) * BUCKETS + bucket).astype(np.int32)
         row = np.repeat(np.arange(len(chains.counts)), chains.counts)
         order = np.argsort(np.tile(row, topk), kind="stable")  # by row: the trunk, then rank by rank
@@ -140,11 +140,11 @@ class EagleDrafter:
         if draft.feature is None:
             return
         if draft.parents is None:
-            self.calibrator.observe_cells(draft.feature[reached], accepted[reached])
+            self.match_rates.observe_cells(draft.feature[reached], accepted[reached])
             return
         place, bucket = np.divmod(draft.feature[reached], BUCKETS)
         matched = accepted[reached]
         trunk = place < DEPTHS
-        self.calibrator.observe(place[trunk], bucket[trunk], matched[trunk])
+        self.match_rates.observe(place[trunk], bucket[trunk], matched[trunk])
         if not trunk.all():
-            self.calibrator.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])
+            self.match_rates.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])

@@ -36,7 +36,6 @@ static void feed_row(TltFused *f, Fed *t, long r, int32_t token, long depth, lon
     const long block = f->block_tables[r * f->max_blocks + cached / f->block_size];
     t->token[i] = token;
     t->position[i] = (int32_t)(f->positions[r] + depth);
-    if (t->position[i] > f->last_position) f->last_position = t->position[i];
     t->slot[i] = (int32_t)(block * f->block_size + cached % f->block_size);
     t->parent[i] = (int32_t)parent;
     t->depth[i] = (int32_t)depth;
@@ -64,7 +63,6 @@ static int feed_request(TltFused *f, Fed *t, long r, long node, long count) {
 
 static int lay(TltFused *f, Fed *t) {
     long node = 0;
-    f->last_position = 0;
     for (long r = 0; r < f->rows; r++) {
         const long count = f->nodes ? f->counts[r] : 0;
         if (count < 0 || count > f->nodes - node) return TLT_BAD_SHAPE;

@@ -10,7 +10,6 @@
 typedef struct {
     int32_t rows, nodes, is_tree, max_blocks, num_blocks, block_size;
     int32_t emitted;       /* out: E */
-    int32_t last_position; /* out: the greatest that is fed */
     double sample_seconds; /* out: from the end of the forward on */
     /* The rows, as the engine keeps them. */
     const int32_t *token_ids, *positions, *output_len; /* [D] to feed; its position; output position of the next */

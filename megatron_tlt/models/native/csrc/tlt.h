@@ -67,10 +67,6 @@ enum {
 
 int tlt_panel_width(void);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
-void tlt_pack(void *dst, const void *src, int src_bf16, int dst_bf16, int64_t rows, int64_t cols, int64_t ld,
-              int64_t first, int64_t panel_step, int64_t panel_offset, int threads);
-void tlt_copy_blocks(void *kv, int64_t planes, int64_t num_blocks, int64_t block_bytes, const int32_t *src,
-                     const int32_t *dst, int64_t count);
 int tlt_copy_slots(void *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
                    const int32_t *dst, int64_t count);
 void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.survival import Calibrator
+from megatron_tlt.rollout.spec.match_rates import MatchRateTable
 
 D, G = 8, 32
 
@@ -26,21 +26,21 @@ def truth(low=0.2, high=0.95):
 
 def test_starts_at_the_prior_in_the_form_that_drafters_take():
     prior = np.linspace(0.1, 0.9, G)
-    rates = Calibrator(D, G, prior).rates
+    rates = MatchRateTable(D, G, prior).rates
     assert rates.shape == (D, G) and rates.dtype == np.float32 and rates.flags.c_contiguous
     np.testing.assert_allclose(rates, np.broadcast_to(prior, (D, G)), rtol=1e-6)
-    assert Calibrator(D, G).sibling_rates.shape == (3, G)
+    assert MatchRateTable(D, G).sibling_rates.shape == (3, G)
 
 
 def test_learns_rates_by_depth_and_gap():
-    table, rates = Calibrator(D, G, memory=1e9), truth()
+    table, rates = MatchRateTable(D, G, memory=1e9), truth()
     feed(table, rates, 200_000)
     assert np.abs(table.rates - rates).mean() < 0.02
     assert np.abs(table.rates[0].mean() - table.rates[7].mean()) > 0.08  # depths are told apart
 
 
 def test_rates_rise_with_the_gap_and_siblings_rates_fall():
-    table = Calibrator(D, G)
+    table = MatchRateTable(D, G)
     feed(table, truth(), 640)
     rng = np.random.default_rng(1)
     for _ in range(40):
@@ -52,13 +52,13 @@ def test_rates_rise_with_the_gap_and_siblings_rates_fall():
 
 
 def test_an_unseen_depth_leans_on_the_others():
-    table = Calibrator(D, G, np.full(G, 0.9), memory=1e9)
+    table = MatchRateTable(D, G, np.full(G, 0.9), memory=1e9)
     feed(table, np.full((D, G), 0.3), 64_000, depths=1)
     np.testing.assert_allclose(table.rates[5], 0.3, atol=0.08)
 
 
 def test_follows_a_changing_policy():
-    table = Calibrator(D, G, memory=4096)
+    table = MatchRateTable(D, G, memory=4096)
     feed(table, np.full((D, G), 0.9), 20_000)
     assert table.rates.mean() > 0.85
     feed(table, np.full((D, G), 0.2), 16_000, seed=1)
@@ -66,7 +66,7 @@ def test_follows_a_changing_policy():
 
 
 def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
-    table = Calibrator(D, G, refresh_every=4)
+    table = MatchRateTable(D, G, refresh_every=4)
     changes = []
     for _ in range(80):
         before, kept = table.rates, table.rates.copy()
@@ -77,7 +77,7 @@ def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
 
 
 def test_state_survives_a_round_trip_through_json():
-    table, other = Calibrator(D, G), Calibrator(D, G)
+    table, other = MatchRateTable(D, G), MatchRateTable(D, G)
     feed(table, truth(), 3_000)
     table.observe_siblings(np.array([1]), np.array([2]), np.array([True]))
     other.load_state_dict(json.loads(json.dumps(table.state_dict())))
@@ -87,4 +87,4 @@ def test_state_survives_a_round_trip_through_json():
     feed(other, truth(), 3_000, seed=2)
     np.testing.assert_array_equal(other.rates, table.rates)
     with pytest.raises(ValueError, match="shape"):
-        Calibrator(D, G + 1).load_state_dict(table.state_dict())
+        MatchRateTable(D, G + 1).load_state_dict(table.state_dict())

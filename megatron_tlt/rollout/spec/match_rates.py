@@ -1,8 +1,8 @@
-"""How far a drafter may trust itself: the rate at which its tokens match, by depth and by margin, counted online.
+"""Match rates of a drafter, by draft depth and by the gap between its two best scores, counted online.
 
-A drafted token whose score leads the second best by much is seldom wrong. The policy changes, and with it the rates:
-old counts fade. Cells with few counts lean on the rate of their gap at all depths, that one on a prior, and the prior
-on how the whole table has done.
+A drafted token whose score exceeds the second best by much is seldom wrong. The policy changes, and with it the rates:
+old counts decay. A cell with few counts is smoothed towards the rate of its gap at all depths, that rate towards a
+prior, and the prior is scaled by how the whole table has done.
 
 Numpy only, no clock. Legend: n observed nodes, D depths, G gap buckets, K candidates at a position.
 """
@@ -18,7 +18,7 @@ import numpy as np
 _LOWEST, _HIGHEST = 1e-3, 0.999  # no token is certain: a product of rates must stay open to counts
 
 
-class Calibrator:
+class MatchRateTable:
     """Online estimates of P(match) given (depth, gap) for the best candidates, given (rank, gap) for their siblings.
 
     Both are conditional on the parent having been emitted, so products along a path are cumulative acceptance
@@ -42,10 +42,8 @@ class Calibrator:
         of the rates (sooner at first, and if many nodes came).
         """
         gaps = (np.arange(buckets) + 0.5) * bucket_width
-        if prior is None:
-            prior = 1.0 - 0.55 * np.exp(
-                -gaps
-            )  # of two near-equal candidates one is right about half of the time
+        if prior is None:  # of two near-equal candidates one is right about half of the time
+            prior = 1.0 - 0.55 * np.exp(-gaps)
         ranks = np.arange(1, siblings + 1)[:, None]
         runners_up = 0.35 * np.exp(-gaps) / ranks
         shape = (depths, buckets)
@@ -62,24 +60,20 @@ class Calibrator:
         """P(match) float32 [K - 1, G] of the second to K-th candidates, falling with their gap to the best."""
         return self._siblings.rates
 
-    def observe(
-        self, depth: np.ndarray, bucket: np.ndarray, matched: np.ndarray, weights: np.ndarray | None = None
-    ) -> None:
+    def observe(self, depth: np.ndarray, bucket: np.ndarray, matched: np.ndarray) -> None:
         """Verdicts on n best candidates whose parent was emitted: depth (from 0) and bucket int [n], matched bool [n].
 
         Depths from D on count as the last. Mutates the counts.
         """
-        self._trunk.observe(depth, bucket, matched, weights)
+        self._trunk.observe(depth, bucket, matched)
 
     def observe_cells(self, cells: np.ndarray, matched: np.ndarray) -> None:
         """As `observe`, by cells int [n] = depth * G + bucket, each within the table."""
         self._trunk.note(2 * cells + matched)
 
-    def observe_siblings(
-        self, rank: np.ndarray, bucket: np.ndarray, matched: np.ndarray, weights: np.ndarray | None = None
-    ) -> None:
+    def observe_siblings(self, rank: np.ndarray, bucket: np.ndarray, matched: np.ndarray) -> None:
         """As `observe`, for siblings; rank 0 is the second candidate."""
-        self._siblings.observe(rank, bucket, matched, weights)
+        self._siblings.observe(rank, bucket, matched)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts. Brings the rates up to date first."""
@@ -103,22 +97,20 @@ class _Rates:
         self._memory, self._strength, self._every = memory, strength, refresh_every
         self._rows, self._columns = self._prior.shape
         self._counts = np.zeros((*self._prior.shape, 2))  # [.., 0] missed, [.., 1] matched
-        self._waiting: list[tuple[np.ndarray, np.ndarray | None]] = []
+        self._waiting: list[np.ndarray] = []
         self._waiting_nodes = self._calls = 0
         self.rates = self._estimate()
 
-    def observe(
-        self, row: np.ndarray, column: np.ndarray, matched: np.ndarray, weights: np.ndarray | None
-    ) -> None:
+    def observe(self, row: np.ndarray, column: np.ndarray, matched: np.ndarray) -> None:
         code = np.minimum(row, self._rows - 1) * self._columns
         code += column
         code += code
         code += matched
-        self.note(code, weights)
+        self.note(code)
 
-    def note(self, code: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Keeps codes (cell, then matched) for the next refresh, and refreshes when it is due."""
-        self._waiting.append((code, None if weights is None else np.array(weights, np.float64)))
+    def note(self, code: np.ndarray) -> None:
+        """Keeps codes (2 * cell + matched) for the next refresh, and refreshes when it is due."""
+        self._waiting.append(code)
         self._waiting_nodes += len(code)
         self._calls += 1
         due = min(self._every, 1 + self._calls // 8)
@@ -127,11 +119,7 @@ class _Rates:
 
     def _refresh(self) -> None:
         """Counts what waits and estimates the rates anew."""
-        weights = None
-        if any(w is not None for _, w in self._waiting):
-            weights = np.concatenate([np.ones(len(c)) if w is None else w for c, w in self._waiting])
-        codes = np.concatenate([c for c, _ in self._waiting])
-        new = np.bincount(codes, weights, minlength=self._counts.size)
+        new = np.bincount(np.concatenate(self._waiting), minlength=self._counts.size)
         self._counts *= math.exp(-float(new.sum()) / self._memory)
         self._counts += new.reshape(self._counts.shape)
         self._waiting, self._waiting_nodes = [], 0
