@@ -23,7 +23,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page. Everything that its console says and every error it throws is in `problems`."""
+    """One page. Console messages and errors are collected in `problems`."""
 
     def __init__(self, program: str):
         self.problems: list[str] = []
@@ -97,7 +97,7 @@ class Browser:
             self.requests.append(params["request"]["url"])
 
     def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Loads a file at a window size and waits until the page says that its charts are drawn."""
+        """Loads a file at a window size and waits until its charts are drawn."""
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])

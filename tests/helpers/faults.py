@@ -32,7 +32,7 @@ def train_with_fault(
 
 
 def train(config: Path, run_dir: Path, *overrides: str) -> str:
-    """Two ranks, undisturbed; what they said."""
+    """Trains on two ranks without a fault; returns their output."""
     return run_ranks(
         2, ["-m", "megatron_tlt"], "train", str(config), f"train.run_dir={run_dir}", *overrides
     ).stdout

@@ -37,7 +37,7 @@ class Run:
 
     @property
     def stdout(self) -> str:
-        """What it has said so far, on stdout and stderr."""
+        """Its output so far, stdout and stderr."""
         return self._log.read_text() if self._log.exists() else ""
 
     def wait(self) -> int:

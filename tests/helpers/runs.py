@@ -38,7 +38,7 @@ def run_drafter(ranks: int, *arguments: object, **options):
 
 
 def make_model(directory: Path, num_layers: int = 2) -> Path:
-    """A random Qwen3, of two layers by default, that speaks the demo tokenizer."""
+    """A random Qwen3, of two layers by default, with the demo tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     demo = json.loads((TOKENIZER / "config.json").read_text())

@@ -67,7 +67,7 @@ def test_training_can_go_on_from_a_drafter(run: Path) -> None:
         torch.testing.assert_close(more.weights[name], tensor, atol=1e-7, rtol=0)
 
 
-def test_mistakes_are_said_plainly(run: Path) -> None:
+def test_wrong_arguments_are_errors_with_a_clear_message(run: Path) -> None:
     done = run_drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "nothing", check=False)
     assert done.returncode == 2
     assert "--drafter" in done.stdout and "cannot be read" in done.stdout

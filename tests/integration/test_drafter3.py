@@ -67,7 +67,7 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
         (["--draft-vocab", "8"], "--draft-vocab = 8: is for a fresh drafter of kind eagle3"),
     ],
 )
-def test_mistakes_are_said_plainly(run: Path, arguments: list[str], says: str) -> None:
+def test_wrong_arguments_are_errors_with_a_clear_message(run: Path, arguments: list[str], says: str) -> None:
     given = [run / a if a == "trained" else a for a in arguments]
     ranks = 2 if "rollout.tp=2" in arguments else 1
     ends = [f"cluster.ranks_per_node={ranks}"]

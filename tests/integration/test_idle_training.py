@@ -1,4 +1,4 @@
-"""Whole runs that train the drafter in idle time: the policy never knows, and a resumed run trains on."""
+"""Whole runs that train the drafter in idle time: the policy stays the same, and a resumed run trains on."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
 
 
 @pytest.mark.parametrize("fault", ["", "crash", "nan"])
-def test_the_policy_never_knows(folder: Path, fault: str):
+def test_the_policy_is_the_same_with_and_without_drafter_training(folder: Path, fault: str):
     assert_same_policy(folder, f"train-{fault}")
     drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))
     assert drafted > 0
@@ -94,7 +94,7 @@ def test_states_fill_the_rollout_phase_of_every_rank(folder: Path):
         assert names == ({"BUSY", "IDLE", "TRAINING"} if rank == 0 else {"BUSY", "IDLE"})
 
 
-def test_the_logs_say_what_a_report_needs(folder: Path):
+def test_the_logs_hold_what_a_report_needs(folder: Path):
     off, train = (list(read_rows(folder / name / ROLLOUTS_FILE)) for name in ("off", "train-"))
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for plain, drafted, metrics in zip(off, train, rows(folder / "train-"), strict=True):

@@ -26,7 +26,7 @@ def commands(heading: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that looks like the repository to whoever stands in it, after the commands."""
+    """A working directory like the repository, after the commands."""
     folder = tmp_path_factory.mktemp("readme")
     for name in (".venv", "assets", "configs", "launch", "megatron_tlt", "tools"):
         (folder / name).symlink_to(ROOT / name)

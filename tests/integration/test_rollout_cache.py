@@ -51,7 +51,7 @@ def one(tmp_path_factory, forks):
 
 @pytest.fixture
 def resumed(one, forks):
-    """Resumes a run on one rank; returns what it said."""
+    """Resumes a run on one rank; returns its output."""
 
     def resume(run_dir, *overrides):
         return forks.run("train", one / "tiny.yaml", f"train.run_dir={run_dir}", *overrides)[1]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
 
 
-def test_weights_do_not_know_of_speculation(tmp_path: Path):
+def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
     config = write_config(tmp_path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 4})
     model = ModelConfig.from_hf(tmp_path / "model")
     save_drafter(tmp_path / "drafter", model, random_drafter(model))

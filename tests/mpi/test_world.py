@@ -17,7 +17,7 @@ def test_exchange_delivers_to_the_named_ranks_only(ranks):
     assert sorted(re.findall(r"ok \d+", out)) == [f"ok {r}" for r in range(ranks)]
 
 
-def test_a_rank_that_raises_ends_the_job_and_says_who_where_what():
+def test_a_rank_that_raises_ends_the_job_and_is_named_with_phase_and_error():
     started = time.monotonic()
     done = run_ranks(3, "tests/mpi/workers/fault.py", "raise", "1", check=False, timeout=60)
     assert done.returncode != 0

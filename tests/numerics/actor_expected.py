@@ -1,4 +1,4 @@
-"""What transformers says about the tiny models: the expected values of the actor's numerics tests."""
+"""Outputs of transformers for the tiny models: the expected values of the actor's numerics tests."""
 
 from __future__ import annotations
 

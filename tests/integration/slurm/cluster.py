@@ -74,7 +74,7 @@ def missing() -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """The first of `count` ports in a row that are free."""
     for first in range(27800 + os.getpid() % 97 * 100, 60000, 100):
         try:
             for port in range(first, first + count):
@@ -161,7 +161,7 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def run(self, *command: str, **env: str) -> str:
-        """A command's output; fails with everything it said."""
+        """A command's output; a failure shows stdout and stderr."""
         done = subprocess.run(
             [str(c) for c in command], env={**self.env, **env}, capture_output=True, text=True, timeout=120
         )
@@ -185,7 +185,7 @@ class Cluster:
         return done.stdout.strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
 
     def wait(self, job: str, seconds: float = 300) -> dict[str, str]:

@@ -92,7 +92,7 @@ class Scene:
         return "mpi4py" in command and f"train.run_dir={self.run_dir}" in command and "srun" not in command[0]
 
     def output(self) -> str:
-        """What the batch script said, over all attempts."""
+        """The batch script's output of all attempts."""
         return "".join(f.read_text() for f in self.folder.glob("*.log"))
 
     def log(self, attempt: int, rank: int = 0) -> str:
@@ -141,7 +141,7 @@ def killed(scene: Scene) -> Scene:
 
 
 def requeued(scene: Scene) -> Scene:
-    """Somebody asks Slurm to start it again."""
+    """The job is requeued by an operator."""
     scene.train(slow=0.1)
     scene.after_steps(2)
     scene.cluster.run("scontrol", "requeue", scene.job)
@@ -166,7 +166,7 @@ def node_down(scene: Scene) -> Scene:
 
 
 def preempted(scene: Scene) -> Scene:
-    """Somebody more important takes the node."""
+    """A job of higher priority takes the node."""
     scene.train(slow=0.1, options=(*ONE_NODE, "-wn6"))
     scene.after_steps(2)
     scene.cluster.run("srun", "-p", "high", "-w", "n6", "--exclusive", "sleep", "1")

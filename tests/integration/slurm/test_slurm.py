@@ -88,7 +88,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(scenes):
     assert scene.ranks() == []
 
 
-def test_a_wrong_configuration_is_told_once_and_not_tried_again(scenes):
+def test_a_wrong_configuration_is_printed_once_and_not_tried_again(scenes):
     scene, end = ended(scenes, "wrong_config")
     assert end == ("FAILED", "2:0", "0"), scene.output()
     assert "train.num_step = 3: unknown key; did you mean train.num_steps?" in scene.output()
@@ -167,7 +167,7 @@ def test_every_script_can_be_submitted_from_anywhere(cluster, tmp_path, script, 
     assert f"argument: {argument}" in scene.log(0).splitlines()
 
 
-def test_a_dry_run_tells_all_and_submits_nothing(cluster, tmp_path):
+def test_a_dry_run_prints_everything_and_submits_nothing(cluster, tmp_path):
     before = cluster.run("squeue", "-h", "-o", "%i")
     words = (
         "--dry-run",

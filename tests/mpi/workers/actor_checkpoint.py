@@ -99,7 +99,7 @@ def forever(world: World, root: Path, checkpoints: Path) -> None:
 
 
 def resume(world: World, root: Path, checkpoints: Path, how: str) -> None:
-    """What find_checkpoint says, and whether what it found loads."""
+    """The result of find_checkpoint, and whether what it found loads."""
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     try:

@@ -226,7 +226,7 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
         ("suffix", 0, "longest_first", 0),
     ],
 )
-def test_history_is_kept_where_somebody_reads_it(model_dir: Path, drafter, epochs, order, wanted):
+def test_history_is_kept_only_where_it_is_read(model_dir: Path, drafter, epochs, order, wanted):
     speculation = SpeculationSection(drafter=drafter, suffix=SuffixSection(history_epochs=epochs))
     rollout = RolloutSection(kv_cache_mib=4, order=order, speculation=speculation)
     backend = build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))

@@ -1,4 +1,4 @@
-"""The KV cache's memory is given back between rollouts, and nobody can tell from the answers."""
+"""The KV cache's memory is released between rollouts, and the answers stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Larger policies say what the small one says; the wider one keeps its idle units through training."""
+"""Larger policies compute the logits of the small one."""
 
 from __future__ import annotations
 

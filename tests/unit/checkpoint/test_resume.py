@@ -1,4 +1,4 @@
-"""Which checkpoint a start takes, and what it says of those that it does not."""
+"""Which checkpoint a start loads, and its messages about those that it refuses."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron_tlt.errors import CheckpointError
 WORLD = SimpleNamespace(is_main=True, broadcast_object=lambda value: value)
 
 
-def test_what_is_refused_says_whether_there_is_one_before_it(monkeypatch, caplog):
+def test_a_refusal_names_the_checkpoint_before_it(monkeypatch, caplog):
     monkeypatch.setattr(resume, "_candidates", lambda _: [Path("step-2"), Path("step-1")])
     monkeypatch.setattr(resume, "_problem", lambda _, path: f"{path} is damaged")
     with (

@@ -46,7 +46,7 @@ def test_an_error_of_the_system_is_one_line_without_a_traceback(tmp_path, capsys
     assert error.count("\n") == 1 and "No space left on device" in error
 
 
-def test_a_closed_pipe_is_no_error_to_speak_of(tmp_path):
+def test_a_closed_pipe_prints_no_error(tmp_path):
     (tmp_path / "status").mkdir()
     command = f"'{sys.executable}' -m megatron_tlt status '{tmp_path}' --json"
     shell = f"{{ sleep 0.1; exec {command}; }} | true; echo ${{PIPESTATUS[0]}}"

@@ -63,7 +63,7 @@ def test_runnable_files_pass_every_check(path):
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "recipes"], ids=label)
-def test_recipe_names_say_what_they_are(path):
+def test_recipe_names_match_their_contents(path):
     config = load_config(path)
     algorithm, *model, size = path.stem.split("-")
     assert config.algorithm.name == algorithm

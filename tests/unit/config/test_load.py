@@ -109,7 +109,7 @@ def test_a_file_may_be_inherited_twice_but_not_in_a_circle(tmp_path):
         load_config(write(tmp_path, "y.yaml", "defaults: [x.yaml]\n"))
 
 
-def test_a_missing_file_is_named_with_the_one_that_wants_it(tmp_path):
+def test_a_missing_file_is_named_with_the_file_that_refers_to_it(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml.*named in defaults of top\.yaml"):
         load_config(write(tmp_path, "top.yaml", "defaults: [nowhere.yaml]\n"))
 

@@ -1,4 +1,4 @@
-"""(E(token t + 1), hidden state t) -> hidden state t + 1: a drafter that knows the policy's law is always accepted."""
+"""(E(token t + 1), hidden state t) -> hidden state t + 1: a drafter that computes the policy's law is always accepted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Accept
 
 
 @pytest.mark.parametrize("window", [512, 16])
-def test_a_drafter_that_knows_the_answer_is_always_accepted(answers, window: int) -> None:
+def test_an_exact_drafter_is_always_accepted(answers, window: int) -> None:
     drafter, tables, chunks = answers
     got = acceptance(drafter, tables, chunks, window)
     assert got.overlap == pytest.approx([1.0] * STEPS, abs=1e-4)

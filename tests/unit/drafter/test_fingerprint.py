@@ -1,4 +1,4 @@
-"""A drafter says which policy it was made for, and a drafter of another one is refused."""
+"""A drafter carries a fingerprint of its policy, and a drafter of another one is refused."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_emulation_keeps_names_values_and_what_is_not_a_linear_of_the_layer() ->
 
 
 @pytest.mark.parametrize("mode", ["te", "torchao"])
-def test_no_gpu_is_an_error_that_says_what_goes(mode: str) -> None:
+def test_no_gpu_is_an_error_that_names_the_alternatives(mode: str) -> None:
     section = DrafterSection(online={"fp8": mode})
     with pytest.raises(ConfigError, match=rf"drafter\.online\.fp8 = '{mode}': needs a GPU .*off or emulate"):
         OnlineDrafterTrainer(model(), section)

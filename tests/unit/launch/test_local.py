@@ -61,7 +61,7 @@ def test_local_explains_wrong_arguments(tmp_path, arguments, message):
     assert message in done.stderr
 
 
-def test_local_says_what_to_do_before_setup(tmp_path):
+def test_local_before_setup_names_the_next_step(tmp_path):
     done = run(tmp_path, "local.sh", "c.yaml", MPIEXEC="/nowhere/mpiexec")
     assert done.returncode == 2
     assert "/nowhere/mpiexec is not there: run 'make setup' first" in done.stderr

@@ -32,7 +32,7 @@ def logger():
     log.enter_phase("start")
 
 
-def test_a_log_line_says_rank_step_and_phase(logger):
+def test_a_log_line_has_rank_step_and_phase(logger):
     stream = io.StringIO()
     log.setup_logging(1, 4, stream=stream)
     log.enter_phase("rollout", 7)

@@ -13,7 +13,7 @@ from megatron_tlt.observe.runfiles import ranks_of, read_run
 from tests.helpers.synthetic_run import write_run
 
 
-def test_steps_and_evaluations_are_told_apart(tmp_path):
+def test_steps_and_evaluations_are_separated(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=3, steps=4))
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4]
     assert [row["step"] for row in run.evals] == [0, 4]

@@ -283,7 +283,7 @@ def test_graphs_share_the_pool_and_the_oldest_goes_first() -> None:
     assert ran.count("a") == 1 + 2 and cache.stats.replays == 5
 
 
-def test_a_step_that_cannot_fit_drops_nobody_and_runs_eagerly() -> None:
+def test_a_step_that_cannot_fit_evicts_no_graph_and_runs_eagerly() -> None:
     made, ran = steps("small", "huge")
     fake = Fake(temporary={"small": 10, "huge": 1000}, own=1)
     cache = GraphCache(fake, budget_bytes=200)
@@ -358,7 +358,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def test_the_cuda_capturer_tells_shared_from_own_memory(monkeypatch) -> None:
+def test_the_cuda_capturer_separates_shared_and_own_memory(monkeypatch) -> None:
     """Against a stand-in for torch.cuda: what it adds up and in which pool, not that CUDA works."""
     cuda = FakeCuda()
     cuda.install(monkeypatch)

@@ -57,7 +57,7 @@ def test_emitted_tokens_are_those_of_a_naive_walk(topk):
     assert draft.emitted(keep).tolist() == naive_emitted(draft, keep)
 
 
-def test_siblings_emit_what_the_section_says():
+def test_siblings_emit_as_configured():
     section = AcceptanceSection(rates=(0.6,), siblings=0.5)
     alone = draft_of(section, DraftStrategy("eagle", 1))
     pair = draft_of(section, DraftStrategy("eagle", 1, 2))

@@ -46,7 +46,7 @@ def test_a_type_of_gpu_is_taken_and_kept():
     assert "--gpus-per-node=h100:4" in done.stdout
 
 
-def test_cpus_that_nobody_knows_yet_are_not_made_up():
+def test_unknown_cpu_counts_are_left_open():
     words = ("--dry-run", "kernels", "--quick")
     assert " --cpus-per-task=<CPUs of the node / 1> --cpu-bind" in srun_line(
         run("slurm/bench.sbatch", *words)
@@ -68,7 +68,7 @@ def test_options_of_sbatch_that_a_site_needs_are_shown():
     ("options", "warned"),
     [(["-t3"], True), (["-t", "7:50"], True), (["-t8"], False), (["-t3", "--signal=B:USR1@60"], False)],
 )
-def test_a_time_limit_near_the_warning_is_said(tmp_path, options, warned):
+def test_a_time_limit_near_the_warning_is_reported(tmp_path, options, warned):
     words = ["--ntasks-per-node=2", "--gpus-per-node=0", "configs/quickstart.yaml"]
     root = copy_without_python(tmp_path)
     done = run("slurm/train.sbatch", "--dry-run", *options, *words, root=root, CONTAINER="image")
@@ -89,7 +89,7 @@ def copy_without_python(folder):
 
 
 def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
-    """Names are quoted; with a container nothing here is needed but the check, which says that it is left out."""
+    """Names are quoted; with a container only the check of the configuration needs Python, and it is left out."""
     root = copy_without_python(tmp_path / "a b")
     config = root / "configs/quickstart.yaml"
     done = run("slurm/train.sbatch", "--dry-run", config, root=root, CONTAINER="image")
@@ -112,7 +112,7 @@ def test_a_job_number_alone_is_no_job(script):
 
 
 def in_common(script, job="", node_answers=True):
-    """What shell code prints that uses slurm/common.sh, where `scontrol show job` says `job`."""
+    """The output of shell code that uses slurm/common.sh, with `job` as the output of `scontrol show job`."""
     told = f"printf '%s\\n' '{job}'" if node_answers else "return 1"
     whole = f". {shlex.quote(str(ROOT))}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
     done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60)

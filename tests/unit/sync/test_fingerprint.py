@@ -27,7 +27,7 @@ def weights(change: str = "") -> list[tuple[str, Tensor]]:
 
 
 def fingerprint(tensors: list[tuple[str, Tensor]], size: int = 1) -> set[str]:
-    """What each of `size` ranks says."""
+    """The fingerprints of all `size` ranks."""
     box: list[Any] = []
 
     class World:

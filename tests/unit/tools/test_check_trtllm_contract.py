@@ -54,7 +54,7 @@ def test_a_missing_name_is_listed(path: tuple[str, ...], line: str) -> None:
     assert compared(contract, contract.renamed(path)) == [line]
 
 
-def test_a_python_without_it_is_told_in_a_line() -> None:
+def test_a_python_without_tensorrt_llm_is_one_line_of_error() -> None:
     command = [sys.executable, "-S", str(ROOT / "tools/check_trtllm_contract.py"), str(FILES[0])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -22,7 +22,7 @@ def drafter(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "sglang", "vllm"])
-def test_writes_and_says_what(kind: str, drafter, tmp_path, capsys) -> None:
+def test_written_files_are_listed(kind: str, drafter, tmp_path, capsys) -> None:
     arguments = ["--drafter", str(drafter), "--format", kind, "--out", str(tmp_path / "out")]
     assert export_drafter.main(arguments) == 0
     said = capsys.readouterr().out

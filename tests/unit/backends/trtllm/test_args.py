@@ -1,4 +1,4 @@
-"""What TensorRT-LLM is told, by version. That the names exist is test_trtllm_contract's."""
+"""Arguments for TensorRT-LLM by version. test_contract.py checks that the names exist."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_versions_that_are_not(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27"])
-def test_limits_are_always_said(version: str) -> None:
+def test_limits_are_always_passed(version: str) -> None:
     given = kwargs(version)
     assert given["max_input_len"] == given["max_seq_len"] == 4096
     assert (given["max_batch_size"], given["max_num_tokens"]) == (128, 8192)
@@ -95,7 +95,7 @@ def test_speculation_that_cannot_be(spec: Speculation) -> None:
         build_spec_config("1.2.1", spec)
 
 
-def test_sampling_is_said_whole_and_without_log_probs() -> None:
+def test_sampling_is_passed_whole_and_without_log_probs() -> None:
     given = build_sampling_params("1.2.1", **SAMPLING)
     assert given == {
         "temperature": 0.7,

@@ -1,4 +1,4 @@
-"""From settings to a started engine; what is wrong is said before or instead of a start, and leaves no process."""
+"""From settings to a started engine; errors are found before or instead of a start, and leave no process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_it_is_built_pushed_to_and_answers(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_and_no_process_stays(
+def test_errors_are_reported_and_no_process_stays(
     tmp_path: Path, started: list[Any], fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

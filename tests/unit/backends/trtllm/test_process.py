@@ -1,4 +1,4 @@
-"""Children that do not keep the protocol, and clients that do not: what each side says of the other."""
+"""Errors for child processes that break the protocol."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_a_child_that_never_connects(tmp_path: Path) -> None:
         EngineProcess(section(python_with(tmp_path, "exec sleep 60"), start_s=0.5))
 
 
-def test_an_environment_without_tensorrt_llm_says_so() -> None:
+def test_an_environment_without_tensorrt_llm_is_an_error() -> None:
     with pytest.raises(
         BackendError, match=r"(?s)exit code 1 before its hello.*No module named 'tensorrt_llm'"
     ):
         EngineProcess(section(sys.executable))
 
 
-def test_the_child_is_told_nothing_of_the_launcher_or_of_our_python() -> None:
+def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
     ours = {
         **dict.fromkeys(
             ("PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID"), "1"

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint, and how two are compared."""
+"""Descriptions and comparisons of checkpoints."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
         )
 
 
-def test_nan_zero_and_type_are_told_apart(place, tmp_path):
+def test_nan_zero_and_type_are_distinguished(place, tmp_path):
     def changed(name, change):
         target = shutil.copytree(place / "hf", tmp_path / name)
         tensors = load_file(target / "model.safetensors")

@@ -164,7 +164,7 @@ def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
     not_read(tmp_path / "mg", "unexpected: decoder.layers.mlp.router.weight", config=source[0])
 
 
-def test_what_is_no_distributed_checkpoint_is_said(tmp_path, mg):
+def test_what_is_no_distributed_checkpoint_is_refused(tmp_path, mg):
     not_read(tmp_path / "nowhere", "does not exist")
     with pytest.raises(CheckpointError, match=r"is no Megatron checkpoint: it has neither .*iteration\.txt$"):
         TorchDistReader(tmp_path)

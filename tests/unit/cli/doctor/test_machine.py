@@ -48,7 +48,7 @@ def test_a_disk_without_room_and_a_folder_without_rights(tmp_path, monkeypatch):
     assert machine.check_disk(tmp_path).status == "failed"
 
 
-def test_two_ranks_by_what_they_said():
+def test_two_ranks_are_judged_by_their_output():
     good = examine.judge_two_ranks(Answer(0, f"noise\n{SAID} (MPI and gloo)"), ["mpiexec", "-n", "2"], 3.0)
     assert (good.status, good.detail) == ("ok", f"{SAID} (MPI and gloo), 3.0 s (mpiexec -n 2)")
     silent = examine.judge_two_ranks(Answer(0, ""), ["mpiexec"], 3.0)

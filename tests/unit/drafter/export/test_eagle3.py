@@ -55,7 +55,7 @@ def our_logits(config: Eagle3Config, base: int) -> torch.Tensor:
 
 
 def engine_logits(engine: engine_drafters.Drafter, config: Eagle3Config, base: int) -> torch.Tensor:
-    """The engine collects what ITS reading of the export tells it to."""
+    """The engine collects the layers that it reads from the export."""
     embed, head = lookup_tables(config.policy)
     outputs = layer_outputs(config.policy, LENGTH)
     features = torch.cat([outputs[i] for i in engine.aux_layers(LAYERS)], -1)

@@ -35,7 +35,7 @@ def draft_one_by_one(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_state_is_named_and_shaped_as_the_contract_says(family: str) -> None:
+def test_state_has_the_names_and_shapes_of_the_contract(family: str) -> None:
     model = EagleModel(FAMILIES[family])
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     assert shapes == eagle_parameter_shapes(FAMILIES[family])

@@ -46,7 +46,7 @@ def test_expected_length_is_that_of_the_latest_visit() -> None:
     assert history.expected_length("q") == 15  # also of the answers that were not worth keeping
 
 
-def test_questions_told_of_longest_ago_are_forgotten_first() -> None:
+def test_questions_updated_longest_ago_are_dropped_first() -> None:
     history = AnswerHistory(2, 8, 1)
     for i in range(10):
         history.remember([answer(f"q{i}", i, 1.0, tokens=30_000)])  # 120 kB each: eight fit

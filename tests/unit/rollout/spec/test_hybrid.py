@@ -1,4 +1,4 @@
-"""Which part drafts for a row: the one of the greater value, or eagle alone where a strategy says so."""
+"""Which part drafts for a row: the one of the greater value, or eagle alone for a strategy of kind eagle."""
 
 import numpy as np
 

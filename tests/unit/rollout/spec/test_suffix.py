@@ -1,4 +1,4 @@
-"""The suffix drafter against its description in plain Python, and in all that befalls it in an engine."""
+"""The suffix drafter against a reference in plain Python."""
 
 from __future__ import annotations
 

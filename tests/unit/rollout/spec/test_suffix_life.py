@@ -1,4 +1,4 @@
-"""The suffix drafter in all that befalls it in an engine: preemption, history, memory, hostile text, bad input."""
+"""The suffix drafter under preemption, with history, bounded memory, adversarial text and bad input."""
 
 from __future__ import annotations
 
