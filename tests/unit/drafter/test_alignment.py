@@ -1,4 +1,4 @@
-"""(E(token t + 1), hidden state t) -> hidden state t + 1: a drafter that computes the policy's law is always accepted."""
+"""(E(token t + 1), hidden state t) -> hidden state t + 1: an exact drafter is always accepted."""
 
 from __future__ import annotations
 
