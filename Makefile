@@ -16,13 +16,13 @@ RANKS ?= 2
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
 
-setup:  ## Make .venv with what a run needs
+setup:  ## Make .venv with the requirements of a run
 	@launch/setup.sh requirements.txt
 
-setup-dev:  ## Make .venv with what the tests need, too
+setup-dev:  ## Make .venv with the requirements of the tests as well
 	@launch/setup.sh requirements-dev.txt
 
-quickstart: setup  ## Train the demo policy on 2 ranks and show what it learned (10 minutes on 2 cores)
+quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 cores)
 	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
 
 test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest
@@ -33,21 +33,21 @@ lint: setup-dev  ## Run ruff
 types: setup-dev  ## Run mypy
 	$(BIN)/python -m mypy
 
-imports: setup-dev  ## Run import-linter: the floors, one door a vendor
+imports: setup-dev  ## Run import-linter: the floors, one module a vendor library
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
 
-test-all: setup-dev lint types imports  ## All of it, also what takes minutes (half an hour more on 2 cores)
+test-all: setup-dev lint types imports  ## Run also the tests marked nightly (half an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md
 
-# Other engines pin other versions of torch and transformers, so each gets an environment of its own. torch is named
-# wherever it comes along: without the pin, OpenVINO's exporter brings a newer one. The torchvision that comes with
-# them does not match a CPU build of torch, and nothing here needs it.
+# Other engines pin other versions of torch and transformers, so each has an environment of its own. torch is pinned in
+# each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build
+# of torch and is not needed.
 PEERS := .venv/peers
 bench-peers:  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers-*
 	@launch/setup.sh requirements.txt

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs ranks on the Slurm allocation in hand (salloc), in the foreground; Ctrl-C twice ends them.
+# Runs ranks in the current Slurm allocation (salloc), in the foreground; Ctrl-C twice ends them.
 #
 #     salloc -N 2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive
 #     launch/interactive.sh [-n RANKS] [--cmd COMMAND] CONFIG [key=value ...]
 #     launch/interactive.sh -n 2 configs/quickstart.yaml train.num_steps=5
 #     launch/interactive.sh --cmd generate -- --model DIR --prompts in.jsonl --out out.jsonl
 #
-# Without -n as many ranks as the allocation has tasks. The exit code is the ranks'. Nothing is requeued, and the ranks' output
-# comes here, labelled, instead of into logs/. Variables of the environment: slurm/common.sh.
+# Without -n as many ranks as the allocation has tasks. The exit code is the ranks'. Nothing is requeued; the ranks' output
+# is printed with their numbers, not written to logs/. Variables of the environment: slurm/common.sh.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" script_name=interactive.sh
 source "$root/slurm/common.sh"
@@ -28,26 +28,26 @@ while [ $# -gt 0 ]; do
     *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no configuration given (--help says more)"
-[ -n "${SLURM_JOB_ID:-}" ] || die "no allocation in hand: salloc first, or submit slurm/train.sbatch"
+[ $# -gt 0 ] || die "no configuration given (see --help)"
+[ -n "${SLURM_JOB_ID:-}" ] || die "no Slurm allocation: salloc first, or submit slurm/train.sbatch"
 in_a_job
 
 set_environment
 set_network
 case "$1" in -*) ;; *) enter_directory_of "$1" ;; esac
 set_srun_words
-# Where the ranks note their exit code, for srun says 137 when it killed the others. They must see it: not in /tmp.
+# For the ranks' exit code, because srun returns 137 when it killed the others. All nodes must see it: not in /tmp.
 where="${LOGS:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if notes="$(mktemp -d "$where/.megatron-tlt-exit-XXXXXX")"; then
     trap 'rm -rf "$notes"' EXIT
     export MEGATRON_TLT_ATTEMPT="$notes"
 else
-    say "cannot write in $where: the exit code will be srun's, 137 where the ranks' is 1 or 2"
+    say "cannot write to $where: the exit code will be srun's, 137 where the ranks' is 1 or 2"
 fi
 srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
     "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null &
 step=$!
-trap : INT QUIT # srun hears them from the terminal itself
+trap : INT QUIT # srun receives them from the terminal itself
 for name in HUP TERM USR1; do
     # shellcheck disable=SC2064  # now: the name
     trap "kill -$name $step 2>/dev/null || true" "$name"

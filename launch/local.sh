@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts ranks of megatron-tlt on this machine, one CPU thread each unless told otherwise.
+# Starts ranks of megatron-tlt on this machine, with THREADS CPU threads each (default 1).
 #
 #     launch/local.sh -n RANKS [-t THREADS] [--cmd COMMAND] CONFIG [key=value ...]
 #     launch/local.sh -n 2 configs/quickstart.yaml train.num_steps=5
@@ -44,10 +44,10 @@ for program in "$python" "$mpiexec"; do
     command -v "$program" >/dev/null || fail "$program is not there: run 'make setup' first"
 done
 
-# One thread a rank: several ranks with a thread pool each fight for the same cores.
+# Without a limit every rank's thread pool would take all cores.
 export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREADS="$threads"
 export TOKENIZERS_PARALLELISM=false
-# All ranks are on this machine, so nothing has to be reachable from outside it.
+# All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
 # A rank that waits in MPI yields its core: with more ranks than cores, spinning ones slow the working ones 4x.
 export MPIR_CVAR_ENABLE_HEAVY_YIELD="${MPIR_CVAR_ENABLE_HEAVY_YIELD:-1}"

@@ -29,7 +29,7 @@ find_python() {
 Install one (Debian, Ubuntu: apt-get install python3.11 python3.11-venv) or name it: PYTHON=/path/to/python3.11 make ..."
 }
 
-# Everything that decides what an installation holds; the path, because a moved .venv is broken.
+# All that an installation depends on; the path too, because a moved .venv is broken.
 fingerprint() {
     { cat requirements.txt requirements-dev.txt pyproject.toml; pwd; "$venv/bin/python" -V; } | cksum | tr ' ' '-'
 }

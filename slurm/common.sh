@@ -1,4 +1,4 @@
-# What the .sbatch files share; sourced, never run by itself. docs/operations.md says how to use them.
+# Shared by the .sbatch files; sourced, never run by itself. Usage: docs/operations.md.
 #
 # From the environment (sbatch passes it on):
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
@@ -8,7 +8,7 @@
 #   LOGS        where logs/ goes (default: the directory of submission)
 #   REQUEUE     0: never requeue, only pass the exit code on (for chains of jobs)
 #   MAX_STALLS  attempts in a row without a new checkpoint step after which it gives up (default 2)
-#   SRUN_ARGS   more words for srun
+#   SRUN_ARGS   more arguments for srun
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -35,26 +35,26 @@ set_network() {
     local nodes="${SLURM_JOB_NUM_NODES:-1}"
     if [ "$nodes" -gt 1 ]; then IFACE="${IFACE:-$(default_interface)}"; else IFACE="${IFACE:-lo}"; fi
     [ -n "$IFACE" ] || die "no default route tells the network between nodes: set IFACE"
-    # Both otherwise take what the host name resolves to, or the first that is up: on login-like nodes the wrong one.
+    # By default both use the host name's interface, or the first that is up: on login-like nodes the wrong one.
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$IFACE}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$IFACE}"
     # NCCL finds InfiniBand by itself. Where a node has more adapters than belong to this network: NCCL_IB_HCA=mlx5_0,...
-    # A version line and errors, once: without it "unhandled system error" is all that is said.
+    # A version line and errors, once: without it errors read "unhandled system error" only.
     export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-    # A rank whose peer died is told within distributed.timeout_s, not left in a kernel that never ends.
+    # A rank whose peer died fails within distributed.timeout_s; otherwise it would stay in a kernel that never ends.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-    # MPI carries kilobytes from host memory: UCX need not watch every CUDA allocation for it.
+    # MPI sends kilobytes from host memory: UCX need not track every CUDA allocation for it.
     export UCX_MEMTYPE_CACHE="${UCX_MEMTYPE_CACHE:-n}"
     # UCX's own handlers for crashes would hide the stacks that Python's faulthandler writes.
     export UCX_ERROR_SIGNALS="${UCX_ERROR_SIGNALS:-}"
 }
 
-# Words for srun: who sits where. GPUs are not bound: every rank of a node sees all of the job's and takes its own by
-# local rank, because NCCL's direct copies between two GPUs need both to be visible.
+# Arguments for srun: MPI plugin, CPUs, container. GPUs are not bound: every rank of a node sees all GPUs of the job and
+# uses its own by local rank, because NCCL's direct copies between two GPUs need both to be visible.
 set_srun_words() {
     local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
     all="${SLURM_JOB_CPUS_PER_NODE:-}"
-    all="${SLURM_CPUS_ON_NODE:-${all%%[!0-9]*}}" # salloc knows the second only
+    all="${SLURM_CPUS_ON_NODE:-${all%%[!0-9]*}}" # salloc sets the second only
     if [ -z "$cpus" ] && [ -z "$all" ]; then cpus="<CPUs of the node / $tasks>"; fi # a dry run
     [ -n "$cpus" ] || cpus=$((all > tasks ? all / tasks : 1))
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
@@ -66,7 +66,7 @@ set_srun_words() {
     srun_words+=(${SRUN_ARGS:-})
 }
 
-# A configuration beside the user, else one of the repository, whose relative paths hold from its root.
+# A configuration in the working directory, else one of the repository, whose relative paths count from its root.
 enter_directory_of() {
     if [ -e "$1" ]; then return; fi
     [ "$PWD" != "$root" ] || die "$1 is not in $PWD"
@@ -86,9 +86,9 @@ open_logs() {
     export MEGATRON_TLT_ATTEMPT="$attempt" # ranks note their exit code and checkpoints here
 }
 
-# MPICH names its shared memory after job and step, and both are the same again after a requeue: what a killed attempt
-# has left on a node then makes MPI_Init fail (measured: "Message truncated"). It also holds memory. First come the
-# names, some seconds old, then what is open: a file that somebody is just making is in neither danger nor list.
+# MPICH names its shared memory after job and step, and a requeue keeps both: the files of a killed attempt then make
+# MPI_Init fail (measured: "Message truncated"), and hold memory. Names are listed before open files, and only those
+# older than some seconds: so a file that is being made is not removed.
 sweep_nodes() {
     # shellcheck disable=SC2016  # for the shell on each node
     local sweep='cd /dev/shm && files="$(find . -maxdepth 1 -name "mpich_shm_*" -user "$(id -u)" ! -newermt "5 seconds ago")"
@@ -102,11 +102,11 @@ sweep_nodes() {
 
 # Waits for the end of a child; sets rc, to 1 and `lost` where its code is not known.
 wait_for() {
-    while :; do # `wait` comes back from every trapped signal
+    while :; do # `wait` returns at every trapped signal
         wait "$1" && rc=0 || rc=$?
         kill -0 "$1" 2>/dev/null || break
     done
-    # A child that ends at the same time as a signal comes is gone without its code: bash 5.2 then says 127 or -1.
+    # Where a child ends at the same time as a signal comes, its code is lost: bash 5.2 then returns 127 or -1.
     lost=0
     if [ "$rc" -gt 128 ]; then
         local last=0
@@ -120,7 +120,7 @@ run_step() {
     local step
     sweep_nodes
     trap 'say "SIGUSR1: time is nearly up"; kill -USR1 "$step" 2>/dev/null || true' USR1
-    # Slurm tells the ranks itself; srun would only hear that it should end them by force.
+    # Slurm signals the ranks itself; a SIGTERM to srun would make it end them by force.
     trap 'say "SIGTERM: Slurm is ending this job"' TERM
     srun "${srun_words[@]}" --output="$attempt/rank-%5t.log" "$@" </dev/null &
     step=$!
@@ -130,10 +130,10 @@ run_step() {
     noted="$(read_number "$attempt/exit" "")"
     if [ "$rc" -eq 0 ] && [ -z "$noted" ] && [ "${ranks_note_exit:-0}" = 1 ]; then
         if is_requeued || [ "$(job_fact JobState)" != RUNNING ]; then
-            say "srun ended with 0, but the ranks have not said that they are done: taken for a failure"
+            say "srun ended with 0, but the ranks have noted no exit code: treated as a failure"
             rc=1
         else
-            say "the ranks could not note their end in $attempt: srun's 0 is believed"
+            say "the ranks could not write their exit code to $attempt: srun's 0 is used"
         fi
     fi
     rc="$(exit_code "$rc" "$noted")"
@@ -141,16 +141,16 @@ run_step() {
 
 read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 
-# The code that the ranks wanted, where srun lost it: it says 137 when it killed the others after the first rank had left,
-# and 0 after a node has failed (measured). What they noted themselves is $2, empty if nothing; it counts as well where
-# bash has lost srun's.
+# The ranks' exit code, where srun lost it: srun returns 137 when it killed the others after the first rank had exited,
+# and 0 after a node has failed (measured). $2 is the code that the ranks noted, or empty; it also counts where bash has
+# lost srun's.
 exit_code() { if [ "${2:-0}" -ne 0 ] || { [ "${lost:-0}" = 1 ] && [ -n "$2" ]; }; then echo "$2"; else echo "$1"; fi; }
 
 # "JobState" and the like of this job.
 job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
 
-# Whether Slurm has put this job into its queue again by itself, as after `scontrol requeue`, or when a node has failed. Its
-# times are then those of the next start.
+# Whether Slurm itself has requeued this job, as after `scontrol requeue` or when a node has failed. The job's times are
+# then those of the next start.
 is_requeued() {
     local restarts
     restarts="$(job_fact Restarts)"
@@ -187,7 +187,7 @@ report_failure() {
         return
     fi
     say "exit code $rc; the ranks' last words (all in $attempt):"
-    # Who was killed or hung comes first: the others only tell that their connections broke.
+    # A rank that was killed or hung comes first: the errors of the others only show that their connections broke.
     local verdict='^megatron-tlt: (rank [0-9]+ \(|the job hangs)'
     if grep -hE "$verdict" "$attempt"/rank-*.log; then
         grep -hE -m1 '^megatron-tlt: rank [0-9]+ failed' "$attempt"/rank-*.log | head -n 10 || true
@@ -196,7 +196,7 @@ report_failure() {
     fi
 }
 
-# Ends the script: with the code of the ranks, or by starting over.
+# Ends the script: with the code of the ranks, or by requeueing.
 requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
     report_failure
@@ -216,12 +216,12 @@ requeue_or_exit() {
         exit "$rc"
     fi
     say "requeueing (attempts in a row without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
-    trap - TERM # which is how Slurm now ends this very script
-    scontrol requeue "$SLURM_JOB_ID" || { say "cannot requeue: submit the same again to go on"; exit "$rc"; }
-    sleep 60 # an exit of its own before that could be taken for the job's end
+    trap - TERM # Slurm now ends this script with it
+    scontrol requeue "$SLURM_JOB_ID" || { say "cannot requeue: submit the same command again to resume"; exit "$rc"; }
+    sleep 60 # an exit before Slurm ends the script could count as the job's end
 }
 
-# "4:00:00", "1-12", "90" and Slurm's other forms, in hours; nothing for one that has no end.
+# "4:00:00", "1-12", "90" and Slurm's other forms, in hours; nothing where there is no limit.
 hours_of() {
     awk -v t="$1" 'BEGIN {
         d = 0; has_days = split(t, a, "-") == 2; if (has_days) { d = a[1]; t = a[2] }
@@ -233,11 +233,11 @@ hours_of() {
         printf "%.4g", h }'
 }
 
-# The value of an option on this command line, else of the script's #SBATCH lines.
+# The value of an option in the script's #SBATCH lines.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$script" | head -n 1; }
 
-# `X.sbatch --dry-run [OPTIONS OF sbatch] ARGUMENTS`: leaves the rest in `rest`, and in `passed` the options that change
-# nothing here and are only shown.
+# `X.sbatch --dry-run [OPTIONS OF sbatch] ARGUMENTS`: sets `rest`, and in `passed` the options that change nothing here
+# and are only printed.
 read_dry_options() {
     local name value
     nodes="${SLURM_JOB_NUM_NODES:-$(asked nodes)}" tasks="${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}"
@@ -265,7 +265,7 @@ read_dry_options() {
             --output | --dependency | --begin | --mail-type | --mail-user | --comment | --licenses | --nice)
             passed+=("$name=$value")
             ;;
-        *) die "--dry-run knows the usual options of sbatch (-N, --ntasks-per-node, --gpus-per-node, -t, -c, -p, -A, -q, -J, ...), not $name" ;;
+        *) die "--dry-run takes the usual options of sbatch (-N, --ntasks-per-node, --gpus-per-node, -t, -c, -p, -A, -q, -J, ...), not $name" ;;
         esac
     done
     [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes=$nodes must be a number above 0"
@@ -284,8 +284,8 @@ long_name() {
     esac
 }
 
-# Says it where Slurm's warning comes so early that attempts of the time limit $1 get little or nothing done. $2 is the
-# option --signal, "B:USR1@240"; nothing is said without one. $3: a remark on it.
+# Warns where Slurm's signal comes so early that an attempt of the time limit $1 gets little or nothing done. $2 is the
+# option --signal, "B:USR1@240", or empty. $3: a remark on it.
 warn_of_short_time() {
     local hours lead="${2##*@}"
     hours="$(hours_of "$1")"
@@ -294,7 +294,8 @@ warn_of_short_time() {
     say "WARNING: with a time limit of $1, Slurm's warning $lead s before it (--signal=$2${3:-}) leaves an attempt hardly any time, or none: ask for more time, or for a later warning (above stop.warning_s)"
 }
 
-# What a submission would be. `set_command` of each script looks at its arguments and sets `command`. `checked` is the subcommand that reports on the configuration; nothing without one.
+# Prints what a submission would run. `set_command` of each script sets `command` from its arguments. `checked` is the
+# subcommand that checks the configuration; empty: none.
 dry_run() {
     local hours checker
     read_dry_options "$@"
@@ -304,7 +305,7 @@ dry_run() {
     if [ ${#checked[@]} -gt 0 ]; then
         enter_directory_of "${rest[0]}"
         checker="$python"
-        # The container's own interpreter is not at hand; what a configuration asks for can be told without it.
+        # The container's interpreter is not available here; the configuration can be checked without it.
         [ -z "${CONTAINER:-}" ] || checker="$root/.venv/bin/python"
         if command -v "$checker" >/dev/null; then
             "$checker" -m megatron_tlt "${checked[@]}" "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
@@ -336,13 +337,13 @@ dry_run() {
     exit 0
 }
 
-# A shell that outlived its allocation (tmux) may still say SLURM_JOB_ID, and nothing else.
+# A shell that outlived its allocation (tmux) may still have SLURM_JOB_ID, and nothing else.
 in_a_job() {
     [ -n "${SLURM_JOB_NUM_NODES:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ] ||
-        die "SLURM_JOB_ID=$SLURM_JOB_ID is set, but this is no job of Slurm's: unset SLURM_JOB_ID, or submit with sbatch"
+        die "SLURM_JOB_ID=$SLURM_JOB_ID is set, but this is not a job of Slurm: unset SLURM_JOB_ID, or submit with sbatch"
 }
 
-# What every script does first: `--dry-run`, usage, Slurm.
+# The first steps of every script: `--dry-run`, usage, environment.
 begin() {
     [ "${1:-}" != --dry-run ] || dry_run "${@:2}"
     [ $# -gt 0 ] && [ -n "${SLURM_JOB_ID:-}" ] ||

@@ -16,7 +16,7 @@ Three ideas keep every step within reach of a model of 2M parameters:
 Long sums and long lists have traces of quadratic length: they give the heavy tail of answer lengths that
 rollout scheduling is about.
 
-A module for `make_demo_policy.py`, no command: run by itself, it prints nothing.
+A module for `make_demo_policy.py`, not a command.
 Everything here is a function of `(MIX, count, seed)`: same arguments, same examples, on every machine.
 """
 

@@ -23,7 +23,7 @@ from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.together import Ranks
 
 _CODES = """exit status:
-  0  read to the end; with --compare also where tensors differ (the report says which)
+  0  read to the end; with --compare also where tensors differ (the report lists them)
   1  damaged or unreadable, no checkpoint, of different models, or two different steps hold the same weights
   2  wrong arguments, or a model that is not supported
 """

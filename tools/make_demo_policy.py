@@ -45,8 +45,8 @@ SORTING_RULES = (
     " For example, ['-69', '-13', '1', '7', '11', '43', '59', '61']\n"
 )
 
-# The unchanging sentences of the prompts, one token each: read byte by byte they would be most of the text
-# that the model sees, and teach it nothing.
+# The fixed sentences of the prompts, one token each: as bytes they would be most of the text, and nothing in
+# them is to be learned.
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
     "Calculate ",

@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Shape(Protocol):
-    """What the bounds need to know of a model (`megatron_tlt.models.config.ModelConfig` has it)."""
+    """Fields of a model that the bounds read (`megatron_tlt.models.config.ModelConfig` has them)."""
 
     vocab_size: int
     hidden_size: int

@@ -7,8 +7,8 @@ Answers never depend on the drafter, so that in one step the first two draft the
     from random   random weights, trained in idle time
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
-The last two run for as many steps as are needed to say whether 10 are enough, of 64 questions: a drafter that has
-nothing but the answers to 8 learns these by heart (docs/log.md).
+The last two run for as many steps as are needed to see whether 10 are enough, of 64 questions: a drafter that has
+only the answers to 8 overfits to them (docs/log.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small policy made larger without changing what it says: for benchmarks where weights must not fit a cache."""
+"""Makes a small policy larger without changing its outputs: for benchmarks where weights must not fit a cache."""
 
 from __future__ import annotations
 

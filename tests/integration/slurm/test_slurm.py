@@ -207,4 +207,4 @@ def test_an_allocation_in_hand_is_used_and_the_exit_code_comes_back(cluster, tmp
     assert not list(SLURM.parent.glob(".megatron-tlt-*"))
     alone = run_here(cluster, scene.folder, launcher, "configs/quickstart.yaml")
     assert alone.returncode == 2
-    assert "no allocation in hand" in alone.stderr
+    assert "no Slurm allocation" in alone.stderr

@@ -92,7 +92,7 @@ def test_time_limits_are_read_in_all_of_slurms_forms(limit, hours):
         (["-n", "0", "c.yaml"], "-n takes a number above 0, not '0'"),
         (["--rank", "2", "c.yaml"], "unknown option --rank"),
         ([], "no configuration given"),
-        (["c.yaml"], "no allocation in hand"),
+        (["c.yaml"], "no Slurm allocation"),
     ],
 )
 def test_interactive_explains_wrong_arguments(tmp_path, arguments, message):

@@ -108,7 +108,7 @@ def test_with_a_container_the_configuration_is_checked_here():
 @pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/bench.sbatch", "launch/interactive.sh"])
 def test_a_job_number_alone_is_no_job(script):
     done = run(script, "configs/quickstart.yaml", SLURM_JOB_ID="7")
-    assert done.returncode == 2 and "this is no job of Slurm's: unset SLURM_JOB_ID" in done.stderr
+    assert done.returncode == 2 and "this is not a job of Slurm: unset SLURM_JOB_ID" in done.stderr
 
 
 def in_common(script, job="", node_answers=True):
