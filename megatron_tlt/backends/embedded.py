@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.sync.buckets import checksum
@@ -16,7 +17,6 @@ from megatron_tlt.types import (
     BackendCapabilities,
     EngineStats,
     HiddenStateSample,
-    PastAnswer,
     Prompt,
     Sample,
     SamplingParams,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
 
 
-class EmbeddedBackend:
+class EmbeddedBackend(BaseBackend):
     """A `RolloutBackend` around one `Engine`. A push of weights is all or nothing (`sync.served_weights`)."""
 
     def __init__(
@@ -55,30 +55,20 @@ class EmbeddedBackend:
         `longest_first` starts prompts whose earlier answers were long before the others. `release_cache` gives the
         cache's memory back whenever no rollout runs.
         """
+        version = 0 if has_weights else NO_WEIGHTS
+        weights = ServedWeights(parameter_shapes, ignorable, keep_checksums, version)
+        super().__init__(weights, history, longest_first)
         self._release_cache = release_cache
         if release_cache:
             engine.release()
         self._traced_prompts = 0
-        self._history, self._longest_first = history, longest_first
         self._engine: Engine | None = engine
-        version = 0 if has_weights else NO_WEIGHTS
-        self._weights = ServedWeights(parameter_shapes, ignorable, keep_checksums, version)
         self._checksums: dict[str, int] = {}  # of the open push
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this engine can be asked for: everything there is."""
+        """What this engine supports: everything."""
         return EMBEDDED_CAPABILITIES
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights that answer now; -1 before there are any."""
-        return self._weights.version
-
-    @property
-    def drafter_version(self) -> int:
-        """Publications of the drafter that drafts now; 0: it is the one that the engine was built with."""
-        return self._weights.drafter_version
 
     @property
     def engine(self) -> Engine:
@@ -100,8 +90,8 @@ class EmbeddedBackend:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
         Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_answer` gets each
-        answer as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: `drafts_of` still
-        tells of the `generate` before this one.
+        answer as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: this
+        call continues the `generate` before it, whose drafts `drafts_of` still returns.
         """
         engine = self.engine
         self._weights.check_ready()
@@ -150,12 +140,6 @@ class EmbeddedBackend:
         """Takes it again. Without a `release` before it, it does nothing; `generate` calls it."""
         self.engine.resume()
 
-    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """As they start; the order cannot change an answer (docs/numerics.md)."""
-        if self._history is None or not self._longest_first:
-            return list(prompts)
-        return self._history.longest_first(prompts)
-
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int32 [B]."""
         rows = self.engine.scheduler.rows
@@ -195,38 +179,26 @@ class EmbeddedBackend:
         return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on `sink` gets the hidden states of every finished answer; None: nobody does.
+        """From now on calls `sink` with the hidden states of every finished answer; None: collects none.
 
-        Only while no request is there.
+        Only without live requests.
         """
         collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
-
-    @property
-    def wants_history(self) -> bool:
-        """Whether `remember` has a use."""
-        return self._history is not None
-
-    def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps scored answers for later visits of their questions. Ranks of one engine must be told the same."""
-        if self._history is not None:
-            self._history.remember(answers)
 
     def state_dict(self) -> dict[str, Any]:
         """What speculation has learned and how long answers were, JSON-able. It changes the engine's speed only, and
         the order of prompts, which a resumed run must repeat (docs/numerics.md says what depends on it).
         """
         speculator = self.engine.speculator
-        state = {} if speculator is None else speculator.state_dict()
-        return state if self._history is None else {**state, "history": self._history.state_dict()}
+        return ({} if speculator is None else speculator.state_dict()) | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave; nothing of another drafter or selector."""
+        """Loads what `state_dict` returned; nothing of another drafter or selector."""
+        super().load_state_dict(state)
         speculator = self.engine.speculator
         if speculator is not None and "drafter" in state:
             speculator.load_state_dict(state)
-        if self._history is not None and "history" in state:
-            self._history.load_state_dict(state["history"])
 
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""
@@ -259,10 +231,6 @@ class EmbeddedBackend:
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
         self._weights.commit(self._checksums)
-
-    def weight_checksums(self) -> dict[str, int]:
-        """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
-        return dict(self._weights.checksums)
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""

@@ -9,25 +9,22 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.backends.trtllm.args import (
-    SLEEP_TAGS,
-    EngineSize,
-    Speculation,
-    build_llm_kwargs,
-    build_sampling_params,
-)
+from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_llm_kwargs, build_sampling_params
 from megatron_tlt.backends.trtllm.process import child_environment
 from megatron_tlt.backends.trtllm.server import Host
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.types import SamplingParams
 from tests.helpers.trtllm_fake.contract import Contract
 from tests.helpers.trtllm_fake.package import install, uninstall
 from tests.helpers.trtllm_fake.toy import ENDLESS
 
 EXTENSION = "megatron_tlt.backends.trtllm.extension"
-SPECULATIONS = (
-    Speculation(),
-    Speculation("ngram", draft_len=3),
-    Speculation("eagle3", drafter_path="/drafter", layers_to_capture=(1, 2, 3)),
+SPECULATIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"speculation": "ngram", "draft_len": 3},
+    {"speculation": "eagle3", "draft_len": 3, "drafter_path": "/drafter", "layers_to_capture": (1, 2, 3)},
 )
 ENTRY = {"name": "a.weight", "dtype": "float32", "shape": [2], "data": torch.ones(2).numpy().tobytes()}
 
@@ -45,27 +42,21 @@ def run_adapter(contract: Contract) -> None:
         sys.modules.pop(EXTENSION, None)
 
 
-async def _talk(contract: Contract, spec: Speculation) -> None:
+async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     answers: list[dict[str, Any]] = []
+    kind = spec.get("speculation", "none")
     host = Host(answers.append)
     version = contract.data["version"]
     assert host.engine_version() == version
     for graphs in ((), (1, 2, 8)):
-        size = EngineSize("/model", "bf16", 64, 8, 32, 0.5, graph_sizes=graphs)
-        kwargs = build_llm_kwargs(version, size, spec, sleep=True)
+        section = TrtllmSection(version=version, graph_sizes=graphs, **spec)
+        rollout = RolloutSection(dtype="bf16", max_running_requests=8, max_batched_tokens=32, trtllm=section)
+        kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64))
         await host.handle({"type": "start", "llm": kwargs})
-    await _push(host, with_drafter=spec.kind == "eagle3")
-    for top_k, min_p in ((0, 0.0), (5, 0.1 if spec.kind == "none" else 0.0)):
-        params = build_sampling_params(
-            version,
-            temperature=1.0,
-            top_k=top_k,
-            top_p=0.9,
-            min_p=min_p,
-            max_tokens=8,
-            stop_token_ids=(0,),
-            speculative=spec.kind != "none",
-        )
+    await _push(host, with_drafter=kind == "eagle3")
+    for top_k, min_p in ((0, 0.0), (5, 0.1 if kind == "none" else 0.0)):
+        sampling = SamplingParams(top_k=top_k, top_p=0.9, min_p=min_p, max_tokens=8)
+        params = build_sampling_params(sampling, (0,), speculative=kind != "none")
         requests = [{"id": top_k * 10 + i, "seed": i} for i in range(4)]
         host.submit({"requests": requests, "token_ids": [5, 6, 7], "params": params})
     await _until(lambda: not host.in_flight)
@@ -76,13 +67,13 @@ async def _talk(contract: Contract, spec: Speculation) -> None:
     totals = (await host.handle({"type": "stats"}))["totals"]
     assert totals["iterations"] > 0
     assert totals["missed"] == 0
-    per_step = 0 if spec.kind == "none" else 1
+    per_step = 0 if kind == "none" else 1
     assert (
         totals["numAcceptedTokens"] == totals["numRequestsWithDraftTokens"] == per_step * totals["iterations"]
     )
     assert totals["numDraftTokens"] == 3 * per_step * totals["iterations"]
-    for kind in ("release", "resume"):
-        await host.handle({"type": kind, "tags": list(SLEEP_TAGS)})
+    for operation in ("release", "resume"):
+        await host.handle({"type": operation, "tags": list(SLEEP_TAGS)})
     host.shutdown()
 
 

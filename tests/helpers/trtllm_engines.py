@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.backends.trtllm.args import EngineSize, Speculation, build_llm_kwargs
-from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm.args import build_llm_kwargs
+from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.backends.trtllm.process import EngineProcess
 from megatron_tlt.backends.trtllm.weights import open_transport
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import Prompt, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
@@ -60,27 +63,29 @@ def section(python: str, **fields: Any) -> TrtllmSection:
     return TrtllmSection(python=python, **{**defaults, **fields})
 
 
-def start_backend(
-    folder: Path, *, version: str = "1.2.1", spec: Speculation | None = None, **fields: Any
-) -> TrtllmBackend:
-    """A backend whose engine stands and has no weights."""
-    settings = section(fake_python(folder, version), version=version, **fields)
-    size = EngineSize("/model", "fp32", 64, 8, 64, 0.5)
-    spec = spec or Speculation()
-    facts = EngineFacts(
-        size,
-        spec,
-        version,
-        SHAPES,
-        ignorable=frozenset({"lm_head.weight"}),
-        drafter_names=frozenset(DRAFTER if spec.kind == "eagle3" else ()),
+def backend_around(process: Any, transport: Any, rollout: RolloutSection) -> TrtllmBackend:
+    """The rank's side around a process."""
+    return TrtllmBackend(
+        process,
+        transport,
+        ServedWeights(SHAPES, ["lm_head.weight"], keep_checksums=True),
+        rollout,
+        max_context=64,
         eos_token_ids=(0,),
-        keep_checksums=True,
+        drafter_names=frozenset(DRAFTER if rollout.trtllm.speculation == "eagle3" else ()),
+        tokenizer=CharTokenizer(),
     )
+
+
+def start_backend(folder: Path, *, version: str = "1.2.1", **fields: Any) -> TrtllmBackend:
+    """A backend whose engine stands and has no weights. `fields`: of `rollout.trtllm`."""
+    settings = section(fake_python(folder, version), version=version, **fields)
+    rollout = RolloutSection(max_running_requests=8, max_batched_tokens=64, order="arrival", trtllm=settings)
     process = EngineProcess(settings)
     transport = open_transport(settings.transport, process)
-    process.call("start", llm=build_llm_kwargs(version, size, spec, sleep=True), patience=settings.start_s)
-    return TrtllmBackend(process, transport, facts, CharTokenizer())
+    arguments = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64))
+    process.call("start", llm=arguments, patience=settings.start_s)
+    return backend_around(process, transport, rollout)
 
 
 def tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

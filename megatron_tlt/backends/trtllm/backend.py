@@ -10,23 +10,22 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, EngineSize, Speculation, build_sampling_params
+from megatron_tlt.backends.base import BaseBackend
+from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_sampling_params
 from megatron_tlt.backends.wire import WireError
 from megatron_tlt.errors import BackendError, SyncError, shortened
+from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import (
     TRTLLM_CAPABILITIES,
     BackendCapabilities,
     EngineStats,
     FinishReason,
     HiddenStateSample,
-    PastAnswer,
     Prompt,
     Sample,
     SamplingParams,
@@ -39,48 +38,43 @@ if TYPE_CHECKING:
 
     from megatron_tlt.backends.trtllm.process import EngineProcess
     from megatron_tlt.backends.trtllm.weights import Transport
+    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.interfaces import ProgressCallback, Tokenizer
-    from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.sync.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What the rank knows of the engine it started.
-
-    `parameter_shapes` names every tensor of a push, `ignorable` ones may come and are dropped. `drafter_names` are the
-    tensors that the drafter was started with.
-    """
-
-    size: EngineSize
-    speculation: Speculation
-    version: str
-    parameter_shapes: Mapping[str, tuple[int, ...]]
-    ignorable: frozenset[str] = frozenset()
-    drafter_names: frozenset[str] = frozenset()
-    eos_token_ids: tuple[int, ...] = ()
-    keep_checksums: bool = False
-    sleep: bool = True
-    longest_first: bool = False
+_HISTORY_MIB = 64  # lengths only
 
 
-class TrtllmBackend:
+class TrtllmBackend(BaseBackend):
     """A `RolloutBackend` around an engine in a process of its own."""
 
     def __init__(
         self,
         process: EngineProcess,
         transport: Transport,
-        facts: EngineFacts,
+        weights: ServedWeights,
+        rollout: RolloutSection,
+        *,
+        max_context: int,
+        eos_token_ids: Sequence[int] = (),
+        drafter_names: frozenset[str] = frozenset(),
         tokenizer: Tokenizer | None = None,
-        history: AnswerHistory | None = None,
     ):
-        """`process` has a started engine. Without weights it refuses to answer until a push has arrived."""
+        """`process` has a started engine. Without weights it refuses to answer until a push has arrived.
+
+        `max_context`: tokens of the longest prompt and answer. `drafter_names`: the tensors that the drafter was
+        started with.
+        """
+        longest_first = rollout.order == "longest_first"
+        super().__init__(weights, AnswerHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
-        self._transport, self._facts, self._tokenizer, self._history = transport, facts, tokenizer, history
-        self._weights = ServedWeights(facts.parameter_shapes, facts.ignorable, facts.keep_checksums)
+        self._transport, self._tokenizer, self._rollout = transport, tokenizer, rollout
+        self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
+        self._drafter_names = drafter_names
+        self._sleeps = rollout.trtllm.sleep != "none"
         self._drafter_sums: dict[str, int] = {}  # of the open push
         self._asleep = False
         self._requests = 0
@@ -89,18 +83,8 @@ class TrtllmBackend:
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this engine can be asked for."""
+        """What this engine supports."""
         return TRTLLM_CAPABILITIES
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights that answer now; -1 before there are any."""
-        return self._weights.version
-
-    @property
-    def drafter_version(self) -> int:
-        """Publications of the drafter that drafts now; 0: it is the one that the engine was started with."""
-        return self._weights.drafter_version
 
     @property
     def process(self) -> EngineProcess:
@@ -137,7 +121,7 @@ class TrtllmBackend:
         self._stats.seconds += time.perf_counter() - started
         self._stats.finished_requests += len(samples)
         self._stats.prompt_tokens += sum(len(p.token_ids) for p in prompts)
-        if self._facts.sleep:
+        if self._sleeps:
             self.release()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
@@ -148,7 +132,7 @@ class TrtllmBackend:
         self._weights.check_ready()
         if params.stop:
             raise BackendError(f"stop strings {params.stop!r}: TensorRT-LLM stops at tokens only")
-        most = self._facts.size.max_context
+        most = self._max_context
         for prompt in prompts:
             total = len(prompt.token_ids) + params.max_tokens
             if total > most:
@@ -177,18 +161,9 @@ class TrtllmBackend:
         pending.update({n: (prompt.prompt_id, n - first) for n in numbers})
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
-        ends = () if params.ignore_eos else self._facts.eos_token_ids
+        speculative = self._rollout.trtllm.speculation != "none"
         try:
-            return build_sampling_params(
-                self._facts.version,
-                temperature=float(params.temperature),
-                top_k=params.top_k,
-                top_p=float(params.top_p),
-                min_p=float(params.min_p),
-                max_tokens=params.max_tokens,
-                stop_token_ids=(*ends, *params.stop_token_ids),
-                speculative=self._facts.speculation.kind != "none",
-            )
+            return build_sampling_params(params, self._eos_token_ids, speculative=speculative)
         except ValueError as error:
             raise BackendError(f"TensorRT-LLM cannot sample so: {error}") from error
 
@@ -209,7 +184,7 @@ class TrtllmBackend:
                 samples.append(self._sample(message, stops, pending))
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
-            running = min(len(pending), self._facts.size.max_running)
+            running = min(len(pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
                 on_progress(running, len(pending) - running, tokens)
@@ -220,7 +195,7 @@ class TrtllmBackend:
     ) -> Sample:
         key = pending.pop(message["id"], None)
         if key is None:
-            raise self.process.failure(f"answered request {message['id']}, which nobody asked")
+            raise self.process.failure(f"answered request {message['id']}, which was not submitted")
         if "error" in message:
             raise BackendError(f"TensorRT-LLM could not answer prompt {key[0]}: {message['error']}")
         token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
@@ -244,39 +219,14 @@ class TrtllmBackend:
         except BackendError as error:
             logger.warning("after an interrupted rollout: %s", error)
 
-    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """As they start."""
-        if self._history is None or not self._facts.longest_first:
-            return list(prompts)
-        return self._history.longest_first(prompts)
-
     def running_lengths(self) -> np.ndarray:
-        """Empty: the engine says nothing of answers under way."""
+        """Empty: the engine does not report answers under way."""
         return np.zeros(0, np.int32)
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what wants them)."""
+        """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what needs them)."""
         if sink is not None:
             raise BackendError("TensorRT-LLM engines give no hidden states to train a drafter on")
-
-    @property
-    def wants_history(self) -> bool:
-        """Whether `remember` has a use: lengths decide which prompts start first."""
-        return self._history is not None
-
-    def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps the lengths of scored answers."""
-        if self._history is not None:
-            self._history.remember(answers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How long answers were, JSON-able."""
-        return {} if self._history is None else {"history": self._history.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
-        if self._history is not None and "history" in state:
-            self._history.load_state_dict(state["history"])
 
     def release(self) -> None:
         """Gives the KV cache's memory back until `resume`. A second call does nothing."""
@@ -285,7 +235,7 @@ class TrtllmBackend:
             self._asleep = True
 
     def resume(self) -> None:
-        """Takes the KV cache's memory again. Without a `release` before it, it does nothing."""
+        """Allocates the KV cache's memory again. Without a `release` before it, it does nothing."""
         if self._asleep:
             self.process.call("resume", tags=list(SLEEP_TAGS))
             self._asleep = False
@@ -294,12 +244,12 @@ class TrtllmBackend:
         """Opens a push of `version`, with the KV cache's memory given back where that is wanted; one that was open and
         never finished is given up.
         """
-        if self._facts.sleep:
+        if self._sleeps:
             self.release()
         self._weights.begin(version)
         self._drafter_sums = {}
         self._transport.finish()  # of a push that was given up
-        self.process.call("begin_update", version=version, verify=self._facts.keep_checksums)
+        self.process.call("begin_update", version=version, verify=self._weights.keep_checksums)
 
     def update_weights(self, bucket: WeightBucket) -> None:
         """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
@@ -314,7 +264,7 @@ class TrtllmBackend:
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
         policy_version = self._weights.require_open(f"a drafter of version {version}")
-        names = self._facts.drafter_names
+        names = self._drafter_names
         if not names:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
         if weights.keys() != names:
@@ -324,7 +274,7 @@ class TrtllmBackend:
             )
         self._transport.send(policy_version, list(weights.items()), drafter=True)
         self._weights.accept_drafter(version)
-        if self._facts.keep_checksums:
+        if self._weights.keep_checksums:
             self._drafter_sums = {name: checksum(tensor) for name, tensor in weights.items()}
 
     def finish_update(self) -> None:
@@ -335,10 +285,6 @@ class TrtllmBackend:
         if reply["drafter_checksums"] != self._drafter_sums:
             raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
         self._weights.commit(reply["checksums"])
-
-    def weight_checksums(self) -> dict[str, int]:
-        """CRC-32 of every tensor as the engine's workers received it in the last push; empty unless they are kept."""
-        return dict(self._weights.checksums)
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call: requests and tokens by our own count, steps and drafts by the engine's. Resets

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_tlt.backends.trtllm.args import EngineSize, Speculation, build_llm_kwargs
-from megatron_tlt.backends.trtllm.backend import EngineFacts, TrtllmBackend
+from megatron_tlt.backends.trtllm.args import build_llm_kwargs
+from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.backends.trtllm.process import EngineProcess
 from megatron_tlt.backends.trtllm.weights import open_transport
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.interfaces import Tokenizer
-
-_HISTORY_MIB = 64  # lengths only
 
 
 def build_trtllm(
@@ -39,37 +37,16 @@ def build_trtllm(
     """
     section = rollout.trtllm
     config = ModelConfig.from_hf(model.path)
-    size = EngineSize(
-        model=str(Path(model.path).resolve()),
-        dtype=rollout.dtype,
-        max_context=model.max_context,
-        max_running=rollout.max_running_requests,
-        max_batched_tokens=rollout.max_batched_tokens,
-        kv_cache_fraction=section.kv_cache_fraction,
-        graphs=rollout.cuda_graphs,
-        graph_sizes=section.graph_sizes,
-    )
-    drafter = None if section.drafter_path is None else str(Path(section.drafter_path).resolve())
-    speculation = Speculation(
-        section.speculation, section.draft_len, drafter, section.layers_to_capture, section.ngram_size
-    )
-    sleep = section.sleep != "none"
     try:
-        kwargs = build_llm_kwargs(section.version, size, speculation, sleep=sleep, extra=section.engine)
+        kwargs = build_llm_kwargs(rollout, model)
     except ValueError as error:
         raise ConfigError.of("rollout.trtllm", section.engine, str(error)) from error
-    facts = EngineFacts(
-        size=size,
-        speculation=speculation,
-        version=section.version,
-        parameter_shapes=config.parameter_shapes(),
-        ignorable=frozenset({"lm_head.weight"} if config.tie_word_embeddings else ()),
-        drafter_names=frozenset() if drafter is None else drafter_names(Path(drafter)),
-        eos_token_ids=tuple(sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})),
-        keep_checksums=sync.verify,
-        sleep=sleep,
-        longest_first=rollout.order == "longest_first",
+    weights = ServedWeights(
+        config.parameter_shapes(), ("lm_head.weight",) if config.tie_word_embeddings else (), sync.verify
     )
+    drafter = section.drafter_path
+    names = frozenset() if drafter is None else drafter_names(Path(drafter).resolve())
+    ends = sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
     process = EngineProcess(section, visible_device(torch.device(device)))
     started = False
     try:
@@ -79,8 +56,16 @@ def build_trtllm(
     finally:
         if not started:
             process.close()
-    history = AnswerHistory(1, 0, _HISTORY_MIB) if facts.longest_first else None
-    return TrtllmBackend(process, transport, facts, tokenizer, history)
+    return TrtllmBackend(
+        process,
+        transport,
+        weights,
+        rollout,
+        max_context=model.max_context,
+        eos_token_ids=ends,
+        drafter_names=names,
+        tokenizer=tokenizer,
+    )
 
 
 def visible_device(device: torch.device) -> str | None:

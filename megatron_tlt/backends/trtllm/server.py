@@ -5,7 +5,8 @@ is the package `tlt_backends`.
     trtllm.TrtllmBackend --- Unix socket --- Host: requests, pushes, sleep --- Ray workers of the engine
 
 It must not import megatron_tlt, whose torch is another one: only the standard library, tensorrt_llm, `wire` and
-`args`, all of which run on Python 3.10. One client; when it goes, so does this process. Messages (maps with "type"):
+`instances`, all of which run on Python 3.10. One client: when it disconnects, this process ends. Messages (maps with
+"type"):
 
 | from the client | answer |
 |---|---|
@@ -31,9 +32,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..wire import PROTOCOL, WireError, frame, frame_length, message_of
-from .args import CLASSES, EXTENSION, instantiate
+from .instances import CLASSES, instantiate
 
 Message = dict[str, Any]
+_EXTENSION = "extension.TltWorkerExtension"  # below the name that process.py gives this package here
 _STATS_S = 2.0  # the engine keeps the last 1,000 iterations only
 _STATS_WAIT_S = 0.2
 _END_S = 20.0  # for the engine's shutdown after the client has gone
@@ -94,7 +96,7 @@ class Host:
 
         classes = {name: getattr(llmapi, name) for name in CLASSES if hasattr(llmapi, name)}
         kwargs = instantiate(message["llm"], classes)
-        extension = f"{__package__}.{EXTENSION}"
+        extension = f"{__package__}.{_EXTENSION}"
         self._llm = AsyncLLM(**kwargs, ray_worker_extension_cls=extension)
         await self._llm.setup_async()
         self._sampling = llmapi.SamplingParams

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_tlt.backends.trtllm.args import (
-    CLASS,
-    EngineSize,
-    Speculation,
     build_llm_kwargs,
     build_sampling_params,
     build_spec_config,
     series,
 )
+from megatron_tlt.backends.trtllm.instances import CLASS
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.types import SamplingParams
 
-SIZE = EngineSize("/m", "bf16", 4096, 128, 8192, 0.4)
-PLAIN = Speculation()
-EAGLE = Speculation("eagle3", 5, "/d", (30, 1, 14))
-SAMPLING: dict[str, Any] = {
-    "temperature": 0.7,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "max_tokens": 16,
-    "stop_token_ids": (7, 2, 7),
-    "speculative": False,
-}
+MODEL = ModelSection(path="/m", max_context=4096)
+EAGLE: dict[str, Any] = {"speculation": "eagle3", "draft_len": 5, "drafter_path": "/d"}
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=16, stop_token_ids=(7, 2, 7))
 
 
-def kwargs(
-    version: str = "1.2.1", size: EngineSize = SIZE, spec: Speculation = PLAIN, **more: Any
-) -> dict[str, Any]:
-    return build_llm_kwargs(version, size, spec, **{"sleep": True, **more})
+def kwargs(cuda_graphs: bool = True, **fields: Any) -> dict[str, Any]:
+    """Arguments for a section of TensorRT-LLM's own with `fields`."""
+    section = TrtllmSection(kv_cache_fraction=0.4, **fields)
+    rollout = RolloutSection(
+        dtype="bf16",
+        max_running_requests=128,
+        max_batched_tokens=8192,
+        cuda_graphs=cuda_graphs,
+        trtllm=section,
+    )
+    return build_llm_kwargs(rollout, MODEL)
 
 
 @pytest.mark.parametrize("version", ["1.2.0", "1.2.1", "1.2.0rc6", "1.2.1.post1", "1.3.0rc27", "1.3.0"])
@@ -43,14 +44,14 @@ def test_versions_that_are_known(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "1.20.0", "1.2", "2.3.1", "", "1.2.1; rm"])
 def test_versions_that_are_not(version: str) -> None:
-    for build in (series, lambda v: kwargs(v, spec=EAGLE), lambda v: build_sampling_params(v, **SAMPLING)):
+    for build in (series, lambda v: kwargs(version=v, **EAGLE)):
         with pytest.raises(ValueError, match=r"1\.2\.x and 1\.3\.x are known"):
             build(version)
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27"])
 def test_limits_are_always_passed(version: str) -> None:
-    given = kwargs(version)
+    given = kwargs(version=version)
     assert given["max_input_len"] == given["max_seq_len"] == 4096
     assert (given["max_batch_size"], given["max_num_tokens"]) == (128, 8192)
     assert given["dtype"] == "bfloat16"
@@ -62,19 +63,20 @@ def test_limits_are_always_passed(version: str) -> None:
 def test_graphs_have_sizes_or_a_maximum() -> None:
     base = {CLASS: "CudaGraphConfig", "enable_padding": True}
     assert kwargs()["cuda_graph_config"] == {**base, "max_batch_size": 128}
-    sized = EngineSize("/m", "fp32", 8, 4, 8, 0.5, graph_sizes=(4, 1, 4))
-    assert kwargs(size=sized)["cuda_graph_config"] == {**base, "batch_sizes": [1, 4], "max_batch_size": 0}
-    assert kwargs(size=EngineSize("/m", "fp32", 8, 4, 8, 0.5, graphs=False))["cuda_graph_config"] is None
+    sized = kwargs(graph_sizes=(4, 1, 4))["cuda_graph_config"]
+    assert sized == {**base, "batch_sizes": [1, 4], "max_batch_size": 0}
+    assert kwargs(cuda_graphs=False)["cuda_graph_config"] is None
 
 
 def test_free_fields_add_and_never_replace() -> None:
-    assert kwargs(extra={"attn_backend": "FLASHINFER"})["attn_backend"] == "FLASHINFER"
+    assert kwargs(engine={"attn_backend": "FLASHINFER"})["attn_backend"] == "FLASHINFER"
     with pytest.raises(ValueError, match="set by other settings already: dtype, model"):
-        kwargs(extra={"model": "x", "dtype": "y", "z": 1})
+        kwargs(engine={"model": "x", "dtype": "y", "z": 1})
 
 
 def test_eagle3_samples_with_the_temperature() -> None:
-    old, new = build_spec_config("1.2.1", EAGLE), build_spec_config("1.3.0", EAGLE)
+    layers = {**EAGLE, "layers_to_capture": (30, 1, 14)}
+    old, new = (build_spec_config(TrtllmSection(version=version, **layers)) for version in ("1.2.1", "1.3.0"))
     assert old is not None
     assert new is not None
     assert (old[CLASS], new[CLASS]) == ("EagleDecodingConfig", "Eagle3DecodingConfig")
@@ -84,19 +86,11 @@ def test_eagle3_samples_with_the_temperature() -> None:
         assert config["eagle3_layers_to_capture"] == [1, 14, 30]
     assert old["eagle3_one_model"] is True
     assert "eagle3_one_model" not in new
-    assert "eagle3_layers_to_capture" not in (
-        build_spec_config("1.2.1", Speculation("eagle3", 4, "/d")) or {}
-    )
-
-
-@pytest.mark.parametrize("spec", [Speculation("eagle3"), Speculation("medusa"), Speculation("ngram", 0)])
-def test_speculation_that_cannot_be(spec: Speculation) -> None:
-    with pytest.raises(ValueError):
-        build_spec_config("1.2.1", spec)
+    assert "eagle3_layers_to_capture" not in (build_spec_config(TrtllmSection(**EAGLE)) or {})
 
 
 def test_sampling_is_passed_whole_and_without_log_probs() -> None:
-    given = build_sampling_params("1.2.1", **SAMPLING)
+    given = build_sampling_params(SAMPLING, (), speculative=False)
     assert given == {
         "temperature": 0.7,
         "top_k": 0,
@@ -107,11 +101,16 @@ def test_sampling_is_passed_whole_and_without_log_probs() -> None:
         "include_stop_str_in_output": True,
         "detokenize": False,
     }
-    assert build_sampling_params("1.2.1", **{**SAMPLING, "min_p": 0.1})["min_p"] == 0.1
-    assert build_sampling_params("1.2.1", **{**SAMPLING, "stop_token_ids": ()})["stop_token_ids"] is None
+    assert sampled(min_p=0.1)["min_p"] == 0.1
+    assert sampled(stop_token_ids=())["stop_token_ids"] == [3]
+    assert sampled(stop_token_ids=(), ignore_eos=True)["stop_token_ids"] is None
+
+
+def sampled(**fields: Any) -> dict[str, Any]:
+    return build_sampling_params(replace(SAMPLING, **fields), (3,), speculative=False)
 
 
 def test_greedy_is_the_one_most_likely_token() -> None:
-    given = build_sampling_params("1.3.0", **{**SAMPLING, "temperature": 0, "top_p": 0.5, "min_p": 0.2})
+    given = sampled(temperature=0, top_p=0.5, min_p=0.2)
     assert (given["temperature"], given["top_k"], given["top_p"]) == (1.0, 1, 1.0)
     assert "min_p" not in given

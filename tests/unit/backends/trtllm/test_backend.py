@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_tlt.backends.trtllm.args import Speculation
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
@@ -34,7 +34,7 @@ from tests.helpers.trtllm_engines import (
 from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)
-EAGLE = Speculation("eagle3", draft_len=3, drafter_path="/drafter")
+EAGLE: dict[str, Any] = {"speculation": "eagle3", "draft_len": 3, "drafter_path": "/drafter"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +50,7 @@ def backend(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrtllmBackend]:
     """One engine for the tests that leave it well."""
-    started = start_backend(tmp_path_factory.mktemp("engine"), version=request.param, spec=EAGLE)
+    started = start_backend(tmp_path_factory.mktemp("engine"), version=request.param, **EAGLE)
     yield started
     started.close()
 
@@ -230,7 +230,7 @@ def test_an_interrupted_rollout_is_aborted(backend: TrtllmBackend) -> None:
 
 
 def test_weights_through_shared_memory(tmp_path: Path) -> None:
-    backend = start_backend(tmp_path, transport="shared_memory", spec=EAGLE)
+    backend = start_backend(tmp_path, transport="shared_memory", **EAGLE)
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
     folder = Path(backend._transport._directory.name)

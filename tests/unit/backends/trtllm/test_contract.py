@@ -23,7 +23,7 @@ from tests.helpers.trtllm_fake.package import install, uninstall
 
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))
-THERE = ("wire", "trtllm/args", "trtllm/server", "trtllm/extension")  # modules of the engine's environment
+THERE = ("wire", "trtllm/instances", "trtllm/server", "trtllm/extension")  # modules of the engine's environment
 
 
 def used_names(path: Path) -> list[tuple[str, ...]]:

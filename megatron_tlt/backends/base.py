@@ -1,0 +1,58 @@
+"""What both backends do alike: versions of the served weights, and the history of earlier answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.sync.served_weights import ServedWeights
+    from megatron_tlt.types import PastAnswer, Prompt
+
+
+class BaseBackend:
+    """Versions, checksums and history of a `RolloutBackend`."""
+
+    def __init__(self, weights: ServedWeights, history: AnswerHistory | None, longest_first: bool):
+        """`history` keeps earlier answers; `longest_first` starts prompts whose earlier answers were long first."""
+        self._weights, self._history, self._longest_first = weights, history, longest_first
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that answer now; -1 before there are any."""
+        return self._weights.version
+
+    @property
+    def drafter_version(self) -> int:
+        """Publications of the drafter that drafts now; 0: the one that the engine was started with."""
+        return self._weights.drafter_version
+
+    def weight_checksums(self) -> dict[str, int]:
+        """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
+        return dict(self._weights.checksums)
+
+    @property
+    def wants_history(self) -> bool:
+        """Whether `remember` has a use."""
+        return self._history is not None
+
+    def remember(self, answers: Sequence[PastAnswer]) -> None:
+        """Keeps scored answers for later visits of their questions. Ranks of one engine must pass the same."""
+        if self._history is not None:
+            self._history.remember(answers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, JSON-able: lengths decide the order of prompts, which a resumed run must repeat."""
+        return {} if self._history is None else {"history": self._history.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned."""
+        if self._history is not None and "history" in state:
+            self._history.load_state_dict(state["history"])
+
+    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """`prompts` in the order in which they start; it cannot change a keyed answer (docs/numerics.md)."""
+        if self._history is None or not self._longest_first:
+            return list(prompts)
+        return self._history.longest_first(prompts)
