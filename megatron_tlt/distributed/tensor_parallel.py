@@ -1,16 +1,18 @@
-"""Tensor parallelism as the rollout engine sees it: three collectives over one group."""
+"""Tensor parallelism as the rollout engine sees it: collectives over one group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 class TensorParallel(Protocol):
@@ -27,6 +29,9 @@ class TensorParallel(Protocol):
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrites `tensor` with rank 0's; returns it."""
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's `value`, pickled for the other ranks; their own may be of other sizes."""
 
 
 @dataclass
@@ -46,6 +51,10 @@ class SingleRank:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""
         return tensor
+
+    def broadcast_object(self, value: T) -> T:
+        """Returns `value`."""
+        return value
 
 
 class GroupTensorParallel:
@@ -81,6 +90,12 @@ class GroupTensorParallel:
         """The group's first rank's values, in place."""
         dist.broadcast(tensor, src=self._first, group=self._group)
         return tensor
+
+    def broadcast_object(self, value: T) -> T:
+        """The group's first rank's `value`, unpickled on the others."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self._first, group=self._group)
+        return values[0]
 
 
 def agree_on(tp: TensorParallel, device: torch.device | str = "cpu") -> Callable[[int], int]:

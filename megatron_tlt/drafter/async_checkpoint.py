@@ -1,17 +1,18 @@
 """The drafter's part of a run's checkpoint: only what training changes, written while training goes on.
 
 One safetensors file: tensors under their path in the state ("model/fc.weight"), everything else as JSON in its
-metadata, and a SHA-256 over both. No pickle. Drawn, with who waits for whom:
+metadata, and a SHA-256 over both. No pickle. Drawn, with what waits for what:
 
-    save     wait for the save before; copy to host memory ----> thread: checksum, write, fsync, rename, fsync
+    save     wait for the save before; copy to host memory ----> thread: checksum, write, fsync
     (next save, wait) <------------------------------------------ its end, or its error
+
+The file is in the scratch directory of a checkpoint, which gets its name when all its files are whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +41,7 @@ class AsyncDrafterCheckpoint:
         self._pending: tuple[Path, Future[None]] | None = None
 
     def save(self, file: str | Path, state: Mapping[str, Any]) -> None:
-        """Copies `state` and returns; the file appears, whole, at some later time. Waits for a save under way.
+        """Copies `state` and returns; `file` is whole after `wait`. Waits for a save under way.
 
         Raises CheckpointError that names the file if the save before failed, TypeError for a value that is not JSON.
         """
@@ -49,10 +50,6 @@ class AsyncDrafterCheckpoint:
         about = json.dumps(_without_tensors(state, "", tensors), sort_keys=True)
         self._snapshot(tensors)
         self._pending = Path(file), self._pool.submit(write_state, Path(file), self._host, about)
-
-    def is_done(self) -> bool:
-        """Whether nothing is being written (or it failed: `wait` raises then)."""
-        return self._pending is None or self._pending[1].done()
 
     def wait(self) -> None:
         """Returns when the last save is on disk. Raises CheckpointError that names the file if it failed."""
@@ -77,19 +74,8 @@ class AsyncDrafterCheckpoint:
 
 
 def write_state(file: Path, tensors: Mapping[str, Tensor], about: str) -> None:
-    """Writes tensors and JSON text; an older file is replaced when the new one is on disk. Raises OSError."""
-    scratch = file.with_name(f".{file.name}.saving")
-    try:
-        metadata = {"format": _FORMAT, "about": about, "sha256": _digest(tensors, about)}
-        write_tensors(scratch, tensors, metadata)
-        os.replace(scratch, file)
-    finally:
-        scratch.unlink(missing_ok=True)
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    """Writes tensors and JSON text to the disk. Raises OSError."""
+    write_tensors(file, tensors, {"format": _FORMAT, "about": about, "sha256": _digest(tensors, about)})
 
 
 def load_state(file: str | Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.rollout.model_runner import DecoderLike, ModelRunner
+from megatron_tlt.rollout.model_runner import ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
@@ -26,6 +26,7 @@ from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import ProgressCallback, Tokenizer
+    from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
@@ -46,7 +47,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: DecoderLike,
+        decoder: Decoder,
         limits: SchedulerLimits,
         num_blocks: int,
         block_size: int,
@@ -65,10 +66,13 @@ class Engine:
         self.scheduler = Scheduler(limits, self.blocks)
         sampler = Sampler(torch.device(device), native_sample, count_near_ties)
         kv = decoder.new_kv_cache(num_blocks, block_size)
+        pooled: PooledDecoder | None = None
         if graphs is not None:
             sizes = PoolSizes(limits.max_running, limits.max_context, block_size)
-            decoder = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
-        self.runner = ModelRunner(decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank())
+            pooled = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
+        self.runner = ModelRunner(
+            pooled or decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank()
+        )
         self.speculator: Speculator | None = None
         if drafting is not None:
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
@@ -80,7 +84,7 @@ class Engine:
         self._schedule_seconds = 0.0
         self._commit_seconds = 0.0
         self._last_running = 0
-        self._released = False
+        self.is_released = False  # the cache's memory, until `resume`
         self._collector: HiddenStateCollector | None = None
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
@@ -149,7 +153,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
-        assert not self._released, "a step while the cache's memory is released"
+        assert not self.is_released, "a step while the cache's memory is released"
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         assert not batch.is_empty, "a step with nothing to do: check is_idle first"
@@ -222,18 +226,13 @@ class Engine:
 
     def text_of(self, request: Request) -> str:
         """A finished request's text, cut after its stop string; empty without a tokenizer."""
-        if isinstance(request.stop_strings, StopStringFinder) and request.stop_strings.cut_text is not None:
-            return request.stop_strings.cut_text
-        return self.text_of_tokens(request.output)
+        stops = request.stop_strings
+        cut = None if stops is None else stops.cut_text
+        return self.text_of_tokens(request.output) if cut is None else cut
 
     def text_of_tokens(self, token_ids: Sequence[int]) -> str:
         """The tokens' text; empty without a tokenizer."""
         return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the cache's memory is released."""
-        return self._released
 
     def release(self) -> None:
         """Frees the memory of caches, hidden states and graphs until `resume`, while the engine is idle.
@@ -241,9 +240,9 @@ class Engine:
         A second call does nothing. Weights stay, and no answer changes.
         """
         assert self.is_idle, "a running request needs its cache"
-        if self._released:
+        if self.is_released:
             return
-        self._released = True
+        self.is_released = True
         self.runner.release()
         if self.speculator is not None:
             self.speculator.release()
@@ -251,7 +250,7 @@ class Engine:
 
     def resume(self) -> None:
         """Allocates the memory again. Without a `release` before it, it does nothing."""
-        if not self._released:
+        if not self.is_released:
             return
         _return_to_system(
             self.runner.device
@@ -259,7 +258,7 @@ class Engine:
         self.runner.resume()
         if self.speculator is not None:
             self.speculator.resume()
-        self._released = False
+        self.is_released = False
 
     def withdraw(self, count: int) -> list[Request]:
         """Removes up to `count` requests that have not decoded, between two steps; returns them unanswered."""

@@ -166,7 +166,6 @@ class PooledDecoder:
     """
 
     kind = "torch"
-    takes_host_batches = True
 
     def __init__(
         self,

@@ -6,14 +6,15 @@ Legend: D decoding rows, T tokens, S sequences, R rows to sample, V vocabulary, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
@@ -30,35 +31,12 @@ from megatron_tlt.rollout.spec.verify import Accepted, verify_coupled
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-class DecoderLike(Protocol):
-    """What the engine needs of a decoder (`models.factory.build_decoder` makes one)."""
-
-    kind: str
-    config: Any  # hidden_size is read where hidden states are kept
-    dtype: torch.dtype
-
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> Any:
-        """Memory for the keys and values of `num_blocks` blocks."""
-
-    def copy_blocks(self, kv: Any, src: list[int], dst: list[int]) -> None:
-        """Copies whole blocks. Mutates `kv`."""
-
-    def copy_slots(self, kv: Any, src: list[int], dst: list[int]) -> None:
-        """Copies the keys and values of single slots. Mutates `kv`."""
-
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], partial: bool = False) -> None:
-        """Takes full tensors under Hugging Face names (`partial`: only some). Mutates the weights."""
-
-    def forward(self, batch: DecoderInput, kv: Any) -> DecoderOutput:
-        """One step; writes the new keys and values into `kv`."""
-
-
 class ModelRunner:
     """Runs batches. On CPU the decoder reads the scheduler's own memory, elsewhere one copy a step."""
 
     def __init__(
         self,
-        decoder: DecoderLike,
+        decoder: Decoder | PooledDecoder,
         kv: Any,
         rows: RunningRows,
         block_size: int,
@@ -75,9 +53,7 @@ class ModelRunner:
         self._decode_inputs: dict[int, DecoderInput] = {}
         self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
         self._upload: _Upload | None = None
-        self._host_steps = bool(
-            getattr(decoder, "takes_host_batches", False)
-        )  # decoding steps go through graphs
+        self._host_steps = isinstance(decoder, PooledDecoder)  # decoding steps go through graphs
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
@@ -211,22 +187,19 @@ class ModelRunner:
 
     def _node_sampling(self, draft: Draft, starts: np.ndarray) -> SamplingRows:
         """How each of the T = D + N rows is sampled: a node at depth d draws the token of output position t + d."""
-        rows, count = self.rows, len(draft.counts)
-        sizes = draft.counts + 1
+        count, sizes = len(draft.counts), draft.counts + 1
         depth = np.zeros(len(draft.tokens) + count, np.int32)
         is_node = np.ones(len(depth), bool)
         is_node[starts] = False
         depth[is_node] = draft.depths
-        keys = row_keys(
-            np.repeat(rows.keys[:count], sizes), np.repeat(rows.output_len[:count], sizes) + depth
-        )
+        return self._running_rows(np.repeat(np.arange(count), sizes), depth)
+
+    def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
+        """How running rows `at` sample the token `depth` positions after their next one."""
+        rows = self.rows
+        keys = row_keys(rows.keys[at], rows.output_len[at] + depth)
         return SamplingRows(
-            keys,
-            np.repeat(rows.temperature[:count], sizes),
-            np.repeat(rows.top_k[:count], sizes),
-            np.repeat(rows.top_p[:count], sizes),
-            np.repeat(rows.min_p[:count], sizes),
-            rows.num_masked > 0,
+            keys, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at], rows.num_masked > 0
         )
 
     def _compact(self, draft: Draft, accepted: Accepted) -> None:
@@ -335,18 +308,13 @@ class ModelRunner:
         return StepResult(tokens.numpy(), logprobs.numpy())
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
-        rows, n = self.rows, batch.num_decode
-        keys = row_keys(rows.keys[:n], rows.output_len[:n])
-        masked = rows.num_masked > 0
-        running = SamplingRows(
-            keys, rows.temperature[:n], rows.top_k[:n], rows.top_p[:n], rows.min_p[:n], masked
-        )
+        running = self._running_rows(slice(batch.num_decode))
         first = batch.first_draws if batch.chunks else []
         return running.join(_first_rows(first)) if first else running
 
 
 def _native_step(
-    decoder: DecoderLike, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
+    decoder: Decoder | PooledDecoder, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
 ) -> NativeStep | None:
     """Decoding steps as one C call, where one rank has the whole model and nothing reads the logits.
 

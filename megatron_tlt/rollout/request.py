@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import FinishReason, SamplingParams
 
-
-class StopStrings(Protocol):
-    """Finds the stop strings of one answer."""
-
-    def push(self, token_id: int) -> bool:
-        """Adds the next token; true when a stop string is now complete. Mutates."""
+if TYPE_CHECKING:
+    from megatron_tlt.rollout.stops import StopStringFinder
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +28,7 @@ class Request:
     sample_index: int
     order: int
     stop_token_ids: frozenset[int]
-    stop_strings: StopStrings | None = None
+    stop_strings: StopStringFinder | None = None
     dataset_id: str = ""  # names the question over epochs; "": unknown
     row: int = -1
     slot: int = -1

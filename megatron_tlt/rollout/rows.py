@@ -105,11 +105,6 @@ class RunningRows:
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
         """Appends one token to every row; returns the rows that may have ended (a superset), in order."""
         count = len(self.requests)
-        if count <= FEW_ROWS:
-            drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-            return [
-                row for row, (token, logprob) in enumerate(drawn) if self._append_one(row, token, logprob)
-            ]
         at = self.write_at[:count]
         self._flat_outputs[at] = tokens
         self._flat_logprobs[at] = logprobs
@@ -157,20 +152,8 @@ class RunningRows:
         rows: list[int] = ended.nonzero()[0].tolist()
         return rows
 
-    def _append_one(self, row: int, token: int, logprob: float) -> bool:
-        """`advance` of one row: numbers cost less than arrays of a few elements."""
-        at, length = self.write_at.item(row), self.output_len.item(row) + 1
-        self._flat_outputs[at], self._flat_logprobs[at] = token, logprob
-        self.write_at[row] = at + 1
-        self.token_ids[row] = token
-        self.positions[row] += 1
-        self.context_lens[row] += 1
-        self.slot_mapping[row] += 1
-        self.output_len[row] = length
-        return length >= self.limit.item(row) or self.is_stop.item(token)
-
     def _append_run(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, block_size: int) -> bool:
-        """`advance_many` of one row."""
+        """`advance_many` of one row: numbers cost less than arrays of a few elements."""
         count, token, at = len(tokens), tokens.item(-1), self.write_at.item(row)
         position, length = self.positions.item(row) + count, self.output_len.item(row) + count
         self._flat_outputs[at : at + count] = tokens

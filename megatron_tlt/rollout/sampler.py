@@ -70,14 +70,12 @@ class SamplingRows:
 
     def join(self, other: SamplingRows) -> SamplingRows:
         """These rows, then the other ones."""
-        return SamplingRows(
-            np.concatenate((self.keys, other.keys)),
-            np.concatenate((self.temperature, other.temperature)),
-            np.concatenate((self.top_k, other.top_k)),
-            np.concatenate((self.top_p, other.top_p)),
-            np.concatenate((self.min_p, other.min_p)),
-            self.is_masked or other.is_masked,
-        )
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        keys, temperature, top_k, top_p, min_p = (np.concatenate(pair) for pair in pairs)
+        return SamplingRows(keys, temperature, top_k, top_p, min_p, self.is_masked or other.is_masked)
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.keys, self.temperature, self.top_k, self.top_p, self.min_p
 
 
 class Sampler:

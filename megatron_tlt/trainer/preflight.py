@@ -154,18 +154,16 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
 
 
 def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
-    """Bandit arms that cannot be, and a drafter on this machine that does not fit or was made for another policy.
+    """A drafter on this machine that does not fit the policy of `shape` or was made for another one.
 
-    Without a `shape` (no model directory here) the drafter is not looked at.
+    Without a `shape` (no model directory here) it is not looked at.
     """
     section = config.rollout.speculation
-    problems: list[ConfigProblem] = []
-    path = section.drafter_path
-    if section.uses_eagle and path is not None and shape is not None and Path(path).exists():
-        from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
+    if shape is None or section.drafter_path is None or not Path(section.drafter_path).exists():
+        return []
+    from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-        problems += drafter_problems(section, shape, config.model.path, config.model.tokenizer)
-    return problems
+    return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
 
 
 def input_problems(config: Config) -> list[ConfigProblem]:

@@ -4,7 +4,7 @@
     replica 1   generate ===========| steal | generate stolen ==| steal | idle window
                                     ^ no request left          ^ no replica has a queue
 
-Who waits for whom: a replica that steals waits for its victim's next engine step; the victim does not wait. Between two
+A replica that steals waits for its victim's next engine step; the victim does not wait. Between two
 engine steps every rank reports its progress (`idle.coordinator`) and looks for a signal (`resilience.shutdown`), which
 may cut the rollout short.
 """

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.batch import Batch, StepResult
@@ -69,7 +68,7 @@ class Speculator:
         if not batch.is_decode:
             return None
         rows, last_kind = self._rows, self._strategy.kind
-        self._strategy = strategy = self._agree_strategy(self.selector.select(rows.num_rows))
+        self._strategy = strategy = self._tp.broadcast_object(self.selector.select(rows.num_rows))
         self._draft_seconds, draft = 0.0, None
         if strategy.kind != "none":
             started = self._clock()
@@ -90,7 +89,7 @@ class Speculator:
         share = max(0, self._max_tokens // running - 1) // strategy.topk
         nodes = np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
         lengths = self._reserve(nodes) // strategy.topk
-        draft = self._agree_draft(self.drafter.propose(rows, lengths, strategy), strategy.topk)
+        draft = self._tp.broadcast_object(self.drafter.propose(rows, lengths, strategy))
         if not draft.num_nodes:
             return draft
         return draft.select(prune(strategy, draft.cumulative_acceptance, draft.counts))
@@ -167,41 +166,3 @@ class Speculator:
     def take_stats(self) -> SpeculationStats:
         """Counters since the last call. Resets them."""
         return self._counters.take()
-
-    # Agreement of tensor-parallel ranks
-
-    def _agree(self, array: np.ndarray) -> np.ndarray:
-        """Rank 0's values of an array whose shape all ranks share."""
-        if self._tp.size == 1:
-            return array
-        tensor = self._tp.broadcast(torch.from_numpy(np.ascontiguousarray(array)))
-        agreed: np.ndarray = tensor.numpy()
-        return agreed
-
-    def _agree_strategy(self, strategy: DraftStrategy) -> DraftStrategy:
-        if self._tp.size == 1:
-            return strategy
-        kinds = ("none", self.drafter.kind, "eagle")  # a hybrid's strategy may name its eagle part
-        numbers = (strategy.draft_len, strategy.topk, strategy.num_verify_tokens)
-        mine = np.array([kinds.index(strategy.kind), *numbers, strategy.min_cumulative_acceptance])
-        kind, draft_len, topk, verify, least = self._agree(mine).tolist()
-        return DraftStrategy(kinds[int(kind)], int(draft_len), int(topk), int(verify), least)
-
-    def _agree_draft(self, draft: Draft, topk: int) -> Draft:
-        """Rank 0's draft. Drafts of other ranks may differ in rounding, and then in size."""
-        if self._tp.size == 1:
-            return draft
-        source = None if draft.source is None else self._agree(draft.source)
-        counts = self._agree(draft.counts)
-        columns = np.zeros((5, int(counts.sum())), np.int32)
-        if self._tp.rank == 0 and draft.num_nodes:
-            parents = (
-                draft.depths - 2 if draft.parents is None else draft.parents
-            )  # of a chain: the node before
-            acceptance = draft.cumulative_acceptance.view(np.int32)
-            columns[:4] = draft.tokens, acceptance, draft.depths, parents
-            if draft.feature is not None:
-                columns[4] = draft.feature
-        tokens, acceptance, depths, parents, feature = self._agree(columns)
-        acceptance = acceptance.view(np.float32)
-        return Draft(counts, tokens, acceptance, depths, parents if topk > 1 else None, feature, source)

@@ -64,11 +64,11 @@ def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path, monkeypatch) -> Non
     weight, writer = torch.zeros(4), AsyncDrafterCheckpoint()
     writer.save(tmp_path / "one", {"w": weight})
     weight += 1
-    assert not writer.is_done() and not (tmp_path / "one").exists()
+    assert not (tmp_path / "one").exists()
     threading.Timer(0.2, gate.set).start()
     writer.save(tmp_path / "two", {"w": weight})
     writer.wait()
-    assert writer.is_done() and order == ["one", "two"]
+    assert order == ["one", "two"]
     assert load_state(tmp_path / "one")["w"].tolist() == [0.0] * 4
     assert load_state(tmp_path / "two")["w"].tolist() == [1.0] * 4
 
@@ -81,21 +81,6 @@ def test_errors_surface_at_the_next_call_and_only_once(tmp_path) -> None:
     writer.save(tmp_path / "d", STATE)
     writer.wait()
     assert same(load_state(tmp_path / "d"), STATE)
-
-
-def test_a_crash_leaves_the_old_file(tmp_path, monkeypatch) -> None:
-    save(tmp_path / "d")
-
-    def fail(*_, **__):
-        raise OSError("disk full")
-
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-            patch.setattr(async_checkpoint.os, name, fail)
-            with pytest.raises(CheckpointError, match="d cannot be written: disk full"):
-                save(tmp_path / "d", {"other": torch.zeros(2)})
-        assert same(load_state(tmp_path / "d"), STATE)
-        assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
 @pytest.mark.parametrize("part", ["tensor", "json", "name"])
