@@ -25,8 +25,14 @@ ARCHITECTURES: dict[str, Family] = {
 _DEFAULT_THETA, _DEFAULT_EPS = 10000.0, 1e-6
 _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
+_REQUIRED_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # their Hugging Face names
 
 
@@ -158,7 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     family = _family(hf)
-    problems = [*_contradiction(hf, family), *_missing(hf), *_impossible(hf)]
+    problems = [*_contradiction(hf, family), *_out_of_range(hf)]
     problems += [*_unsupported(hf, family), *_rope_problems(hf)]
     if problems:
         raise ConfigError(problems)
@@ -211,24 +217,12 @@ def _contradiction(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProb
         yield ConfigProblem("model_type", hf["model_type"], f"must be {family!r} with architectures {named}")
 
 
-def _missing(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    for field in (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-    ):
+def _out_of_range(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Required fields that are missing, and values that no model can have."""
+    for field in (*_REQUIRED_SIZES, *_OPTIONAL_SIZES):
         value = hf.get(field)
-        if not _is_whole(value) or value < 1:
-            yield ConfigProblem(field, value, "a positive integer is required")
-
-
-def _impossible(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Values of optional fields that no model can have."""
-    for field in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
-        value = hf.get(field)
-        if value is not None and (not _is_whole(value) or value < 1):
+        is_left_out = value is None and field in _OPTIONAL_SIZES
+        if not is_left_out and (not _is_whole(value) or value < 1):
             yield ConfigProblem(field, value, "must be a positive integer")
     if not _is_positive(hf.get("rms_norm_eps", _DEFAULT_EPS)):
         yield ConfigProblem("rms_norm_eps", hf["rms_norm_eps"], "must be a number above 0")
@@ -256,25 +250,24 @@ def _is_positive(value: Any) -> bool:
 
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if hf.get(field):
-            yield ConfigProblem(field, hf[field], "mixture-of-experts models are not supported")
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield ConfigProblem("hidden_act", hf["hidden_act"], "must be 'silu'")
-    if family != "qwen2" and hf.get("attention_bias"):
-        yield ConfigProblem("attention_bias", True, f"must be false for {family}")
-    if hf.get("mlp_bias"):
-        yield ConfigProblem("mlp_bias", True, "must be false")
-    if hf.get("quantization_config"):
-        yield ConfigProblem(
-            "quantization_config", "...", "quantised weights are not supported; give fp32, fp16 or bf16"
-        )
-    if _uses_window(hf):
-        yield ConfigProblem(
-            "sliding_window",
-            hf.get("sliding_window"),
-            "sliding-window attention is not supported; full attention only",
-        )
+    experts = "mixture-of-experts models are not supported"
+    refused = (
+        ("num_experts", hf.get("num_experts"), experts),
+        ("num_local_experts", hf.get("num_local_experts"), experts),
+        ("n_routed_experts", hf.get("n_routed_experts"), experts),
+        ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
+        ("attention_bias", family != "qwen2" and hf.get("attention_bias"), f"must be false for {family}"),
+        ("mlp_bias", hf.get("mlp_bias"), "must be false"),
+        (
+            "quantization_config",
+            hf.get("quantization_config"),
+            "only fp32, fp16 or bf16 weights are supported",
+        ),
+        ("sliding_window", _uses_window(hf), "sliding windows are not supported; full attention only"),
+    )
+    for field, is_refused, allowed in refused:
+        if is_refused:
+            yield ConfigProblem(field, hf.get(field), allowed)
 
 
 def _uses_window(hf: Mapping[str, Any]) -> bool:

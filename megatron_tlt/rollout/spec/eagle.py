@@ -139,12 +139,10 @@ class EagleDrafter:
         """See `Drafter.observe`."""
         if draft.feature is None:
             return
-        if draft.parents is None:
-            self.match_rates.observe_cells(draft.feature[reached], accepted[reached])
-            return
-        place, bucket = np.divmod(draft.feature[reached], BUCKETS)
-        matched = accepted[reached]
-        trunk = place < DEPTHS
-        self.match_rates.observe(place[trunk], bucket[trunk], matched[trunk])
-        if not trunk.all():
-            self.match_rates.observe_siblings(place[~trunk] - DEPTHS, bucket[~trunk], matched[~trunk])
+        cells, matched = draft.feature[reached], accepted[reached]
+        if draft.parents is not None:
+            is_trunk = cells < DEPTHS * BUCKETS
+            if not is_trunk.all():
+                self.match_rates.observe_siblings(cells[~is_trunk] - DEPTHS * BUCKETS, matched[~is_trunk])
+            cells, matched = cells[is_trunk], matched[is_trunk]
+        self.match_rates.observe(cells, matched)

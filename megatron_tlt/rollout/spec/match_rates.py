@@ -60,20 +60,16 @@ class MatchRateTable:
         """P(match) float32 [K - 1, G] of the second to K-th candidates, falling with their gap to the best."""
         return self._siblings.rates
 
-    def observe(self, depth: np.ndarray, bucket: np.ndarray, matched: np.ndarray) -> None:
-        """Verdicts on n best candidates whose parent was emitted: depth (from 0) and bucket int [n], matched bool [n].
+    def observe(self, cells: np.ndarray, matched: np.ndarray) -> None:
+        """Counts n best candidates whose parent was emitted: matched bool [n] and cells int [n] = depth * G + bucket.
 
-        Depths from D on count as the last. Mutates the counts.
+        Depths count from 0, the last stands for all deeper ones. Mutates the counts.
         """
-        self._trunk.observe(depth, bucket, matched)
+        self._trunk.observe(cells, matched)
 
-    def observe_cells(self, cells: np.ndarray, matched: np.ndarray) -> None:
-        """As `observe`, by cells int [n] = depth * G + bucket, each within the table."""
-        self._trunk.note(2 * cells + matched)
-
-    def observe_siblings(self, rank: np.ndarray, bucket: np.ndarray, matched: np.ndarray) -> None:
-        """As `observe`, for siblings; rank 0 is the second candidate."""
-        self._siblings.observe(rank, bucket, matched)
+    def observe_siblings(self, cells: np.ndarray, matched: np.ndarray) -> None:
+        """As `observe`, for siblings: cells are rank * G + bucket; rank 0 is the second candidate."""
+        self._siblings.observe(cells, matched)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts. Brings the rates up to date first."""
@@ -95,21 +91,14 @@ class _Rates:
         self._prior = np.array(prior, np.float64)
         self._pool, self._rising = pool, rising
         self._memory, self._strength, self._every = memory, strength, refresh_every
-        self._rows, self._columns = self._prior.shape
         self._counts = np.zeros((*self._prior.shape, 2))  # [.., 0] missed, [.., 1] matched
         self._waiting: list[np.ndarray] = []
         self._waiting_nodes = self._calls = 0
         self.rates = self._estimate()
 
-    def observe(self, row: np.ndarray, column: np.ndarray, matched: np.ndarray) -> None:
-        code = np.minimum(row, self._rows - 1) * self._columns
-        code += column
-        code += code
-        code += matched
-        self.note(code)
-
-    def note(self, code: np.ndarray) -> None:
+    def observe(self, cells: np.ndarray, matched: np.ndarray) -> None:
         """Keeps codes (2 * cell + matched) for the next refresh, and refreshes when it is due."""
+        code = 2 * cells + matched
         self._waiting.append(code)
         self._waiting_nodes += len(code)
         self._calls += 1

@@ -147,23 +147,6 @@ def test_many_steps_of_changing_size_share_the_buffers() -> None:
         assert (accepted.accepted.tolist(), accepted.reached.tolist()) == verdict[3:]
 
 
-def test_the_rotary_table_grows() -> None:
-    config = ModelConfig("qwen3", V, 64, 1, 4, 4, 24, 90, qk_norm=True, max_position_embeddings=5000)
-    decoder = NativeDecoder(config)
-    decoder.load_weights(random_weights(config))
-    rows, kv = RunningRows(1, 64, 320, V), decoder.new_kv_cache(320, 16)
-    rows.block_tables[0] = np.arange(320)
-    rows.positions[0], rows.slot_mapping[0] = 4093, 4093
-    made = Bench(decoder, rows, kv, kv.data.clone())
-    depths = np.arange(1, 5, dtype=np.int32)
-    chain = Draft(np.array([4], np.int32), depths % V, np.ones(4, np.float32), depths)
-    got, want = made.step(chain, 1, True), made.step(chain, 1, False)  # the first of them finds a short table
-    assert got[:-1] == want[:-1] and all(map(torch.equal, got[-1], want[-1]))
-    rows.positions[0] = 4999
-    with pytest.raises(BackendError, match="position outside"):
-        made.runner().verify(chain)
-
-
 BREAKS = [
     ("token_ids", 1, V, "token id"),
     ("draft.tokens", -1, -1, "token id"),

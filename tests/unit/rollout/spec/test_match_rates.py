@@ -16,7 +16,7 @@ def feed(table, rates, n, seed=0, depths=D):
     for _ in range(n // 32):
         depth = rng.integers(0, depths, 32).astype(np.int32)
         bucket = rng.integers(0, G, 32).astype(np.int32)
-        table.observe(depth, bucket, rng.random(32) < rates[depth, bucket])
+        table.observe(depth * G + bucket, rng.random(32) < rates[depth, bucket])
 
 
 def truth(low=0.2, high=0.95):
@@ -45,7 +45,8 @@ def test_rates_rise_with_the_gap_and_siblings_rates_fall():
     rng = np.random.default_rng(1)
     for _ in range(40):
         bucket = rng.integers(0, G, 16).astype(np.int32)
-        table.observe_siblings(rng.integers(0, 3, 16), bucket, rng.random(16) < 0.4 * np.exp(-bucket / 8))
+        cells = rng.integers(0, 3, 16) * G + bucket
+        table.observe_siblings(cells, rng.random(16) < 0.4 * np.exp(-bucket / 8))
     assert (np.diff(table.rates, axis=1) >= 0).all() and table.rates.min() > 0 and table.rates.max() < 1
     assert (np.diff(table.sibling_rates, axis=1) <= 0).all()
     assert table.sibling_rates[0, 0] > table.sibling_rates[0, 20] + 0.1
@@ -70,7 +71,7 @@ def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
     changes = []
     for _ in range(80):
         before, kept = table.rates, table.rates.copy()
-        table.observe(np.array([0]), np.array([0]), np.array([True]))
+        table.observe(np.array([0]), np.array([True]))
         changes.append(table.rates is not before)
         np.testing.assert_array_equal(before, kept)  # a drafter may still be reading it
     assert all(changes[:4]) and sum(changes[40:]) == 10
@@ -79,7 +80,7 @@ def test_rates_change_at_once_at_first_and_only_every_nth_call_later():
 def test_state_survives_a_round_trip_through_json():
     table, other = MatchRateTable(D, G), MatchRateTable(D, G)
     feed(table, truth(), 3_000)
-    table.observe_siblings(np.array([1]), np.array([2]), np.array([True]))
+    table.observe_siblings(np.array([G + 2]), np.array([True]))
     other.load_state_dict(json.loads(json.dumps(table.state_dict())))
     np.testing.assert_array_equal(other.rates, table.rates)
     np.testing.assert_array_equal(other.sibling_rates, table.sibling_rates)
