@@ -20,8 +20,9 @@ _RIDGE = 0.01  # weight of a fit's prior, by which all terms have equal shares o
 
 @dataclass(slots=True)
 class Cell:
-    """Fading means of the steps of one draft length in one regime; seconds at the machine's usual speed."""
+    """Fading means of the steps of one candidate in one regime; seconds at the machine's usual speed."""
 
+    kind: str
     length: int
     steps: float = 0.0  # 0: never measured
     running: float = 0.0
@@ -38,6 +39,13 @@ class Cell:
         self.rows += share * (rows - self.rows)
         self.step_seconds += share * (step_seconds - self.step_seconds)
         self.draft_seconds += share * (draft_seconds - self.draft_seconds)
+
+    def verified_share(self, drafted: Sequence[Cell]) -> float:
+        """Share of the drafted nodes that are verified, as in the most alike of these measured cells; 1: none."""
+        if not drafted or not self.length:
+            return 1.0
+        alike = min(drafted, key=lambda c: (c.kind != self.kind, abs(c.length - self.length)))
+        return (alike.rows / alike.running - 1) / alike.length
 
 
 @dataclass(slots=True)
