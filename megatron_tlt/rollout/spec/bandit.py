@@ -35,61 +35,53 @@ class BucketedEpsilonGreedy:
         seed: int = 0,
     ):
         """`thresholds`: running requests at which buckets begin, rising; fewer belong to the first bucket."""
-        self.arms = tuple(arms)
-        self._index = {arm.name: i for i, arm in enumerate(self.arms)}
+        self.arms = {arm.name: arm for arm in arms}
         self._thresholds = list(thresholds)
         self._epsilon, self._decay, self._window = epsilon, decay, window
         self._random = random.Random(seed)
-        self._rewards = [[deque[float](maxlen=window) for _ in arms] for _ in thresholds]
-        self._scores = [[_UNPLAYED for _ in arms] for _ in thresholds]  # medians of the rewards
+        self._rewards = [{name: deque[float](maxlen=window) for name in self.arms} for _ in thresholds]
+        self._scores = [dict.fromkeys(self.arms, _UNPLAYED) for _ in thresholds]  # medians of the rewards
         self._steps = [0 for _ in thresholds]
 
-    def bucket(self, num_running: int) -> int:
-        """Index of the bucket of `num_running` requests."""
+    def _bucket(self, num_running: int) -> int:
         return max(0, bisect_right(self._thresholds, num_running) - 1)
 
     def epsilon(self, num_running: int) -> float:
         """Present share of exploring steps in the bucket of `num_running` requests."""
-        return float(self._epsilon * self._decay ** self._steps[self.bucket(num_running)])
+        return float(self._epsilon * self._decay ** self._steps[self._bucket(num_running)])
 
     def select(self, num_running: int) -> DraftStrategy:
         """See `StrategySelector.select`. Mutates the random state."""
-        scores = self._scores[self.bucket(num_running)]
-        best = max(scores)
-        if best != _UNPLAYED and self._random.random() < self.epsilon(num_running):
-            return self._random.choice(self.arms)
-        return self.arms[scores.index(best)]
+        scores = self._scores[self._bucket(num_running)]
+        best = max(scores, key=scores.__getitem__)
+        if scores[best] != _UNPLAYED and self._random.random() < self.epsilon(num_running):
+            best = self._random.choice(list(self.arms))
+        return self.arms[best]
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`. The reward is the step's tokens per second."""
-        arm, bucket = self._index[measurement.strategy.name], self.bucket(measurement.num_running)
-        seconds = measurement.draft_seconds + measurement.step_seconds
-        rewards = self._rewards[bucket][arm]
-        rewards.append(measurement.num_emitted / seconds)
-        self._scores[bucket][arm] = median(rewards)
+        name, bucket = measurement.strategy.name, self._bucket(measurement.num_running)
+        rewards = self._rewards[bucket][name]
+        rewards.append(measurement.num_emitted / (measurement.draft_seconds + measurement.step_seconds))
+        self._scores[bucket][name] = median(rewards)
         self._steps[bucket] += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Rewards by bucket and arm, steps by bucket."""
-        rewards = [
-            {arm.name: list(recent) for arm, recent in zip(self.arms, row, strict=True)}
-            for row in self._rewards
-        ]
         return {
             "selector": "beg_mab",
             "thresholds": self._thresholds,
-            "rewards": rewards,
+            "rewards": [{name: list(recent) for name, recent in bucket.items()} for bucket in self._rewards],
             "steps": self._steps[:],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; ignores that of another selector or of other buckets. New arms start unplayed."""
-        is_own = state.get("selector") == "beg_mab" and "rewards" in state
-        if not is_own or state["thresholds"] != self._thresholds:
+        if state.get("selector") != "beg_mab" or state["thresholds"] != self._thresholds:
             return
-        self._steps = [int(steps) for steps in state["steps"]]
+        self._steps = list(state["steps"])
         for bucket, saved in enumerate(state["rewards"]):
-            for at, arm in enumerate(self.arms):
-                rewards = deque(saved.get(arm.name, ()), maxlen=self._window)
-                self._rewards[bucket][at] = rewards
-                self._scores[bucket][at] = median(rewards) if rewards else _UNPLAYED
+            for name in self.arms.keys() & saved.keys():
+                rewards = deque[float](saved[name], maxlen=self._window)
+                self._rewards[bucket][name] = rewards
+                self._scores[bucket][name] = median(rewards) if rewards else _UNPLAYED

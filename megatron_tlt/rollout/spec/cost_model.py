@@ -21,7 +21,7 @@ Torch-free, no clock of its own. Legend: B running requests, T rows fed to the p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,27 +35,26 @@ _DISTANCE = 0.25  # weight of a measurement in the fit of the next regime; squar
 _HIGHEST_PRICE = 0.95  # tokens that a row costs at most: without any draft nothing would be measured
 _DRIFT = 0.5  # share of a deviation of the best candidate's seconds that the machine's present speed explains
 
-Candidate = tuple[str, int]  # kind of drafter, draft length
-_PLAIN: Candidate = (NO_DRAFT.kind, 0)
-
 
 @dataclass(slots=True)
 class _Regime:
-    """Measurements and decisions for batch sizes 2^(key-1) to 2^key - 1."""
+    """Measurements and decisions for batch sizes 2^(key-1) to 2^key - 1. Candidates are indices of `cells`."""
 
     key: int
     running: float  # mean of B
-    cells: dict[Candidate, Cell]
+    cells: list[Cell]
     acceptance: dict[str, Acceptance]  # by kind
-    strategies: dict[Candidate, DraftStrategy]
     costs: Costs = field(default_factory=Costs)
-    best: Candidate = _PLAIN
-    playing: Candidate = _PLAIN  # of the present span
-    seconds: float = 0.0  # of all its steps, at the machine's usual speed
+    best: int = 0
+    price: float = 0.0  # tokens that a row must be expected to bring
+    seconds: float = 0.0  # of all steps, at the machine's usual speed
     spans: int = 0
-    span: int = _TRIAL  # steps of the present span
-    is_changed: bool = True  # the present span follows one of another candidate
-    measured: list[tuple[float, ...]] = field(default_factory=list)  # steps of the present span
+    # The present span:
+    playing: int = 0
+    strategy: DraftStrategy = NO_DRAFT
+    span: int = _TRIAL  # its steps
+    is_changed: bool = True  # it follows one of another candidate
+    measured: list[tuple[float, ...]] = field(default_factory=list)
 
 
 class CostModelSelector:
@@ -64,16 +63,16 @@ class CostModelSelector:
     def __init__(
         self, kind: str, draft_len: int, topk: int = 1, hysteresis: float = 0.03, exploration: float = 0.01
     ):
-        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, with `topk` candidates each.
+        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, with `topk` siblings each.
 
         `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
         share of the time that trials may lose.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
-        self._candidates: list[Candidate] = [_PLAIN, *((kind, n) for n in lengths)]
+        self._candidates = [(NO_DRAFT.kind, 0), *((kind, n) for n in lengths)]
         if kind == "hybrid":
             self._candidates += [("eagle", n) for n in lengths if n > 1]
-        self._longest, self._topk = draft_len, topk
+        self._draft_len, self._topk = draft_len, topk
         self._hysteresis, self._exploration = hysteresis, exploration
         self._regimes: dict[int, _Regime] = {}
         self._acceptance = self._no_counts()  # of all regimes
@@ -82,15 +81,17 @@ class CostModelSelector:
     def select(self, num_running: int) -> DraftStrategy:
         """See `StrategySelector.select`."""
         regime = self._regimes.get(num_running.bit_length()) or self._open(num_running)
-        return regime.strategies[regime.playing]
+        return regime.strategy
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`."""
         m = measurement
         regime = self._regimes.get(m.num_running.bit_length()) or self._open(m.num_running)
-        kind, length = candidate = m.strategy.kind, m.strategy.draft_len
-        if candidate != regime.playing:  # rank 0 of the tensor-parallel group selected it
-            self._play(regime, candidate)
+        kind, length = m.strategy.kind, m.strategy.draft_len
+        if (kind, length) != self._candidates[
+            regime.playing
+        ]:  # rank 0 of the tensor-parallel group selected it
+            self._play(regime, self._candidates.index((kind, length)))
         if length:
             accepted = m.accepted.tolist()
             regime.acceptance[kind].add(length, m.num_running, accepted)
@@ -104,30 +105,24 @@ class CostModelSelector:
 
     def _open(self, num_running: int) -> _Regime:
         """A regime at its first step: what other regimes have measured decides how it starts."""
-        regime = self._new_regime(num_running)
+        cells = [Cell(*candidate) for candidate in self._candidates]
+        regime = _Regime(num_running.bit_length(), num_running, cells, self._no_counts())
         self._regimes[regime.key] = regime
         self._decide(regime)
         return regime
 
-    def _new_regime(self, running: float) -> _Regime:
-        return _Regime(
-            int(running).bit_length(),
-            running,
-            {candidate: Cell(*candidate) for candidate in self._candidates},
-            self._no_counts(),
-            {(kind, n): DraftStrategy(kind, n, self._topk if n else 1) for kind, n in self._candidates},
-        )
-
     def _no_counts(self) -> dict[str, Acceptance]:
-        zeros = [0.0] * self._longest
+        zeros = [0.0] * self._draft_len
         return {kind: Acceptance(zeros[:], zeros[:]) for kind, length in self._candidates if length}
 
-    def _play(self, regime: _Regime, candidate: Candidate) -> None:
+    def _play(self, regime: _Regime, candidate: int) -> None:
+        kind, length = self._candidates[candidate]
+        price, usual = regime.price, max(_TRIAL, int(_SPAN / regime.running))
+        regime.strategy = DraftStrategy(kind, length, self._topk, 0, price) if length else NO_DRAFT
+        regime.span = min(_TRIAL << regime.spans, usual) if candidate == regime.best else _TRIAL
         regime.is_changed = candidate != regime.playing
         regime.playing = candidate
         regime.measured.clear()
-        usual = max(_TRIAL, int(_SPAN / regime.running))
-        regime.span = min(_TRIAL << regime.spans, usual) if candidate == regime.best else _TRIAL
 
     def _close(self, regime: _Regime) -> None:
         """Measures a span and begins the next one. Mutates the regime and the drift."""
@@ -151,7 +146,7 @@ class CostModelSelector:
         ratio = float(np.median(step_seconds / costs.step_seconds(running, rows, cell.length))) / self._drift
         seconds = ratio * float(costs.step_seconds(*here, cell.length))
         drafting = float(np.median(draft_seconds)) / self._drift
-        if cell.steps and cell is regime.cells[regime.best]:
+        if cell.steps and regime.playing == regime.best:
             part = ((seconds + drafting) / costs.seconds(cell, *here)) ** _DRIFT
             self._drift *= part
             seconds, drafting = seconds / part, drafting / part
@@ -164,25 +159,21 @@ class CostModelSelector:
     def _decide(self, regime: _Regime) -> None:
         """Chooses the best candidate and what the next span plays. Mutates the regime."""
         if not any(counts.tried[0] for counts in self._acceptance.values()):
-            # Nothing was drafted yet: plain decoding is measured first, then a short draft.
-            if regime.cells[_PLAIN].steps:
-                self._play(regime, self._candidates[min(2, len(self._candidates) - 1)])
+            if regime.cells[0].steps:  # plain decoding was measured; a short draft is next
+                self._play(regime, min(2, len(self._candidates) - 1))
             return
         regime.costs = self._fit(regime)
         speeds = self._speeds(regime)
-        fastest = max(speeds, key=speeds.__getitem__)
+        fastest = speeds.index(max(speeds))
         if speeds[fastest] > (1 + self._hysteresis) * speeds[regime.best]:
             regime.best = fastest
         best = speeds[regime.best]
-        for candidate, cell in regime.cells.items():
+        for cell, speed in zip(regime.cells, speeds, strict=True):
             if not cell.due:  # the loss of its first trial is predicted
-                lost = max(1 - speeds[candidate] / best, self._hysteresis)
-                self._postpone(regime, cell, lost * _TRIAL * regime.running / speeds[candidate])
-        due = [key for key, cell in regime.cells.items() if key != regime.best and cell.due <= regime.seconds]
-        price = min(best * regime.costs.step[2], _HIGHEST_PRICE)
-        for candidate in self._candidates[1:]:
-            strategy = regime.strategies[candidate]
-            regime.strategies[candidate] = replace(strategy, min_cumulative_acceptance=price)
+                lost = max(1 - speed / best, self._hysteresis)
+                self._postpone(regime, cell, lost * _TRIAL * regime.running / speed)
+        due = [i for i, cell in enumerate(regime.cells) if i != regime.best and cell.due <= regime.seconds]
+        regime.price = min(best * regime.costs.step[2], _HIGHEST_PRICE)
         self._play(regime, max(due, key=speeds.__getitem__, default=regime.best))
 
     # Predictions
@@ -190,11 +181,11 @@ class CostModelSelector:
     def _measured_cells(self, regime: _Regime) -> list[tuple[int, Cell]]:
         """Every measured cell with the distance of its regime, the nearest first."""
         near = sorted(self._regimes.values(), key=lambda other: abs(other.key - regime.key))
-        return [(abs(r.key - regime.key), cell) for r in near for cell in r.cells.values() if cell.steps]
+        return [(abs(r.key - regime.key), cell) for r in near for cell in r.cells if cell.steps]
 
-    def _speeds(self, regime: _Regime) -> dict[Candidate, float]:
+    def _speeds(self, regime: _Regime) -> list[float]:
         """Expected tokens per second of every candidate, at the machine's usual speed."""
-        running, measured = regime.running, self._measured_cells(regime)
+        running, measured, speeds = regime.running, self._measured_cells(regime), []
         nearest = {(cell.kind, cell.length): cell for _, cell in reversed(measured)}
         distance = min((d for d, cell in measured if cell.length), default=0)
         drafted = [cell for d, cell in measured if cell.length and d == distance]
@@ -202,12 +193,11 @@ class CostModelSelector:
             kind: np.cumsum(np.cumprod(counts.rates(self._acceptance[kind].rates())))
             for kind, counts in regime.acceptance.items()
         }
-        speeds = {}
-        for candidate, own in regime.cells.items():
-            kind, length = candidate
-            tokens = running * (1.0 + float(expected[kind][length - 1]) if length else 1.0)
-            rows = running * (1.0 + length * own.verified_share(drafted))
-            speeds[candidate] = tokens / regime.costs.seconds(nearest.get(candidate, own), running, rows)
+        for cell in regime.cells:
+            tokens = 1.0 + float(expected[cell.kind][cell.length - 1]) if cell.length else 1.0
+            rows = running * (1.0 + cell.length * cell.verified_share(drafted))
+            seconds = regime.costs.seconds(nearest.get((cell.kind, cell.length), cell), running, rows)
+            speeds.append(running * tokens / seconds)
         return speeds
 
     def _fit(self, regime: _Regime) -> Costs:
@@ -224,22 +214,13 @@ class CostModelSelector:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Measurements of every regime, and which candidate is its best."""
+        """Measurements and decisions; of the present spans those of no step."""
         return {
             "selector": "cost_model",
             "candidates": [[*candidate, self._topk] for candidate in self._candidates],
             "drift": self._drift,
-            "acceptance": _as_dicts(self._acceptance),
-            "regimes": [
-                {
-                    "running": regime.running,
-                    "best": list(regime.best),
-                    "seconds": regime.seconds,
-                    "cells": [asdict(cell) for cell in regime.cells.values()],
-                    "acceptance": _as_dicts(regime.acceptance),
-                }
-                for regime in self._regimes.values()
-            ],
+            "acceptance": {kind: asdict(counts) for kind, counts in self._acceptance.items()},
+            "regimes": [asdict(regime) | {"measured": []} for regime in self._regimes.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -247,17 +228,14 @@ class CostModelSelector:
         own = self.state_dict()
         if any(state.get(name) != own[name] for name in ("selector", "candidates")):
             return
-        self._drift, self._regimes = float(state["drift"]), {}
-        self._acceptance = {kind: Acceptance(**counts) for kind, counts in state["acceptance"].items()}
+        self._drift = float(state["drift"])
+        self._acceptance = _acceptance(state)
         for saved in state["regimes"]:
-            regime = self._new_regime(saved["running"])
-            regime.best, regime.seconds = tuple(saved["best"]), saved["seconds"]
-            regime.cells = {(cell["kind"], cell["length"]): Cell(**cell) for cell in saved["cells"]}
-            regime.acceptance = {kind: Acceptance(**counts) for kind, counts in saved["acceptance"].items()}
-            self._regimes[regime.key] = regime
-        for regime in self._regimes.values():
-            self._decide(regime)
+            regime = self._regimes[saved["key"]] = _Regime(**saved)
+            regime.cells = [Cell(**cell) for cell in saved["cells"]]
+            regime.acceptance, regime.costs = _acceptance(saved), Costs(**saved["costs"])
+            regime.strategy, regime.measured = DraftStrategy(**saved["strategy"]), []
 
 
-def _as_dicts(acceptance: dict[str, Acceptance]) -> dict[str, Any]:
-    return {kind: asdict(counts) for kind, counts in acceptance.items()}
+def _acceptance(state: Mapping[str, Any]) -> dict[str, Acceptance]:
+    return {kind: Acceptance(**counts) for kind, counts in state["acceptance"].items()}

@@ -25,16 +25,17 @@ class StrategySelector(Protocol):
         """The strategy for a step of `num_running` >= 1 requests; `NO_DRAFT` for plain decoding."""
 
     def record(self, measurement: StepMeasurement) -> None:
-        """Learns from one measured decoding step. Mutates the selector."""
+        """Adds one measured decoding step. Mutates the selector; by default nothing is kept."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned: numbers, strings, lists and dicts."""
+        """Measurements: numbers, strings, lists and dicts."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Ignores the state of another selector."""
+        """Restores `state_dict`; ignores the state of another selector."""
 
 
-class FixedSelector:
+class FixedSelector(StrategySelector):
     """Always the same strategy."""
 
     def __init__(self, strategy: DraftStrategy):
@@ -43,16 +44,6 @@ class FixedSelector:
     def select(self, num_running: int) -> DraftStrategy:
         """See `StrategySelector.select`."""
         return self._strategy
-
-    def record(self, measurement: StepMeasurement) -> None:
-        """Does nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The selector's name only."""
-        return {"selector": "fixed"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing."""
 
 
 def build_selector(section: SpeculationSection, kind: str) -> StrategySelector:

@@ -96,7 +96,7 @@ def test_state_survives_a_round_trip_through_json():
     other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
     assert other.state_dict() == selector.state_dict()
     assert other.epsilon(4) == selector.epsilon(4) and other.select(40) == ARMS[0]
-    for saved in ({"selector": "cost_model"}, {"selector": "beg_mab", "thresholds": [1, 3, 9], "plays": []}):
+    for saved in ({"selector": "cost_model"}, {**selector.state_dict(), "thresholds": [1, 4]}):
         fresh = bandit()
         fresh.load_state_dict(saved)
         assert fresh.select(4) == ARMS[0]

@@ -97,7 +97,8 @@ def test_of_a_hybrid_drafter_the_better_kind_is_chosen(running):
         known = {"draft_call": Hybrid.calls[better], "quality": Hybrid.qualities[better]}
         best = max(fixed_speeds(running, LENGTHS, **{**GPU, **known}).values())
         assert world.run(selector, 2500) >= 0.95 * best
-        assert selector._regimes[running.bit_length()].best[0] == better
+        regime = selector._regimes[running.bit_length()]
+        assert regime.cells[regime.best].kind == better
 
 
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():

@@ -16,7 +16,7 @@ def test_the_configured_selector_is_built():
     assert build_selector(section, "suffix").select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
     bandit = build_selector(SpeculationSection(selector="beg_mab", min_cumulative_acceptance=0.1), "eagle")
     assert isinstance(bandit, BucketedEpsilonGreedy)
-    assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1) and bandit.arms[-1] == NO_DRAFT
+    assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1) and bandit.arms["none"] == NO_DRAFT
     selector = build_selector(SpeculationSection(min_cumulative_acceptance=0.3), "hybrid")
     assert isinstance(selector, CostModelSelector)
     assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
