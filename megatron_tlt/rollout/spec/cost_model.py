@@ -12,8 +12,8 @@ ones first, and corrects the fit where it has measurements of its own. A drafted
 cumulative acceptance is worth the seconds of one more row.
 
 A regime uses its best candidate. The others are tried for a few steps now and then: what the last trial of a candidate
-lost decides when it is tried next, so that all trials lose `exploration` of the time at most. A candidate that loses
-much is tried rarely, and one that is nearly as good as the best often. Measurements of a span of steps enter as medians.
+lost decides when it is tried next, so that all trials lose `exploration` of the time at most. Candidates that lose much
+are tried rarely, those that are nearly as good as the best often. Measurements of a span of steps enter as medians.
 
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, C cells.
 """

@@ -26,6 +26,7 @@ class StrategySelector(Protocol):
 
     def record(self, measurement: StepMeasurement) -> None:
         """Adds one measured decoding step. Mutates the selector; by default nothing is kept."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Measurements: numbers, strings, lists and dicts."""
@@ -33,6 +34,7 @@ class StrategySelector(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; ignores the state of another selector."""
+        return
 
 
 class FixedSelector(StrategySelector):
