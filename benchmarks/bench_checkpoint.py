@@ -1,10 +1,10 @@
-"""How long a checkpoint of the drafter keeps training waiting.
+"""How long a checkpoint of the drafter blocks training.
 
     python benchmarks/bench_checkpoint.py [--quick] [--out r.json] [--directory DIR]
 
 The drafter is that of a policy of hidden size 2048 (Qwen3-1.7B's shape), fp32 weights with AdamW's two moments; a
-full checkpoint has the policy's embedding and LM head (bf16) beside it, as a checkpoint of an EAGLE module has that
-carries its lookup tables. The variants take turns, medians are compared:
+full checkpoint also has the policy's embedding and LM head (bf16), as one of an EAGLE module with its own tables has.
+The variants take turns, medians are compared:
 
     full sync        all of it, written and synced before training goes on
     full async       all of it copied to memory, written by a thread

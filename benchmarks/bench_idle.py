@@ -1,4 +1,4 @@
-"""What training the drafter in idle time gives and costs: whole runs of the quickstart, side by side.
+"""Gains and costs of training the drafter in idle time: whole runs of the quickstart, side by side.
 
     python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail work_stealing] --out r.json
 
@@ -98,7 +98,7 @@ def windows(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 
 def interference(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """Rollout time of a busy rank beside one that trains over beside one that waits."""
+    """Ratio of a busy rank's rollout time beside a training rank to that beside a waiting one."""
     text = launch(2, [str(ROOT / "benchmarks/lib/idle_worker.py"), str(args.config), str(args.repeats)])
     rows: Rows = [{"part": "interference", **row} for row in json.loads(text.splitlines()[-1])]
     ratios = [row["training_s"] / row["waiting_s"] for row in rows]

@@ -3,8 +3,8 @@
 One process imports everything once and forks every attempt, so that an attempt spends its time in loading, steps and
 saves and not in imports. An attempt is one rank with the whole program: lock, checkpoints in the background every two
 steps, rollout cache, evaluation, metrics. A quarter of the kills come at any moment of the start, the others at any
-moment of the steps after it; where it was is read from a page that it shares with its parent. The last attempt is not
-killed: it goes on for a few steps. Then another run makes as many steps in one go.
+moment of the steps after it; its phase is read from memory shared with its parent. The last attempt is not killed and
+makes a few more steps. Then another run makes as many steps without a break.
 
     python benchmarks/bench_resumes.py [--quick] [--resumes 200] [--seed 0] --out r.json
 """
@@ -92,7 +92,7 @@ def run_forked(config: Path, overrides: list[str], board: mmap.mmap, log: Path) 
 
 
 def write_run(folder: Path) -> Path:
-    """The tiniest run there is that does everything."""
+    """The smallest run that uses every part."""
     from tests.helpers.runs import write_config
 
     return write_config(
@@ -114,7 +114,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def kill_and_resume(config: Path, run_dir: Path, kills: int, rng: random.Random, log: Path) -> dict[str, Any]:
-    """`kills` killed attempts and one that is not; what became of them."""
+    """`kills` killed attempts and one that is not; returns their outcomes."""
     phases: Counter[str] = Counter()
     endless = [f"train.run_dir={run_dir}", "train.num_steps=1000000"]
     started = time.monotonic()
@@ -143,7 +143,7 @@ def kill_and_resume(config: Path, run_dir: Path, kills: int, rng: random.Random,
 
 
 def checked(code: int, log: Path, wanted: int = -signal.SIGKILL) -> None:
-    """An attempt ends as it should, or nothing that follows means anything."""
+    """Ends the benchmark if an attempt ended with another code than expected."""
     if code != wanted:
         raise SystemExit(f"an attempt ended with {code}, not {wanted}:\n{log.read_text()[-3000:]}")
 

@@ -44,7 +44,7 @@ def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = F
 def serve(side: str, model: str, dtype: str, threads: int) -> None:
     """The child: answers work from stdin with seconds on its own channel until stdin ends."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print what they like; only results go to the parent
+    os.dup2(2, 1)  # engines print to stdout; only results go to the parent
     run = SIDES[side](model, dtype, threads)
     print("ready", file=channel, flush=True)
     for line in sys.stdin:
@@ -149,7 +149,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def random_model(folder: str) -> str:
-    """A Qwen2 of 10M parameters with random weights, about the size of the demo policy's big sister."""
+    """A Qwen2 of 10M parameters with random weights."""
     import torch
 
     from megatron_tlt.models.config import ModelConfig
@@ -191,7 +191,7 @@ def parse_arguments() -> argparse.Namespace:
         "--transformers-compile", action="store_true", help="also static cache + torch.compile"
     )
     parser.add_argument(
-        "--equal", action="store_true", help="all answers equally long: static batches waste nothing"
+        "--equal", action="store_true", help="all answers equally long: no waste in static batches"
     )
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

@@ -1,12 +1,12 @@
-"""The simulator against the quickstart as it was measured, and against what is published of TLT.
+"""Compares the simulator with the measured quickstart and with published figures of TLT.
 
     python benchmarks/bench_sim.py --out benchmarks/results/simulation.md     # simulate, compare, print
     python benchmarks/bench_sim.py --measure 3                                # runs the quickstart anew
 
 `--measure STEPS` runs the quickstart's first steps without drafts, with the suffix drafter and with its own, on 2
-ranks, in CPU seconds of each rank's main thread (`sim_worker`): other users of the machine count less. Waiting does
-not show in CPU time, so the drafter is not trained in idle time there. A step's seconds are the slowest rank's rollout
-and update and what else it did. It writes results/quickstart-measured.json, which `--out` and the tests read.
+ranks, in CPU seconds of each rank's main thread (`lib/sim_worker.py`): other processes' load counts less. CPU time has
+no waiting, so the drafter is not trained in idle time there. A step's seconds are the slowest rank's rollout, update
+and other phases. It writes results/quickstart-measured.json, which `--out` and the tests read.
 """
 
 from __future__ import annotations

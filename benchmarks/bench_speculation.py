@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Prompt, SamplingParams
 
 SAMPLES, TAIL = 8, 64
-# Name -> rollout.speculation. "ours" is what a user gets; the others are fixed strategies and the bandit.
+# Name -> rollout.speculation. "ours" is the default selector; the others are fixed strategies and the bandit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "ours": {"drafter": "hybrid", "selector": "cost_model"},
@@ -186,7 +186,7 @@ def table(rows: list[dict[str, Any]], batches: list[Any]) -> str:
 
 
 def summarize(rows: list[dict[str, Any]], batches: list[int]) -> dict[str, float]:
-    """The keys of docs: our adaptive engine, and its distance to the best fixed strategy of each batch size."""
+    """Summary keys: the default selector, and its ratio to the best fixed strategy of each batch size."""
     of = {(r["strategy"], r["batch"]): r for r in rows}
     ours = [of["ours", b]["speedup"] for b in batches]
     fixed = [max([of[name, b]["speedup"] for name in FIXED if (name, b) in of] + [1.0]) for b in batches]

@@ -1,4 +1,4 @@
-"""How long after the last rank is done have all ranks stopped: 2 to 64 ranks on this machine, and a model for 512.
+"""Time from the last rank's end to the stop of all ranks: 2 to 64 ranks on this machine, and a model for 512.
 
 Every rank but one trains in micro-steps that sleep, so that few cores can carry many ranks; the last one comes at a
 random moment. Windows alternate between the coordinator as it is and one that does not send ALL_DONE, where only the
@@ -63,7 +63,9 @@ def worker(step_s: float, windows: int) -> None:
         window.begin()
         until = time.perf_counter() + starts[world.rank]
         while (left := until - time.perf_counter()) > 0:
-            coordinator.progress(1, 100.0, 0.0)  # speed 0, not known: no rank stops because it will soon be over
+            coordinator.progress(
+                1, 100.0, 0.0
+            )  # speed 0, not known: no rank stops because it will soon be over
             time.sleep(min(left, POLL_S))
         report = window.run(step)
         mine = np.array([report.entered_at, report.left_at])
@@ -76,7 +78,7 @@ def worker(step_s: float, windows: int) -> None:
 
 
 def quiet(request: Any) -> None:
-    """Waits without burning the neighbours' core."""
+    """Waits without using CPU time of other ranks."""
     while not request.Test():
         time.sleep(POLL_S)
 

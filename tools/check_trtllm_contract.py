@@ -35,7 +35,7 @@ def differences(contract: dict[str, Any]) -> Iterator[str]:
 
 
 def unseen(contract: dict[str, Any]) -> list[str]:
-    """What only a running engine can show: objects that it makes, values, figures."""
+    """Entries that only a running engine can show: its objects, values, figures."""
     made = [name for name, entry in contract["classes"].items() if "module" not in entry]
     attributes = [
         name for name, entry in contract["classes"].items() if "module" in entry and "attributes" in entry

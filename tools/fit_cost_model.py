@@ -1,16 +1,16 @@
-"""Measures what the engine's steps take and what its drafters guess right, for `megatron-tlt simulate`.
+"""Measures the seconds of the engine's steps and its drafters' acceptance, for `megatron-tlt simulate`.
 
     python tools/fit_cost_model.py configs/quickstart.yaml --out benchmarks/results/step-costs-quickstart-cpu.json
 
-The engine answers the config's training prompts. In place of the selector sits a recorder that plays plain decoding and
-drafts of several lengths in turn, and notes of every step the running requests B, the rows T fed to the policy, the
-cached tokens C and the seconds: on CPU this thread's own time, so that a busy machine does not count. From these come
+The engine answers the config's training prompts. A recorder in the selector's place uses plain decoding and drafts of
+several lengths in turn, and records of every step the running requests B, the rows T fed to the policy, the cached
+tokens C and the seconds (on CPU this thread's own time, without other processes' load). Fitted to these:
 
     plain    c0 + cB B + cC C                        drafts, by kind    a + b B + c nodes
     verify   c0 + cB B + cT T + cC C + cA C T / B    prefill            a + b tokens
 
-and by drafter the chance of each position (`rates`), `coverage`, `reach` and `spread` as `drafters` of a simulation's
-config takes them. `lengths` are 64 quantiles of the answers' tokens.
+and for each drafter the acceptance rate of each position (`rates`), `coverage`, `reach` and `spread`, the fields of
+`drafters` in a simulation's config. `lengths` are 64 quantiles of the answers' tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POSITIONS = 12
 
 @dataclass
 class Recorder:
-    """Stands where a selector does: plays every length in turn and remembers what came of it."""
+    """A selector that uses every draft length in turn and records its steps."""
 
     kind: str
     rows: RunningRows
@@ -75,7 +75,7 @@ class Recorder:
         counts: np.ndarray,
         parents: np.ndarray | None,
     ) -> np.ndarray:
-        """All that was drafted."""
+        """Keeps every drafted token."""
         if strategy.draft_len == max(LENGTHS):
             self.asked += len(counts)
             self.counts.append(counts.copy())
@@ -83,7 +83,7 @@ class Recorder:
         return np.ones(len(cumulative_acceptance), bool)
 
     def record(self, measurement: StepMeasurement) -> None:
-        """Notes the step."""
+        """Records the step."""
         length = len(measurement.reached)
         self.tried[:length] += measurement.reached
         self.right[:length] += measurement.accepted
@@ -94,14 +94,14 @@ class Recorder:
             self.steps.append((drafted, running, rows, self._cached, rows - running, *seconds))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """No state."""
         return {"selector": "recorder"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """No state."""
 
     def drafter(self) -> dict[str, Any]:
-        """What the drafter guesses right, as a simulation's config has it."""
+        """Acceptance of the drafter, as in a simulation's configuration."""
         rates = [r / t for r, t in zip(self.right, self.tried, strict=True) if t >= 200]
         counts = np.concatenate(self.counts)
         drafted = counts[counts > 0]
@@ -140,7 +140,7 @@ def measure(
 ) -> tuple[Recorder, list[int]]:
     """Answers prompts for `seconds`, up to `most` at a time; returns what was recorded and the answers' lengths.
 
-    Every batch takes new prompts: one that was there before has the same answer, which a suffix drafter remembers.
+    Every batch takes new prompts: a repeated one has the same answer, which a suffix drafter would draft in full.
     """
     from megatron_tlt.trainer.setup import sampling_params
 

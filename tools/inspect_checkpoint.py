@@ -1,4 +1,4 @@
-"""Say what is in a checkpoint (Hugging Face, Megatron, or a run's), and how it differs from another one of any kind.
+"""Print the contents of a checkpoint (Hugging Face, Megatron, or a run's), and its differences from another one.
 
 python tools/inspect_checkpoint.py assets/demo-policy
 python tools/inspect_checkpoint.py runs/r/checkpoints/step-000020 --compare runs/r/checkpoints/step-000010

@@ -79,7 +79,7 @@ MAX_POSITIONS = 1024
 
 # About 1 / sqrt(width); the usual 0.02 is made for wide models. With 0.02 the model could not yet copy a number
 # from its prompt after 1.3M tokens; with 0.08 it could after 0.8M. That restart also changed the batch, the
-# warm-up and beta2, so the credit is not this value's alone for certain.
+# warm-up and beta2, so the improvement may have other causes.
 INIT_STD = 0.08
 
 

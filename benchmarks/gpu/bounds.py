@@ -27,7 +27,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do at most."""
+    """Peak figures of a device."""
 
     name: str
     bandwidth: float  # bytes a second
@@ -50,7 +50,7 @@ DATA_SHEETS: tuple[tuple[str, float, float], ...] = (
 
 
 def data_sheet(name: str) -> Device | None:
-    """The device that calls itself `name`; None: not in the table."""
+    """The device of that name; None: not in the table."""
     for part, bandwidth, flops in DATA_SHEETS:
         if part in name:
             return Device(name, bandwidth, flops, "data sheet")

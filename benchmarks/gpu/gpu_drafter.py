@@ -1,11 +1,11 @@
-"""The eagle drafter of a policy: warm-up on answers of the engine itself, and how well it foresees the policy.
+"""The eagle drafter of a policy: warm-up on answers of the engine, and its acceptance.
 
 Hidden states come from one forward of the policy's decoder over prompts with their answers. Acceptance is measured on
 held-out answers, where the policy's next-token distribution p and the drafter's q are known:
 
     tv        sum_v min(p_v, q_v) = 1 - TV(p, q): the most that any exact verification of a sampled draft accepts
     coupled   sum_v 1 / sum_w max(p_w / p_v, q_w / q_v): both draw their arg max with the same Gumbel noise
-    argmax    p(arg max q): a draft that is not sampled, one candidate
+    argmax    p(arg max q): a deterministic draft, one candidate
     top4      p(four best of q): the same, four siblings
 
 Legend: R rows, H hidden size, V vocabulary.

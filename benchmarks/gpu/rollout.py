@@ -1,14 +1,14 @@
 """Plain rollouts of the embedded engine against transformers' continuous batching, and against the device's limits.
 
     python benchmarks/gpu/rollout.py --shape qwen2.5-7b --out r.json       # random weights of that shape
-    python benchmarks/gpu/rollout.py --model DIR --out r.json              # a model of yours
+    python benchmarks/gpu/rollout.py --model DIR --out r.json              # your own model
     python benchmarks/gpu/rollout.py --device cpu --quick --out r.json     # the demo policy; shows that it runs
 
 Both sides have the same weights, prompts and lengths (no end of sequence), sample at temperature 1, and take turns in
 one process; after a round that only warms up, figures are medians of `--repeats` rounds. The bounds are those of
-`bounds.py`: of memory bandwidth (what counts at batch 1) and of compute (at batch 256). The device's figures are those
+`bounds.py`: of memory bandwidth (the limit at batch 1) and of compute (at batch 256). The device's figures are those
 of its data sheet if it is in the table there, else of a copy and a matrix product measured here; `--bandwidth` and
-`--tflops` overrule both.
+`--tflops` replace both.
 """
 
 from __future__ import annotations
@@ -179,12 +179,12 @@ def measured(device: torch.device, dtype: torch.dtype, quick: bool) -> Device:
 
 
 def name_of(device: torch.device) -> str:
-    """What the device calls itself."""
+    """The device's name."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
 
 
 def device_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Device:
-    """The device's figures; a given one overrules what is known or measured."""
+    """The device's figures; given ones replace those of the data sheet or measured."""
     found = data_sheet(name_of(device)) or measured(device, dtype, args.quick)
     if args.bandwidth is None and args.tflops is None:
         return found

@@ -1,7 +1,7 @@
-"""Speculative rollouts on one GPU: a policy from nothing, a drafter for it, and what speculation then gives.
+"""Speculative rollouts on one GPU: trains a policy and its drafter from nothing, then measures speculation.
 
     python benchmarks/gpu/speculation.py --out r.json                   # 15 to 20 minutes
-    python benchmarks/gpu/speculation.py --smoke --device cpu --out r.json   # every line, small; figures mean nothing
+    python benchmarks/gpu/speculation.py --smoke --device cpu --out r.json   # every line, small; meaningless figures
 
 1. Trains a policy (28 layers, 350M parameters, bf16) for `--train-minutes` and warms up a drafter on its answers.
 2. Speed-up of each strategy over our own plain decoding, by batch size, all through one graph pool a side; sides take
@@ -52,7 +52,7 @@ from megatron_tlt.types import Prompt, SamplingParams  # noqa: E402
 
 SAMPLES = 8
 BLOCK = 16
-# Name -> rollout.speculation. "ours" is what a user gets.
+# Name -> rollout.speculation. "ours" is the default selector.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "ours": {"drafter": "hybrid", "selector": "cost_model"},

@@ -1,4 +1,4 @@
-"""What every benchmark writes: command, commit, machine, rows and summary as JSON."""
+"""The JSON record of every benchmark: command, commit, machine, rows and summary."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ KEPT = (
 
 
 def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows, dict[str, Any]]:
-    """Rows of all curves, and the figures with whether they are what is to be reached. Writes the picture."""
+    """Rows of all curves, and the summary with whether it reaches the targets. Writes the picture."""
     drafter = args.work / "keepup-drafter"
     needs_it = "frozen" in args.curves or "trained" in args.curves
     if needs_it and not (drafter / "config.json").exists():

@@ -1,5 +1,5 @@
-"""The engines that bench_rollout.py compares: each function loads a model and returns a function that answers a
-piece of work and gives the seconds it took.
+"""The engines that bench_rollout.py compares: each function loads a model and returns a function that answers
+`Work` and returns its seconds.
 
 A side runs in a process of its own under the interpreter of its own virtual environment, so vendors are imported
 inside. Every side samples at temperature 1 and keeps its KV cache in the type it computes with.

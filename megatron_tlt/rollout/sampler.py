@@ -27,7 +27,7 @@ _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch
 
 
 class NativeSample(Protocol):
-    """The C sampler of `models/native.py`: CPU, fp32 logits, no masks."""
+    """The C sampler (`models/native/decoder.py`): CPU, fp32 logits, no masks."""
 
     def __call__(
         self, logits: Tensor, temperature: Tensor, seed_keys: Tensor, out_token: Tensor, out_logprob: Tensor

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class IdleFigures:
-    """Sums over the windows of a step, under the names of `Observer.log_step`."""
+    """Sums over the windows of a step, under the names of `RunMetrics.log`."""
 
     def __init__(self, gpu: GpuMonitor, is_group_leader: bool):
         """`is_group_leader`: the ranks of a replica train as one, so only its leader counts micro-steps."""

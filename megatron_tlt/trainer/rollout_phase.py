@@ -88,7 +88,7 @@ class RolloutPhase:
         return self._stolen.return_home(samples, home)
 
     def take_figures(self) -> dict[str, float]:
-        """This rank's figures since the last call; see `Observer.log_step`."""
+        """This rank's figures since the last call; see `RunMetrics.log`."""
         return {} if self._stolen is None else {"idle/stolen_requests": self._stolen.take_count()}
 
     def _steal_and_generate(self, stolen: StolenRequests, prompts: Sequence[Prompt]) -> list[Sample]:
