@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from megatron_tlt.errors import TltError
+from megatron_tlt.observe.jsonl import to_json
 
 Trace = dict[str, Any]
 Cell = str | float | int | None
@@ -43,10 +43,12 @@ class ReportError(TltError):
     """A page cannot be made."""
 
 
-def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
+def line(
+    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, dash: str = "solid", **more: Any
+) -> Trace:
     """A line; with markers too while there are few points. `more` replaces keys of the trace."""
     mode = "lines+markers" if len(x) <= _MARKED_POINTS else "lines"
-    style = {"color": colour, "width": 2}
+    style = {"color": colour, "width": 2, "dash": dash}
     return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), "line": style} | more
 
 
@@ -192,18 +194,9 @@ def _file(name: str) -> Markup:
 
 def _json(value: Any) -> Markup:
     """JSON that may stand in a <script>; numbers that JSON lacks become null."""
-    text = json.dumps(_rounded(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c"))
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    return Markup(
+        json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    )
 
 
 def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:

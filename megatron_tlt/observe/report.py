@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, Section, Table, Tile
@@ -11,25 +12,7 @@ from megatron_tlt.observe.report_samples import samples
 from megatron_tlt.observe.report_speculation import speculation
 from megatron_tlt.observe.runfiles import RunData, require_metrics
 
-_SETTINGS = (
-    "model.path",
-    "algorithm.name",
-    "actor.tp",
-    "actor.pp",
-    "rollout.backend",
-    "rollout.tp",
-    "rollout.samples_per_prompt",
-    "rollout.max_tokens",
-    "rollout.dtype",
-    "rollout.speculation.drafter",
-    "rollout.speculation.selector",
-    "rollout.speculation.draft_len",
-    "idle.train_drafter",
-    "idle.work_stealing",
-    "train.prompts_per_step",
-    "train.num_steps",
-    "train.seed",
-)
+_LONGEST = 90  # characters of a setting's value
 
 
 def run_page(run: RunData) -> Page:
@@ -40,15 +23,15 @@ def run_page(run: RunData) -> Page:
         before = f" Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
         page.verdict = f"No step is done yet: charts appear with the first one.{before}"
     page.sections = [
-        charts.learning(run),
+        charts.learning([run]),
         charts.time(run),
         rollout(run, step_views(run)),
-        speculation(run),
-        charts.drafter(run),
-        charts.lengths(run),
-        charts.idle(run),
+        speculation([run]),
+        charts.drafter([run]),
+        charts.lengths([run]),
+        charts.idle([run]),
         samples(run),
-        _settings(run),
+        Section("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),
     ]
     page.warnings = run.warnings
     page.footer = f"{run.run_dir.resolve()} · {written_now()}"
@@ -120,14 +103,15 @@ def tiles(run: RunData) -> list[Tile]:
     return found
 
 
-def _settings(run: RunData) -> Section:
-    """The settings that shape a run, and where to find the others."""
-    rows = []
-    for path in _SETTINGS:
-        value: object = run.config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            rows.append((path, str(value)))
-    note = f"All of them: {run.run_dir / 'config.json'}"
-    return Section("Settings", [Table(["field", "value"], rows, note=note, wide=True)] if rows else [])
+def settings(run: RunData) -> dict[str, str]:
+    """The configuration: the value of each field, by its path."""
+    return dict(_fields(run.config, ""))
+
+
+def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _fields(inner, f"{path}.{key}".lstrip("."))
+    else:
+        text = "null" if value is None else str(value)
+        yield path, text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

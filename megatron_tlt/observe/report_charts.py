@@ -1,11 +1,14 @@
-"""The charts of a run that need its rows a step only: learning, time, lengths, idle time, drafter. Torch-free."""
+"""The charts that need the rows by step only: learning, time, lengths, idle time, drafter. Torch-free.
+
+Most take one run or two, to compare.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_tlt.observe.page import Chart, Part, Section, Table, Trace, bar, line
+from megatron_tlt.observe.page import Chart, Part, Section, Table, bar, line
 from megatron_tlt.observe.runfiles import Row, RunData
 
 # Phases in the order of a step, each with its colour; others share the last one.
@@ -22,20 +25,36 @@ PHASES = {
     "checkpoint": "@6",
 }
 _BARS = 120  # steps up to which each has a bar; of more, a bar is the mean of several
-_SHOWN_RANKS = 32  # ranks up to which each has a bar
-_NAMED_RANKS = 8  # ranks in the table of the slowest ones
+_SHOWN_RANKS = 32  # ranks above which a table names the slowest ones
+_NAMED_RANKS = 8  # ranks in that table
 _STRAGGLERS = (
     "The rank that waits least holds the others up: it had the longest answers or did work of others, or its machine "
     "is slow."
 )
 
 
+def labelled(runs: Sequence[RunData]) -> list[tuple[RunData, str, str]]:
+    """(run, end of its labels, dash of its lines): of two runs, A has solid lines and B dotted ones."""
+    if len(runs) == 1:
+        return [(runs[0], "", "solid")]
+    return [(runs[0], ", A", "solid"), (runs[1], ", B", "dot")]
+
+
 def metric_chart(
-    run: RunData, title: str, unit: str, metrics: Sequence[tuple[str, str, str]], note: str = "", **more: Any
+    runs: Sequence[RunData],
+    title: str,
+    unit: str,
+    metrics: Sequence[tuple[str, str, str]],
+    note: str = "",
+    **more: Any,
 ) -> list[Part]:
-    """A chart by step of metrics (name, label, colour); nothing if the run has none of them."""
-    columns = [(label, run.column(name), colour) for name, label, colour in metrics]
-    lines = [line(label, *column, colour) for label, column, colour in columns if column[0]]
+    """A chart by step of metrics (name, label, colour) of one or two runs; nothing if they have none of them."""
+    lines = [
+        line(label + end, *run.column(name), colour, dash)
+        for name, label, colour in metrics
+        for run, end, dash in labelled(runs)
+        if run.column(name)[0]
+    ]
     return [Chart(title, lines, "step", unit, note, **more)] if lines else []
 
 
@@ -64,26 +83,26 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def learning(run: RunData) -> Section:
+def learning(runs: Sequence[RunData]) -> Section:
     """Reward and accuracy, by step and held out."""
     metrics = (("reward/mean", "reward", "@1"), ("reward/accuracy", "accuracy", "@3"))
-    parts = metric_chart(run, "Reward and accuracy of the rollouts", "mean over answers", metrics)
-    return Section("Learning", parts + ([_evaluation(run)] if run.evals else []))
-
-
-def _evaluation(run: RunData) -> Chart:
-    names = {name for row in run.evals for name in row if name.startswith("eval/pass@")}
+    parts = metric_chart(runs, "Reward and accuracy of the rollouts", "mean over answers", metrics)
+    names = {name for run in runs for row in run.evals for name in row if name.startswith("eval/pass@")}
     traces = []
     for at, name in enumerate(sorted(names, key=lambda name: (len(name), name))):
-        rows = [row for row in run.evals if row.get(name) is not None]
-        steps, values = [row["step"] for row in rows], [row[name] for row in rows]
-        trace = line(name.removeprefix("eval/"), steps, values, f"@{at % 8 + 1}", mode="lines+markers")
-        if name == "eval/pass@1":
-            errors = [row.get("eval/stderr") or 0.0 for row in rows]
-            trace["error_y"] = {"type": "data", "array": errors, "thickness": 1.2, "width": 4}
-        traces.append(trace)
-    note = "Bars: one standard error. The same held-out prompts every time."
-    return Chart("Held-out accuracy", traces, "steps done", "share of prompts", note)
+        for run, end, dash in labelled(runs):
+            points = run.column(name, run.evals)
+            traces.append(line(name.removeprefix("eval/") + end, *points, f"@{at % 8 + 1}", dash))
+            if name == "eval/pass@1":
+                errors = run.column("eval/stderr", run.evals)[1]
+                traces[-1]["error_y"] = {"type": "data", "array": errors, "thickness": 1.2, "width": 4}
+    if traces:
+        note = "Bars: one standard error. The same held-out prompts every time."
+        parts.append(Chart("Held-out accuracy", traces, "steps done", "share of prompts", note))
+    text = (
+        "Equal answers give equal curves: the dotted line of B covers the line of A." if len(runs) > 1 else ""
+    )
+    return Section("Learning", parts, text)
 
 
 def phases_of(run: RunData) -> dict[str, list[float]]:
@@ -109,29 +128,27 @@ def time(run: RunData) -> Section:
         wide=True,
         height=340,
     )
-    total = run.total("time/step")
-    rows = [
-        (name, sum(seconds), _mean(seconds), f"{sum(seconds) / total:.1%}" if total else "")
-        for name, seconds in sorted(phases.items(), key=lambda item: -sum(item[1]))
-    ]
-    table = Table(["phase", "seconds", "a step", "share"], rows, "All steps together")
+    return Section("Time", [chart, *speed([run])])
+
+
+def speed(runs: Sequence[RunData]) -> list[Part]:
+    """Tokens a second, by step."""
     metrics = [("engine/tokens_per_s", "tokens/s", "@1")]
-    return Section(
-        "Time", [chart, table, *metric_chart(run, "Rollout speed", "tokens/s, all ranks", metrics)]
-    )
+    return metric_chart(runs, "Rollout speed", "tokens/s, all ranks", metrics, wide=len(runs) == 1)
 
 
-def lengths(run: RunData) -> Section:
-    """How long answers are, by step."""
-    rows = [row for row in run.rollouts if row.get("lengths") and row.get("samples")]
+def lengths(runs: Sequence[RunData]) -> Section:
+    """How long answers are, by step; the distribution of a single run."""
     metrics = (
         ("length/median", "median", "@3"),
         ("length/mean", "mean", "@1"),
         ("length/p95", "95 %", "@2"),
         ("length/max", "longest", "@6"),
     )
-    chart = metric_chart(run, "Response length", "tokens", metrics, log_switch=True)
-    parts = [*([_length_heatmap(rows)] if rows else []), *chart]
+    parts = metric_chart(runs, "Response length", "tokens", metrics, log_switch=True)
+    rows = [row for row in runs[0].rollouts if row["lengths"] and row["samples"]]
+    if rows and len(runs) == 1:
+        parts.insert(0, _length_heatmap(rows))
     return Section("Response lengths", parts, "The longest answers decide how long a rollout takes.")
 
 
@@ -157,55 +174,44 @@ def _length_heatmap(rows: Sequence[Row]) -> Chart:
     return Chart("Distribution by step", [trace], "step", "tokens", note, layout={"hovermode": "closest"})
 
 
-def idle(run: RunData) -> Section:
-    """What waiting cost and how much of it was used."""
-    steps, waited = run.column("idle/seconds")
-    if not any(waited):
+def idle(runs: Sequence[RunData]) -> Section:
+    """What waiting cost and how much of it was used; of a single run, also which ranks waited."""
+    if not any(run.total("idle/seconds") for run in runs):
         return Section("Idle time")
-    by_step = dict(zip(*run.column("idle/recovered_seconds"), strict=True))
-    recovered = [by_step.get(step, 0.0) for step in steps]
-    lost = [max(0.0, a - b) for a, b in zip(waited, recovered, strict=True)]
-    bars = {("trained in it", "@training"): recovered, ("waited", "@idle"): lost}
-    note = "The upper end of a bar is all that ranks waited in the step."
-    chart = stacked_chart("Idle and recovered seconds", "seconds, sum of the ranks", steps, bars, note=note)
-    return Section("Idle time", [chart, *_idle_by_rank(run)])
+    metrics = (
+        ("idle/seconds", "waited", "@3"),
+        ("idle/recovered_seconds", "of these trained the drafter", "@training"),
+    )
+    parts = metric_chart(runs, "Idle and recovered seconds", "seconds, sum of the ranks", metrics)
+    if any(run.total("idle/stolen_requests") for run in runs):
+        stolen = [("idle/stolen_requests", "requests", "@1")]
+        parts += metric_chart(runs, "Stolen requests", "answered for other ranks", stolen)
+    return Section("Idle time", parts + (_idle_by_rank(runs[0]) if len(runs) == 1 else []))
 
 
 def _idle_by_rank(run: RunData) -> list[Part]:
     waited = run.idle_by_rank()
     if len(waited) < 2:
         return []
-    unit = "seconds, all steps"
-    if len(waited) <= _SHOWN_RANKS:
-        bars = bar(
-            "idle seconds", [f"rank {r}" for r in sorted(waited)], [waited[r] for r in sorted(waited)], "@3"
-        )
-        return [Chart("Idle seconds by rank", [bars], "", unit, _STRAGGLERS)]
-    ranks = sorted(waited, key=lambda rank: waited[rank])
-    curve = line("idle seconds", range(len(ranks)), [waited[r] for r in ranks], "@3", mode="lines")
-    curve |= {"fill": "tozeroy", "fillcolor": "@3/0.2", "text": [f"rank {r}" for r in ranks]}
-    curve["hovertemplate"] = "%{text}: %{y:.1f} s<extra></extra>"
-    layout = {"hovermode": "closest", "xaxis": {"showticklabels": False}}
-    slowest = [(f"rank {r}", waited[r], waited[r] / max(1, len(run.steps))) for r in ranks[:_NAMED_RANKS]]
-    return [
-        Chart(f"Idle seconds of {len(ranks)} ranks, least first", [curve], "", unit, layout=layout),
-        Table(["rank", "idle seconds", "a step"], slowest, "The slowest ranks", _STRAGGLERS),
-    ]
+    bars = bar("idle seconds", [f"rank {r}" for r in waited], list(waited.values()), "@3")
+    parts: list[Part] = [Chart("Idle seconds by rank", [bars], "", "seconds, all steps", _STRAGGLERS)]
+    if len(waited) > _SHOWN_RANKS:
+        ranks = sorted(waited, key=lambda rank: waited[rank])[:_NAMED_RANKS]
+        rows = [(f"rank {r}", waited[r], waited[r] / len(run.steps)) for r in ranks]
+        parts.append(Table(["rank", "idle seconds", "a step"], rows, "The slowest ranks"))
+    return parts
 
 
-def drafter(run: RunData) -> Section:
+def drafter(runs: Sequence[RunData]) -> Section:
     """How training the drafter goes."""
     overlap = (
         "1 − total variation distance between drafter and policy, at the first drafted token: how often it would be "
         "accepted by rejection sampling. On the answers that it trains on."
     )
     loss = [("drafter/loss_mean", "loss", "@2")]
-    parts = metric_chart(run, "Drafter loss", "loss, mean of the ranks", loss, log_switch=True)
+    parts = metric_chart(runs, "Drafter loss", "loss, mean of the ranks", loss, log_switch=True)
     metrics = [("drafter/accept/1_mean", "1 − TV", "@1")]
-    parts += metric_chart(run, "1 − TV", "share", metrics, overlap, layout={"yaxis": {"rangemode": "normal"}})
-    steps, updates = run.column("drafter/steps")
-    if any(updates):
-        bars: Trace = bar("updates", *grouped(steps, updates), "@training")
-        unit = "updates, sum of the ranks"
-        parts.append(Chart("Updates of the drafter", [bars], "step", unit, wide=True, height=240))
+    parts += metric_chart(
+        runs, "1 − TV", "share", metrics, overlap, layout={"yaxis": {"rangemode": "normal"}}
+    )
     return Section("Drafter", parts, "Trained in idle time, on the rollouts of the step.")

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, bar, line
-from megatron_tlt.observe.report import seconds_text, state_of, subtitle, written_now
+from megatron_tlt.observe import report_charts as charts
+from megatron_tlt.observe.page import Chart, Page, Section, Table, Tile, bar
+from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
 from megatron_tlt.observe.report_charts import PHASES, phases_of
-from megatron_tlt.observe.report_speculation import PERCENT, acceptance_by_position
+from megatron_tlt.observe.report_speculation import speculation
 from megatron_tlt.observe.runfiles import Row, RunData, require_metrics
 
 Pair = tuple[RunData, RunData]
 Names = tuple[str, str]
 
-_LEARNING = (
-    ("Reward", "reward/mean", "mean over answers"),
-    ("Accuracy of the rollouts", "reward/accuracy", "share of answers"),
-    ("Response length", "length/mean", "tokens"),
-)
-_SPEED = (
-    ("Step time", "time/step", "seconds"),
-    ("Rollout speed", "engine/tokens_per_s", "tokens/s, all ranks"),
-)
-_ROLLOUTS = (
-    ("Accepted length", "spec/accept_length", "tokens"),
-    ("Idle seconds", "idle/seconds", "seconds, sum of the ranks"),
-    ("Recovered seconds", "idle/recovered_seconds", "seconds, sum of the ranks"),
-    ("Requests stolen", "idle/stolen_requests", "requests"),
-)
-# The second run's lines are thinner and drawn on top: both are visible where they are equal.
-_STYLES = (
-    {"line": {"color": "@3", "width": 3.5}, "marker": {"color": "@3"}},
-    {"line": {"color": "@2", "width": 1.6, "dash": "dot"}, "marker": {"color": "@2"}},
-)
 _EQUAL = 0.02  # relative difference of step times up to which they are called equal
 _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the machines were not comparable
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
-_LONGEST = 90  # characters of a setting's value
 
 
 @dataclass
@@ -100,13 +79,14 @@ def compare_page(a: RunData, b: RunData) -> Page:
     page.tone = "good" if same.are_same else "bad" if same.steps else ""
     page.warnings = a.warnings + b.warnings
     page.tiles = _tiles(both, same)
-    rows = [*_differences(a.config, b.config), ("state", state_of(a), state_of(b))]
-    text = "Equal answers give equal curves: then one line covers the other."
     page.sections = [
-        Section("What differs in the settings", [Table(["field", *names], rows, wide=True)]),
-        Section("Learning", [*_metrics((a, b), names, _LEARNING), *_evaluations((a, b), names)], text),
+        Section("What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]),
+        charts.learning([a, b]),
         _time(both, names),
-        Section("Rollouts", [*_metrics((a, b), names, _ROLLOUTS), *_acceptance((a, b), names)]),
+        speculation([a, b]),
+        charts.drafter([a, b]),
+        charts.lengths([a, b]),
+        charts.idle([a, b]),
     ]
     page.footer = written_now()
     return page
@@ -170,55 +150,12 @@ def _tiles(runs: Pair, same: Equality) -> list[Tile]:
     return tiles
 
 
-def _differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
-    """(field, value in A, value in B) of the settings that differ, by name."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b}):
-            yield from _differences(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))
-    elif a != b and path != "train.run_dir":
-        yield path, _value(a), _value(b)
-
-
-def _value(value: object) -> str:
-    if value is None or isinstance(value, dict):
-        return "none" if value is None else "given"
-    text = str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
-
-
-def _chart(title: str, x: str, y: str, columns: Sequence[Any], names: Names, **layout: Any) -> list[Part]:
-    """One line for each run that has points: `columns` are (xs, ys) of A and of B."""
-    lines = [
-        line(name, column[0], column[1], "") | style
-        for name, column, style in zip(names, columns, _STYLES, strict=True)
-        if len(column[0])
-    ]
-    return [Chart(title, lines, x, y, layout=layout)] if lines else []
-
-
-def _metrics(runs: Pair, names: Names, metrics: Sequence[tuple[str, str, str]]) -> list[Part]:
-    return [
-        part
-        for title, metric, unit in metrics
-        for part in _chart(title, "step", unit, [run.column(metric) for run in runs], names)
-    ]
-
-
-def _evaluations(runs: Pair, names: Names) -> list[Part]:
-    points = [
-        [(r["step"], r["eval/pass@1"]) for r in run.evals if r.get("eval/pass@1") is not None] for run in runs
-    ]
-    columns = [tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in points]
-    return _chart("Held-out accuracy", "steps done", "pass@1", columns, names)
-
-
-def _acceptance(runs: Pair, names: Names) -> list[Part]:
-    columns = []
-    for run in runs:
-        shares, _ = acceptance_by_position([row for row in run.rollouts if row.get("drafted_at")])
-        columns.append((range(1, len(shares) + 1), shares))
-    title, axis = "Accepted by draft position", "draft position"
-    return _chart(title, axis, "share of drafts", columns, names, yaxis=PERCENT)
+def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
+    """(field, value in A, value in B) of the settings that differ, by name; last, the state of the runs."""
+    first, second = settings(a), settings(b)
+    paths = sorted((first | second).keys() - {"train.run_dir"})
+    rows = [(path, first.get(path, ""), second.get(path, "")) for path in paths]
+    return [*(row for row in rows if row[1] != row[2]), ("state", state_of(a), state_of(b))]
 
 
 def _time(runs: Pair, names: Names) -> Section:
@@ -239,6 +176,7 @@ def _time(runs: Pair, names: Names) -> Section:
     parts = [
         Chart("Seconds a step, by phase", bars, unit, layout=layout, wide=True, height=230),
         Table(head, cells, title, wide=True),
-        *_metrics(runs, names, _SPEED),
+        *charts.metric_chart(runs, "Step time", "seconds", [("time/step", "step", "@3")]),
+        *charts.speed(runs),
     ]
     return Section("Time", parts, f"The {len(runs[0].steps)} steps that both have made.")

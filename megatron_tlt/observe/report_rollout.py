@@ -14,7 +14,6 @@ from megatron_tlt.observe.runfiles import Row, RunData, chosen_steps
 STATES = {"BUSY": "@busy", "TRAINING": "@training", "IDLE": "@idle"}
 _STEPS = 12  # steps to choose from
 _SLOWEST, _QUICKEST = 16, 8  # ranks with a bar of their own, where there are more than both
-_CURVES = 8  # ranks up to which each has a line
 _GRID = 160  # moments at which the ranks' curves are added up
 _SINCE = "seconds since the step's rollout began"
 
@@ -36,16 +35,6 @@ class StepView:
         """By rank: the end of its last answer."""
         ends = {r: [s + d for name, s, d in rows if name == "BUSY"] for r, rows in self.states.items()}
         return {rank: max(values) for rank, values in ends.items() if values}
-
-    @property
-    def end(self) -> float:
-        """The end of the last rank's last answer."""
-        return max([self.curve_end, *self.busy_until.values()])
-
-    @property
-    def curve_end(self) -> float:
-        """The end of the longest curve."""
-        return max((points[-1][0] for points in self.curves.values()), default=0.0)
 
 
 def step_views(run: RunData) -> list[StepView]:
@@ -76,7 +65,7 @@ def _view(step: int, by_rank: dict[int, list[Row]]) -> StepView:
 
 def rollout(run: RunData, views: Sequence[StepView]) -> Section:
     """Running requests over time, and the states of the ranks; of a step to choose, the longest first."""
-    longest = max(views, key=lambda view: view.end, default=None)
+    longest = max(views, key=lambda view: max(view.busy_until.values(), default=0.0), default=None)
     chosen = f"{longest.step + 1}" if longest is not None else ""
     parts: list[Part] = []
     curves = {f"{view.step + 1}": _curve_traces(view) for view in views if view.curves}
@@ -86,18 +75,13 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
             "there on, most of them do."
         )
         axis = PERCENT | {"range": [0, 1.02], "tickvals": [0, 0.5, 1], "title": {"text": ""}}
-        options: dict[str, Any] = {
-            "layout": {"yaxis2": axis},
-            "height": 340,
-            "wide": True,
-            "log_switch": True,
-        }
-        title, unit = "Running requests", "requests, all ranks"
-        parts.append(Chart(title, (), _SINCE, unit, note, curves, chosen, **options))
+        title, unit, layout = "Running requests", "requests, all ranks", {"yaxis2": axis}
+        chart = Chart(
+            title, (), _SINCE, unit, note, curves, chosen, layout=layout, wide=True, log_switch=True
+        )
+        parts.append(chart)
     views = [view for view in views if view.states]
-    if views:
-        parts += _state_charts(len(run.ranks), views, chosen)
-    return Section("Rollout", parts)
+    return Section("Rollout", parts + (_state_charts(len(run.ranks), views, chosen) if views else []))
 
 
 def running_at(points: Sequence[tuple[float, int]], at: float) -> int:
@@ -107,39 +91,24 @@ def running_at(points: Sequence[tuple[float, int]], at: float) -> int:
 
 
 def _curve_traces(view: StepView) -> list[Trace]:
-    grid = _grid(view.curve_end)
+    grid = _grid(max(points[-1][0] for points in view.curves.values()))
     total = [sum(running_at(points, at) for points in view.curves.values()) for at in grid]
     traces = [line("all ranks", grid, total, "@3", mode="lines")]
-    if len(view.curves) > _CURVES:
-        slowest = max(view.curves, key=lambda rank: view.curves[rank][-1][0])
-        at, running = zip(*view.curves[slowest], strict=True)
-        traces.append(line(f"rank {slowest}, the slowest", at, running, "@6", mode="lines"))
-    elif len(view.curves) > 1:
-        colours = ("@1", "@4", "@5", "@6", "@7", "@8", "@2", "@3")
-        for colour, (rank, points) in zip(colours, sorted(view.curves.items()), strict=False):
-            at, running = zip(*points, strict=True)
-            style = {"color": colour, "width": 1.3, "shape": "hv"}
-            traces.append(line(f"rank {rank}", at, running, colour, mode="lines", line=style))
-    return traces + _drafting_traces(view, grid, total)
+    if not view.drafting:
+        return traces
+    shares = drafting_share(view, grid)
+    style: dict[str, Any] = {"mode": "lines", "yaxis": "y2", "fill": "tozeroy", "fillcolor": "@2/0.15"}
+    traces.append(line("drafting", grid, shares, "@2", **style, hovertemplate="%{y:.0%}"))
+    start = speculation_start(shares)
+    if start is not None:
+        name = f"speculation starts: {grid[start]:.2f} s, {total[start]} running"
+        at = [grid[start]] * 2
+        traces.append(line(name, at, [0, 1], "@2", "dash", mode="lines", yaxis="y2", hoverinfo="skip"))
+    return traces
 
 
 def _grid(end: float) -> list[float]:
     return [end * i / (_GRID - 1) for i in range(_GRID)]
-
-
-def _drafting_traces(view: StepView, grid: Sequence[float], total: Sequence[int]) -> list[Trace]:
-    if not view.drafting:
-        return []
-    shares = drafting_share(view, grid)
-    style: dict[str, Any] = {"mode": "lines", "yaxis": "y2"}
-    area = line("drafting", grid, shares, "", **style, fill="tozeroy", fillcolor="@2/0.15")
-    area |= {"line": {"color": "@2/0.5", "width": 1}, "hovertemplate": "%{y:.0%}"}
-    start = speculation_start(shares)
-    if start is None:
-        return [area]
-    name = f"speculation starts: {grid[start]:.2f} s, {total[start]} running"
-    dashes = {"color": "@2", "width": 2, "dash": "dash"}
-    return [area, line(name, [grid[start]] * 2, [0, 1], "", **style, line=dashes, hoverinfo="skip")]
 
 
 def drafting_share(view: StepView, grid: Sequence[float]) -> list[float]:

@@ -7,8 +7,7 @@ rank and step. Lines that cannot be read are skipped, and `RunData.warnings` nam
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from megatron_tlt.observe.samples import SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.json"
-_IDLE_RANK = re.compile(r"idle/rank(\d+)")
 
 
 @dataclass
@@ -70,10 +68,10 @@ class RunData:
             for path, lines in sorted(self.skipped.items())
         ]
 
-    def column(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of a metric, where it is there."""
-        found = [(row["step"], row[name]) for row in self.steps if row.get(name) is not None]
-        return [step for step, _ in found], [float(value) for _, value in found]
+    def column(self, name: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric, where it is there; in `steps`, or in other rows."""
+        found = [row for row in (self.steps if rows is None else rows) if row.get(name) is not None]
+        return [row["step"] for row in found], [float(row[name]) for row in found]
 
     def total(self, name: str) -> float:
         """Sum of a metric over all steps."""
@@ -85,15 +83,11 @@ class RunData:
         return sum(values) / len(values) if values else 0.0
 
     def idle_by_rank(self) -> dict[int, float]:
-        """Seconds that each rank waited, over all steps."""
-        totals: dict[int, float] = {}
-        for row in self.steps:
-            for name, value in row.items():
-                match = _IDLE_RANK.fullmatch(name)
-                if match is not None and value is not None:
-                    rank = int(match[1])
-                    totals[rank] = totals.get(rank, 0.0) + value
-        return totals
+        """Seconds that each rank waited, over all steps; by rank, where steps have them."""
+        prefix = "idle/rank"
+        names = {name for row in self.steps for name in row if name.startswith(prefix)}
+        ranks = sorted((int(name.removeprefix(prefix)), name) for name in names)
+        return {rank: self.total(name) for rank, name in ranks}
 
     def events(self, rank: int) -> Iterator[Row]:
         """All events of one rank, in the order they were written."""
@@ -116,40 +110,14 @@ class RunData:
 
 
 def is_event(row: Row) -> bool:
-    """Whether a row has an event's fields, of the right types."""
-    name, kind, attrs = row.get("name"), row.get("kind"), row.get("attrs", {})
-    numbers = [row.get("ts"), *([row.get("dur")] if kind in ("span", "state") else [])]
-    return (
-        all(isinstance(number, int | float) for number in numbers)
-        and isinstance(name, str)
-        and isinstance(kind, str)
-        and isinstance(row.get("step", ""), int | None)
-        and isinstance(attrs, dict)
-        and (name != "curve" or {"start", "running"} <= attrs.keys())
-    )
+    """Whether a row has an event's fields."""
+    has_time = isinstance(row.get("ts"), float | int) and ("dur" in row or row.get("kind") == "instant")
+    return has_time and row.keys() >= {"step", "name"} and (row["name"] != "curve" or "attrs" in row)
 
 
-def _is_metrics(row: Row) -> bool:
-    values = [value for value in row.values() if value is not None]
-    return _has(row, step=int, time=(int, float)) and all(isinstance(v, int | float | list) for v in values)
-
-
-def _is_rollout(row: Row) -> bool:
-    if "strategies" in row and not _has(
-        row, strategies=dict, drafted_at=list, accepted_at=list, by_batch=dict
-    ):
-        return False
-    return _has(row, step=int, samples=int, longest=int, lengths=list)
-
-
-def _is_sample(row: Row) -> bool:
-    is_traced = _has(row.get("drafts") or {"pieces": [], "runs": []}, pieces=list, runs=list)
-    return is_traced and _has(row, step=int, reward=(int, float), prompt=str, response=str)
-
-
-def _has(row: object, **fields: type | tuple[type, ...]) -> bool:
-    """Whether a row is an object with fields of these types."""
-    return isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in fields.items())
+def _is_step(row: Row) -> bool:
+    """Whether a row belongs to a step."""
+    return isinstance(row.get("step"), int)
 
 
 def read_run(run_dir: str | Path) -> RunData:
@@ -162,12 +130,12 @@ def read_run(run_dir: str | Path) -> RunData:
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
     skipped: SkippedLines = {}
 
-    def rows(name: str, is_valid: Callable[[Row], bool]) -> list[Row]:
-        return list(read_rows(folder / name, skipped, is_valid))
+    def rows(name: str) -> list[Row]:
+        return list(read_rows(folder / name, skipped, _is_step))
 
     steps: dict[int, Row] = {}
     evals: dict[int, Row] = {}
-    for row in rows(METRICS_FILE, _is_metrics):
+    for row in rows(METRICS_FILE):
         kind = evals if any(name.startswith("eval/") for name in row) else steps
         kind[row["step"]] = row
     return RunData(
@@ -175,8 +143,8 @@ def read_run(run_dir: str | Path) -> RunData:
         _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        rows(ROLLOUTS_FILE, _is_rollout),
-        rows(SAMPLES_FILE, _is_sample),
+        rows(ROLLOUTS_FILE),
+        rows(SAMPLES_FILE),
         _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,

@@ -72,7 +72,7 @@ def check(browser: Browser, page: Path, charts: int) -> None:
 def test_a_run_loads_and_is_whole(browser, tmp_path, width, dark):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     browser.open(page, width, dark=dark)
-    check(browser, page, 17)
+    check(browser, page, 16)
     assert browser.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
     columns = browser.evaluate(
         "getComputedStyle(document.querySelector('.grid')).gridTemplateColumns.split(' ').length"
@@ -129,7 +129,7 @@ def test_hundreds_of_ranks(browser, tmp_path):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=300, steps=3))
     assert page.stat().st_size < 7e6
     browser.open(page, 1280)
-    check(browser, page, 18)
+    check(browser, page, 17)
     assert "rank 7" in browser.evaluate("document.getElementById('rollout').textContent")
 
 
@@ -162,7 +162,7 @@ def test_two_runs(browser, tmp_path, width):
     )
     page = made(tmp_path, a, b)
     browser.open(page, width)
-    check(browser, page, 11)
+    check(browser, page, 12)
     verdict = browser.evaluate("document.getElementById('verdict').textContent")
     assert (
         verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
