@@ -23,14 +23,13 @@ from rich.text import Text
 from megatron_tlt.observe.events import events_path
 from megatron_tlt.observe.jsonl import Row, parse_row
 from megatron_tlt.observe.metrics import METRICS_FILE
-from megatron_tlt.observe.progress import StepRow, steps_table
+from megatron_tlt.observe.progress import steps_table
 from megatron_tlt.observe.runfiles import CONFIG_FILE, RunData, is_event, ranks_of, read_run
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
 _LOG_END = 1 << 14  # bytes read of each event log: several steps
 _RANKS = 16  # rows of the table of ranks
 _ROWS = 8  # rows of the table of steps
-_LEFT_OUT = {"policy/entropy", "policy/grad_norm", "drafter/steps"}  # so that the others fit into 80 columns
 _STYLES = {"rollout": "blue", "idle": "yellow", "update": "green", "eval": "magenta", "ended": "dim"}
 _BOX: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
 
@@ -121,11 +120,7 @@ def render(run: RunData, ranks: Sequence[RankView], is_over: bool, now: float) -
         values = "  ".join(f"{row['step']}: {row.get('eval/pass@1') or 0:.3f}" for row in run.evals[-6:])
         parts.append(Text(f"held-out accuracy after step  {values}"))
     if run.steps:
-        rows = [
-            StepRow(row["step"], row.get("time/step"), row.get("engine/tokens_per_s"), row)
-            for row in run.steps[-_ROWS:]
-        ]
-        parts.append(steps_table(rows, _LEFT_OUT, **_BOX))
+        parts.append(steps_table({row["step"]: row for row in run.steps[-_ROWS:]}, **_BOX))
     if ranks:
         parts += [_phases(ranks, now, is_over), _ranks_table(ranks, now, is_over)]
     return Group(*parts)

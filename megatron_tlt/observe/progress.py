@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TextIO
+from collections.abc import Mapping
+from typing import Any, Literal, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,41 +28,26 @@ _ROWS = 12
 
 # (heading, metric, format) of the columns, where the metric is there
 _COLUMNS = (
+    ("seconds", "time/step", "{:.1f}"),
+    ("tokens/s", "engine/tokens_per_s", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("length", "length/mean", "{:.0f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("grad norm", "policy/grad_norm", "{:.3f}"),
     ("accepted", "spec/accept_length", "{:.2f}"),
     ("idle rank-s", "idle/seconds", "{:.1f}"),
     ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
-    ("drafter steps", "drafter/steps", "{:.0f}"),
 )
 
 
-class StepRow(NamedTuple):
-    """A step as the tables show it; what is None is left empty."""
-
-    step: int
-    seconds: float | None
-    tokens_per_s: float | None
-    metrics: Mapping[str, float | None]
-
-
-def steps_table(rows: Sequence[StepRow], without: Collection[str] = (), **style: Any) -> Table:
-    """A table of steps with a column for each metric that a step has, but those in `without`."""
-    shown = [
-        column
-        for column in _COLUMNS
-        if column[1] not in without and any(row.metrics.get(column[1]) is not None for row in rows)
-    ]
-    table = Table("step", "seconds", "tokens/s", *(head for head, _, _ in shown), **style)
+def steps_table(rows: Mapping[int, Mapping[str, float | None]], **style: Any) -> Table:
+    """A table of the metrics of steps, by step, with a column for each of `_COLUMNS` that a step has."""
+    shown = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows.values())]
+    table = Table("step", *(head for head, _, _ in shown), **style)
     for column in table.columns:
         column.justify = "right"
-    for row in rows:
-        values = [("{:.1f}", row.seconds), ("{:.0f}", row.tokens_per_s)]
-        values += [(form, row.metrics.get(metric)) for _, metric, form in shown]
-        table.add_row(str(row.step), *("" if value is None else form.format(value) for form, value in values))
+    for step, row in rows.items():
+        values = [(form, row.get(metric)) for _, metric, form in shown]
+        table.add_row(str(step), *("" if value is None else form.format(value) for form, value in values))
     return table
 
 
@@ -76,8 +60,8 @@ class Progress:
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Counts of this rank's engine: requests, and tokens since the rollout began."""
 
-    def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` (from 1) took `seconds` and generated `tokens` over all ranks."""
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step number `step` (from 1) is done; its metrics over all ranks."""
 
     def note(self, text: str) -> None:
         """A line of its own: an evaluation, a checkpoint."""
@@ -102,10 +86,9 @@ class PlainProgress(Progress):
             counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens"
             self.note(f"step {self._step + 1}/{self.num_steps} rollout: {counts}")
 
-    def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         figures = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
-        speed = f"{tokens / max(seconds, 1e-9):.0f} tokens/s"
-        self.note("  ".join([f"step {step}/{self.num_steps}", f"{seconds:.1f} s", speed, *figures]))
+        self.note("  ".join([f"step {step}/{self.num_steps}", *figures]))
 
     def note(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -118,7 +101,7 @@ class RichProgress(Progress):
     def __init__(self, num_steps: int, console: Console):
         self.num_steps = num_steps
         self._console = console
-        self._rows: deque[StepRow] = deque(maxlen=_ROWS)
+        self._rows: dict[int, Mapping[str, float]] = {}
         self._step, self._phase, self._counts = 0, "start", ""
         self._phase_start = time.monotonic()
         self._drawn = 0.0
@@ -136,8 +119,8 @@ class RichProgress(Progress):
         self._counts = f"{running} requests{queue}, {generated_tokens / seconds:.0f} tokens/s on this rank"
         self._draw()
 
-    def step_done(self, step: int, seconds: float, tokens: int, metrics: Mapping[str, float]) -> None:
-        self._rows.append(StepRow(step, seconds, tokens / max(seconds, 1e-9), metrics))
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._rows = dict([*self._rows.items(), (step, metrics)][-_ROWS:])
         self._draw(force=True)
 
     def note(self, text: str) -> None:

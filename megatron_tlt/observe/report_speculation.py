@@ -10,7 +10,7 @@ from typing import Any
 from megatron_tlt.observe.page import Chart, Section, Trace, bar
 from megatron_tlt.observe.report_charts import labelled, metric_chart, stacked_chart
 from megatron_tlt.observe.rollouts import column_sums
-from megatron_tlt.observe.runfiles import Row, RunData
+from megatron_tlt.observe.runfiles import Row, RunData, has_fields
 
 PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1]}
 _SHOWN_STRATEGIES = 7  # the most used ones; the others are one
@@ -41,7 +41,8 @@ def speculation(runs: Sequence[RunData]) -> Section:
 
 
 def _speculative(run: RunData) -> list[Row]:
-    return [row for row in run.rollouts if row.get("strategies")]
+    fields = {"strategies": dict, "drafted_at": list, "accepted_at": list, "by_batch": dict}
+    return [row for row in run.rollouts if has_fields(row, fields)]
 
 
 def _position_bars(label: str, rows: Sequence[Row], at: int) -> Trace:

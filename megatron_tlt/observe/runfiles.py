@@ -7,9 +7,11 @@ rank and step. Lines that cannot be read are skipped, and `RunData.warnings` nam
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import UnionType
 
 from megatron_tlt.errors import ConfigError, shortened
 from megatron_tlt.observe.events import events_path
@@ -20,6 +22,13 @@ from megatron_tlt.observe.samples import SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.json"
+_EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
+_FIELDS: dict[str, dict[str, type | UnionType]] = {
+    METRICS_FILE: {"step": int, "time": int | float},
+    ROLLOUTS_FILE: {"step": int, "samples": int, "longest": int, "lengths": list},
+    SAMPLES_FILE: {"step": int, "reward": int | float, "prompt": str, "response": str},
+}
+"""Fields that a row of each file has; rows without them are skipped like torn lines."""
 
 
 @dataclass
@@ -70,7 +79,8 @@ class RunData:
 
     def column(self, name: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it is there; in `steps`, or in other rows."""
-        found = [row for row in (self.steps if rows is None else rows) if row.get(name) is not None]
+        rows = self.steps if rows is None else rows
+        found = [row for row in rows if isinstance(row.get(name), int | float)]
         return [row["step"] for row in found], [float(row[name]) for row in found]
 
     def total(self, name: str) -> float:
@@ -109,15 +119,17 @@ class RunData:
         return found
 
 
+def has_fields(row: Row, fields: Mapping[str, type | UnionType]) -> bool:
+    """Whether a row has values of these types."""
+    return all(name in row and isinstance(row[name], kind) for name, kind in fields.items())
+
+
 def is_event(row: Row) -> bool:
-    """Whether a row has an event's fields."""
-    has_time = isinstance(row.get("ts"), float | int) and ("dur" in row or row.get("kind") == "instant")
-    return has_time and row.keys() >= {"step", "name"} and (row["name"] != "curve" or "attrs" in row)
-
-
-def _is_step(row: Row) -> bool:
-    """Whether a row belongs to a step."""
-    return isinstance(row.get("step"), int)
+    """Whether a row has an event's fields, of the right types."""
+    fields = _EVENT | ({} if row.get("kind") == "instant" else {"dur": int | float})
+    needed = {"start", "running"} if row.get("name") == "curve" else set()
+    attrs = row.get("attrs", {})
+    return has_fields(row, fields) and isinstance(attrs, dict) and needed <= attrs.keys()
 
 
 def read_run(run_dir: str | Path) -> RunData:
@@ -131,7 +143,7 @@ def read_run(run_dir: str | Path) -> RunData:
     skipped: SkippedLines = {}
 
     def rows(name: str) -> list[Row]:
-        return list(read_rows(folder / name, skipped, _is_step))
+        return list(read_rows(folder / name, skipped, partial(has_fields, fields=_FIELDS[name])))
 
     steps: dict[int, Row] = {}
     evals: dict[int, Row] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -69,65 +69,45 @@ class RunSummary:
         return self.generated_tokens / self.rollout_seconds if self.rollout_seconds > 0 else 0.0
 
 
-def phase_shares(summary: RunSummary) -> list[tuple[str, float, float]]:
-    """(phase, seconds, share of the wall time), longest first, with what no phase accounts for at the end."""
-    rows = sorted(summary.phases.items(), key=lambda item: -item[1])
-    rest = summary.seconds - sum(summary.phases.values())
-    if rest > 0:
-        rows.append(("other", rest))
-    return [(name, seconds, seconds / summary.seconds if summary.seconds else 0.0) for name, seconds in rows]
-
-
 def render_summary(summary: RunSummary) -> RenderableType:
-    """The tables, for `rich.console.Console.print`."""
+    """Two tables, for `rich.console.Console.print`: seconds by phase, and the other figures with the paths."""
     phases = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
-    for name, seconds, share in phase_shares(summary):
-        phases.add_row(name, f"{seconds:.1f}", f"{share:.1%}")
+    seconds = dict(sorted(summary.phases.items(), key=lambda item: -item[1]))
+    seconds["other"] = max(0.0, summary.seconds - sum(seconds.values()))
+    for name, value in seconds.items():
+        phases.add_row(name, f"{value:.1f}", f"{value / summary.seconds:.1%}")
     for column in phases.columns[1:]:
         column.justify = "right"
     figures = Table("figure", "value", show_header=False)
-    for figure in _figures(summary):
-        figures.add_row(*figure)
-    paths = Table("what", "where", show_header=False)
-    paths.columns[1].overflow = "fold"
-    for path in summary.paths.items():
-        paths.add_row(*path)
-    accuracy = (
-        [] if summary.before is None or summary.after is None else [_accuracy(summary.before, summary.after)]
-    )
-    return Group(*accuracy, phases, figures, *([paths] if summary.paths else []))
+    figures.columns[1].overflow = "fold"
+    for row in (*_figures(summary), *summary.paths.items()):
+        figures.add_row(*row)
+    return Group(phases, figures)
 
 
-def _accuracy(before: Accuracy, after: Accuracy) -> Table:
-    table = Table("held-out accuracy", "before", "after", "change")
-    if before.step == after.step:  # a resumed run with one evaluation: nothing to compare it with
-        table.add_row(f"{after.count} prompts, after {after.step} steps", "", str(after), "")
-        return table
-    # Both evaluations have the same prompts, so their errors are not independent: this is an upper bound.
-    error = math.hypot(before.standard_error, after.standard_error)
-    steps = f"{after.count} prompts, after {before.step} and {after.step} steps"
-    table.add_row(steps, str(before), str(after), f"{after.mean - before.mean:+.3f} ± {error:.3f}")
-    return table
-
-
-def _figures(summary: RunSummary) -> list[tuple[str, str]]:
+def _figures(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    before, after = summary.before, summary.after
+    if before is not None and after is not None:
+        # Both evaluations have the same prompts, so their errors are not independent: this is an upper bound.
+        error = math.hypot(before.standard_error, after.standard_error)
+        change = f"{before} → {after} ({after.mean - before.mean:+.3f} ± {error:.3f})"
+        # A resumed run may have one evaluation only, and nothing to compare it with.
+        text = change if before.step != after.step else str(after)
+        yield f"held-out accuracy, {after.count} prompts", f"{text} after {after.step} steps"
+    yield "generated tokens", str(summary.generated_tokens)
+    yield "tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"
     idle = "  ".join(f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions))
-    rows = [
-        ("generated tokens", str(summary.generated_tokens)),
-        ("tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"),
-        ("idle share of the run", idle),
-    ]
+    yield "idle share of the run", idle
     if summary.idle_seconds:
         share = summary.recovered_seconds / summary.idle_seconds
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
-        rows.append(("drafter training in idle time", f"{text}, {summary.drafter_steps} steps"))
+        yield "drafter training in idle time", f"{text}, {summary.drafter_steps} steps"
     if summary.stolen_requests:
-        rows.append(("requests stolen", f"{summary.stolen_requests} from the queues of other ranks"))
+        yield "requests stolen", f"{summary.stolen_requests} from the queues of other ranks"
     if lengths := summary.accept_lengths:
         count = min(len(lengths), _SHOWN)
         shown = [lengths[round(i * (len(lengths) - 1) / max(1, count - 1))] for i in range(count)]
-        rows.append(("accepted length by step", " ".join(f"{length:.2f}" for length in shown)))
-    return rows
+        yield "accepted length by step", " ".join(f"{length:.2f}" for length in shown)
 
 
 def print_summary(summary: RunSummary) -> None:

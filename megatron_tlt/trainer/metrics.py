@@ -126,7 +126,7 @@ class RunMetrics:
         if self._samples is not None:
             rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
             self._samples.write_rows(step, *rows)
-        self._progress.step_done(step, seconds, int(tokens), row)
+        self._progress.step_done(step, row)
 
     def log_eval(self, result: EvalResult) -> None:
         """Writes an evaluation, beside the metrics of its step."""

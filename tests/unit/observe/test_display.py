@@ -21,7 +21,13 @@ from megatron_tlt.observe.summary import (
 from megatron_tlt.trainer.metrics import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
-METRICS = {"reward/mean": 0.5, "reward/accuracy": 0.25, "length/mean": 123.4}
+METRICS = {
+    "time/step": 2.0,
+    "engine/tokens_per_s": 200.0,
+    "reward/mean": 0.5,
+    "reward/accuracy": 0.25,
+    "length/mean": 123.4,
+}
 
 
 @pytest.fixture
@@ -48,14 +54,17 @@ def test_plain_progress_writes_a_line_a_step():
     assert isinstance(progress, PlainProgress)
     progress.phase("rollout", 2)
     progress.rollout(3, 1, 100)
-    progress.step_done(3, 2.0, 400, METRICS)
-    assert stream.getvalue() == "step 3/20  2.0 s  200 tokens/s  reward 0.500  accuracy 0.250  length 123\n"
+    progress.step_done(3, METRICS)
+    assert (
+        stream.getvalue()
+        == "step 3/20  seconds 2.0  tokens/s 200  reward 0.500  accuracy 0.250  length 123\n"
+    )
 
 
 def test_rich_progress_shows_table_phase_and_speed():
     stream = io.StringIO()
     progress = RichProgress(20, Console(file=stream, force_terminal=True, width=100))
-    progress.step_done(1, 2.0, 400, METRICS)
+    progress.step_done(1, METRICS)
     progress.phase("rollout", 1)
     progress._drawn = 0.0
     progress.rollout(5, 2, 1000)
