@@ -36,6 +36,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 _MAX_MESSAGE = 1 << 16
 _LAUNCHER_S = 10.0  # for the launcher to end the other ranks by itself
 _STACKS_S = 20.0  # for the other hosts' stacks
+_DEATH_S = 0.5  # between an error of a rank and the death that caused it
 _OTHER_HOSTS_S = 1.0  # an error that a death on another host causes may come before its watchdog has written
 
 
@@ -147,6 +148,7 @@ class Watchdog:
             self._end_hung_job(detector.furthest_behind(self._all(time.monotonic())), detail)
             return
         if outcome == "failed":
+            self._wait_for_deaths(rank)
             self._claim("failed", detail, [rank.beat])
         self._ended(rank, outcome if outcome in ("done", "saved") else "ended", detail)
 
@@ -277,6 +279,17 @@ class Watchdog:
             _print(f"megatron-tlt: {text}; last sign of life {beat.silent_seconds:.1f} s before")
         rank.beat = beat
         self._ended(rank, "ended", how)
+
+    def _wait_for_deaths(self, failed: Rank) -> None:
+        """Handles deaths that may have caused the error of a rank. The error can arrive first: a killed process closes
+        its connections to other ranks before the kernel reports its end.
+        """
+        others = {rank.pidfd: rank for rank in self._running() if rank is not failed and rank.pidfd >= 0}
+        poll = select.poll()
+        for pidfd in others:
+            poll.register(pidfd, select.POLLIN)
+        for pidfd, _ in poll.poll(1000 * _DEATH_S) if others and self._end is None else ():
+            self._died(others[pidfd])
 
     def _end_job(self, end: JobEnd) -> None:
         """The job ends for a reason found on another host."""

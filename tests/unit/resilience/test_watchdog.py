@@ -139,6 +139,14 @@ def test_a_rank_that_ends_without_an_error_message_is_named(tmp_path, first, sec
         check_end(tmp_path, at_fault, "killed", text)
 
 
+def test_an_error_that_a_death_caused_does_not_hide_the_death(tmp_path):
+    """The error arrives first: a killed process closes its connections before the kernel reports its end."""
+    dies = "while not os.path.exists(run_dir + '/go'): time.sleep(0.01)\ntime.sleep(0.1)\nos.kill(os.getpid(), 9)"
+    fails = "open(run_dir + '/go', 'w')\nwatchdog.close('failed', 'connection closed by peer')"
+    with start(tmp_path, dies, fails):
+        check_end(tmp_path, 0, "killed", "rank 0 (host ")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_to_die_is_named_even_if_the_watchdog_slept_through_it(tmp_path, first):
     """As on a host that is so busy that the launcher ends the others before the watchdog runs."""
