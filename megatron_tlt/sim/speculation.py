@@ -9,7 +9,6 @@ The selector is `rollout.spec.selector.build_selector`'s own, told virtual secon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +20,6 @@ from megatron_tlt.sim.acceptance import Acceptance
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
-Reserve = Callable[[np.ndarray], np.ndarray]
 _NONE = np.zeros(0, np.int64)
 
 
@@ -53,7 +51,7 @@ class Speculation:
 
     def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
         section = config.rollout.speculation
-        self._costs, self._section = costs, section
+        self._costs = costs
         self._rng = np.random.default_rng(seed)
         self._selector: StrategySelector | None = None
         if section.drafter != "none":
@@ -70,48 +68,25 @@ class Speculation:
         for kind in ("eagle", "hybrid"):
             self.acceptance[kind].quality = quality
 
-    def step(
-        self, running: int, cached: float, left: np.ndarray | None = None, reserve: Reserve | None = None
-    ) -> tuple[float, np.ndarray]:
-        """Seconds of a step of `running` requests with `cached` tokens in all, and the tokens int64 [B] emitted.
-
-        `left` int [B]: tokens each request may still draw; `reserve`: `Scheduler.reserve`. None: no limit.
-        """
-        strategy = self._select(running)
-        if strategy.kind == "none" or self._selector is None:
-            seconds = self._costs.step(running, running, cached, False)
-            emitted = np.ones(running, np.int64)
-            if self._selector is not None and not self._is_above(running):
-                measured = StepMeasurement(NO_DRAFT, running, running, 0.0, seconds, running, _NONE, _NONE)
-                self._selector.record(measured)
-            self._count("none", seconds, running, emitted, False)
-            return seconds, emitted
-        return self._draft(strategy, running, cached, left, reserve)
-
-    def _select(self, running: int) -> DraftStrategy:
-        """The selector's strategy; plain decoding without one and above `plain_above`."""
-        if self._selector is None or self._is_above(running):
-            return NO_DRAFT
-        return self._selector.select(running)
-
-    def _is_above(self, running: int) -> bool:
-        return self._plain_above is not None and running > self._plain_above
+    def step(self, running: int, cached: float) -> tuple[float, np.ndarray]:
+        """Seconds of a step of `running` requests with `cached` tokens in all, and the tokens int64 [B] emitted."""
+        above = self._plain_above
+        selector = self._selector if above is None or running <= above else None
+        strategy = NO_DRAFT if selector is None else selector.select(running)
+        if selector is not None and strategy.kind != "none":
+            return self._draft(selector, strategy, running, cached)
+        seconds = self._costs.step(running, running, cached, False)
+        emitted = np.ones(running, np.int64)
+        if selector is not None:
+            selector.record(StepMeasurement(NO_DRAFT, running, running, 0.0, seconds, running, _NONE, _NONE))
+        self._count("none", seconds, running, emitted, False)
+        return seconds, emitted
 
     def _draft(
-        self,
-        strategy: DraftStrategy,
-        running: int,
-        cached: float,
-        left: np.ndarray | None,
-        reserve: Reserve | None,
+        self, selector: StrategySelector, strategy: DraftStrategy, running: int, cached: float
     ) -> tuple[float, np.ndarray]:
-        assert self._selector is not None
         share = max(0, self._most_rows // running - 1) // strategy.topk
         lengths = np.full(running, min(strategy.draft_len, share), np.int64)
-        if left is not None:
-            lengths = np.minimum(lengths, left - 1)
-        if reserve is not None:
-            lengths = reserve((lengths * strategy.topk).astype(np.int32)) // strategy.topk
         draft = self.acceptance[strategy.kind].draft(strategy, lengths, self._rng)
         drafting = self._costs.draft(strategy.kind, running, draft.passes, draft.num_nodes)
         emitted, fed = np.ones(running, np.int64), running
@@ -123,7 +98,7 @@ class Speculation:
             reached, accepted = draft.by_position(keep, emitted, strategy.draft_len)
         verifying = self._costs.step(running, fed, cached, fed > running)
         tokens = int(emitted.sum())
-        self._selector.record(
+        selector.record(
             StepMeasurement(strategy, running, fed, drafting, verifying, tokens, reached, accepted)
         )
         self._count(strategy.name, drafting + verifying, running, emitted, True)

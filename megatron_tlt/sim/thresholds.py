@@ -19,8 +19,6 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
         return []
     point = speculating[-1]
     found = [_largest(config, point)]
-    if config.rollout.speculation.selector == "beg_mab":
-        found += _buckets(config, point)
     trained = [p for p in points if p.recovered_gpu_hours > 0]
     if trained:
         found.append(_tail(config, trained[-1]))
@@ -45,23 +43,6 @@ def _largest(config: SimConfig, point: Point) -> Threshold:
     if above is not None and above < most and all(s in pays for s in point.strategies if s.running <= above):
         reason = f"{reason}; plain_above is {above}: null asks for more"
     return Threshold(name, f"{last}{more}", reason)
-
-
-def _buckets(config: SimConfig, point: Point) -> list[Threshold]:
-    """The strategy that the bandit plays most at each regime, where it changes from one to the next."""
-    regimes: list[tuple[int, str]] = []
-    for row in point.strategies:
-        if config.plain_above is not None and row.running > config.plain_above:
-            break  # there it is not asked
-        name = max(row.shares, key=lambda k: row.shares[k])
-        if not regimes or regimes[-1][1] != name:
-            regimes.append((row.running, name))
-    if not regimes:
-        return []
-    text = ", ".join(f"from {running}: {name}" for running, name in regimes)
-    thresholds = ", ".join(str(running) for running, _ in regimes)
-    reason = f"what the selector plays most ({text})"
-    return [Threshold("rollout.speculation.bandit.thresholds", f"[{thresholds}]", reason)]
 
 
 def _tail(config: SimConfig, point: Point) -> Threshold:

@@ -73,6 +73,8 @@ class ExactReplica:
             if not count:
                 return self._costs.prefill(batch.num_tokens), result, 0
             return self._costs.step(count, batch.num_tokens, cached, False), result, count
-        left = (rows.limit[:count] - rows.output_len[:count]).astype(np.int64)
-        seconds, emitted = self.speculation.step(count, cached, left, self._scheduler.reserve)
+        seconds, emitted = self.speculation.step(count, cached)
+        left = rows.limit[:count] - rows.output_len[:count]
+        room = self._scheduler.reserve(np.minimum(emitted, left).astype(np.int32) - 1)
+        emitted = room.astype(np.int64) + 1  # not beyond an answer's end, nor where its blocks end
         return seconds, run_result(emitted), int(emitted.sum())

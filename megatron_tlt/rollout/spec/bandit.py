@@ -10,12 +10,11 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
 from megatron_tlt.types import DraftStrategy, StepMeasurement
-
-_UNPLAYED = float("inf")  # score of an arm without rewards: it is played first
 
 
 class BucketedEpsilonGreedy:
@@ -40,7 +39,7 @@ class BucketedEpsilonGreedy:
         self._epsilon, self._decay, self._window = epsilon, decay, window
         self._random = random.Random(seed)
         self._rewards = [{name: deque[float](maxlen=window) for name in self.arms} for _ in thresholds]
-        self._scores = [dict.fromkeys(self.arms, _UNPLAYED) for _ in thresholds]  # medians of the rewards
+        self._scores = [dict.fromkeys(self.arms, inf) for _ in thresholds]  # medians of the rewards; inf: none yet
         self._steps = [0 for _ in thresholds]
 
     def _bucket(self, num_running: int) -> int:
@@ -54,7 +53,7 @@ class BucketedEpsilonGreedy:
         """See `StrategySelector.select`. Mutates the random state."""
         scores = self._scores[self._bucket(num_running)]
         best = max(scores, key=scores.__getitem__)
-        if scores[best] != _UNPLAYED and self._random.random() < self.epsilon(num_running):
+        if scores[best] != inf and self._random.random() < self.epsilon(num_running):
             best = self._random.choice(list(self.arms))
         return self.arms[best]
 
@@ -84,4 +83,4 @@ class BucketedEpsilonGreedy:
             for name in self.arms.keys() & saved.keys():
                 rewards = deque[float](saved[name], maxlen=self._window)
                 self._rewards[bucket][name] = rewards
-                self._scores[bucket][name] = median(rewards) if rewards else _UNPLAYED
+                self._scores[bucket][name] = median(rewards) if rewards else inf
