@@ -7,8 +7,7 @@ from pathlib import Path
 
 from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
-from megatron_tlt.sim.tables import decision_tables, point_table
-from megatron_tlt.sim.verdict import largest, nodes_text, verdict
+from megatron_tlt.sim.tables import decision_tables, largest, nodes_text, point_table, verdict
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
 _OF_MODE = {"off": "@3", "suffix": "@2", "frozen": "@4", "tlt": "@1"}  # the same in every chart

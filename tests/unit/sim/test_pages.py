@@ -7,8 +7,7 @@ import pytest
 
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import build_page, write_report
-from megatron_tlt.sim.tables import render
-from megatron_tlt.sim.verdict import verdict
+from megatron_tlt.sim.tables import render, verdict
 from tests.helpers.sim import sim_config
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
