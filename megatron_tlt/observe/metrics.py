@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,16 +23,6 @@ TENSORBOARD_DIR = "tensorboard"
 
 Scalars = Mapping[str, float]
 Histograms = Mapping[str, Sequence[float]]  # the values, one list of at least one value each
-
-
-class Sink(Protocol):
-    """One destination of metrics."""
-
-    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        """Adds the numbers of one step."""
-
-    def close(self) -> None:
-        """Writes out what is buffered, and closes."""
 
 
 class JsonlSink:
@@ -113,7 +103,7 @@ class MetricsLogger:
 
         Raises ConfigError if W&B is configured and not installed.
         """
-        self._sinks: list[Sink] = []
+        self._sinks: list[JsonlSink | TensorBoardSink | WandbSink] = []
         if rank != 0:
             return
         directory = Path(run_dir)
