@@ -1,21 +1,13 @@
-"""Checkpoints of the actor: resume bit for bit, other layouts, damage, SIGKILL while saving."""
+"""Checkpoints of the actor: resume bit for bit, other layouts, another model."""
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_tlt.actor import checkpoint_files as files
-from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import results
 from tests.numerics.actor_expected import expected_root
 
@@ -89,100 +81,3 @@ def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
     assert len(loads) == 7
     assert all(r["weights"] <= 1e-5 for r in loads), loads
-
-
-def kill_while_saving(checkpoints: Path) -> int:
-    """Runs two ranks that save after every update, kills all of them at a random moment after the fifth."""
-    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER)]
-    process = subprocess.Popen(
-        [*command, str(expected_root()), f"forever {checkpoints}"],
-        env=rank_environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    saved = 0
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("SAVED"):
-            saved = int(line.split()[1])
-        if saved >= 5:
-            break
-    time.sleep(random.uniform(0.0, 0.3))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return saved
-
-
-def damaged_copies(place: Path) -> None:
-    """Directories made from a run with three checkpoints: 2, 3 and 4, in each of which something is wrong."""
-    good = place / "adam" / "step-000002"
-    for name in ("torn", "altered", "unfinished", "hopeless"):
-        for step in (2, 3):
-            shutil.copytree(good, place / name / f"step-{step:06d}")
-        files.write_synced(place / name / files.LATEST, "step-000003\n")
-    shard = next((place / "torn" / "step-000003").glob("*.distcp"))
-    with shard.open("r+b") as stream:
-        stream.truncate(shard.stat().st_size - 1)
-    for name in ("altered", "hopeless"):
-        flip_a_byte(next((place / name / "step-000003").glob("*.distcp")))
-    flip_a_byte(next((place / "hopeless" / "step-000002").glob("*.distcp")))
-    (place / "unfinished" / "step-000003" / files.MANIFEST).unlink()
-
-
-def flip_a_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def resumed(place: Path, one_rank: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    saved = kill_while_saving(place / "killed")
-    damaged_copies(place)
-    found = launch(
-        1,
-        f"resume {place}/killed auto",
-        f"resume {place}/torn auto",
-        f"resume {place}/altered auto",
-        f"resume {place}/unfinished auto",
-        f"resume {place}/hopeless auto",
-        f"resume {place}/altered {place}/altered/step-000003",
-        f"resume {place}/altered never",
-        f"resume {place}/empty auto",
-    )
-    return saved, found
-
-
-def test_sigkill_while_saving_leaves_latest_good(
-    resumed: tuple[int, list[dict[str, Any]]], place: Path
-) -> None:
-    saved, found = resumed
-    assert found[0]["found"] == (place / "killed" / files.LATEST).read_text().strip()
-    assert found[0]["extra"]["step"] >= saved
-    # keep=3, and perhaps one that was just being pruned.
-    assert len(files.complete_steps(place / "killed")) <= 4
-
-
-@pytest.mark.parametrize("which", [1, 2, 3])
-def test_auto_passes_over_a_damaged_checkpoint(resumed: tuple[int, list[dict[str, Any]]], which: int) -> None:
-    assert resumed[1][which]["found"] == "step-000002"
-
-
-def test_a_damaged_checkpoint_asked_for_is_refused_by_name(resumed: tuple[int, list[dict[str, Any]]]) -> None:
-    error = resumed[1][5]["error"]
-    assert "step-000003 is damaged" in error
-    assert "was altered" in error
-    assert "step-000002, which is whole" in error
-
-
-def test_only_damaged_checkpoints_do_not_start_anew_silently(
-    resumed: tuple[int, list[dict[str, Any]]],
-) -> None:
-    assert "every checkpoint" in resumed[1][4]["error"]
-
-
-def test_never_and_nothing_start_anew(resumed: tuple[int, list[dict[str, Any]]]) -> None:
-    assert resumed[1][6]["found"] is None
-    assert resumed[1][7]["found"] is None

@@ -2,8 +2,6 @@
 
 save LAYOUT:   two updates, save, a third while that is under way; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
-forever:       saves after every update until killed
-resume HOW:    says what find_checkpoint finds for `checkpoint.resume` = HOW, and loads it
 refuse:        checkpoints of another optimizer and another model
 """
 
@@ -88,31 +86,6 @@ def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     )
 
 
-def forever(world: World, root: Path, checkpoints: Path) -> None:
-    """A save after every update, until killed."""
-    policy = build(world, root, {})
-    for number in range(1, 500):  # an end, should the kill ever miss a rank
-        update(policy, number)
-        policy.start_save(checkpoints / f"step-{number:06d}", {"step": number}, keep=3).wait()
-        if world.is_main:
-            print(f"SAVED {number}", flush=True)
-
-
-def resume(world: World, root: Path, checkpoints: Path, how: str) -> None:
-    """The result of find_checkpoint, and whether what it found loads."""
-    from megatron_tlt.checkpoint.resume import find_checkpoint
-
-    try:
-        found = find_checkpoint(world, checkpoints, how)
-    except CheckpointError as error:
-        say(world, case="resume", how=how, error=str(error))
-        return
-    extra = None
-    if found is not None:
-        extra = build(world, root, {}).load(found)
-    say(world, case="resume", how=how, found=found and found.name, extra=extra)
-
-
 def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
     """Another optimizer, another model."""
     for label, policy in (
@@ -137,10 +110,8 @@ def main() -> None:
         world.barrier()
         if verb in ("save", "load"):
             {"save": save, "load": load}[verb](world, root, checkpoints, json.loads(rest[0]))
-        elif verb == "resume":
-            resume(world, root, checkpoints, rest[0])
         else:
-            {"forever": forever, "refuse": refuse_other}[verb](world, root, checkpoints)
+            refuse_other(world, root, checkpoints)
     world.close()
 
 

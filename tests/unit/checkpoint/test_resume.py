@@ -10,7 +10,13 @@ from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.errors import CheckpointError
 
-WORLD = SimpleNamespace(is_main=True, broadcast_object=lambda value: value)
+WORLD = SimpleNamespace(
+    rank=0,
+    size=1,
+    is_main=True,
+    broadcast_object=lambda value: value,
+    all_gather_object=lambda value: [value],
+)
 
 
 def test_a_refusal_names_the_checkpoint_before_it(monkeypatch, caplog):
@@ -27,12 +33,43 @@ def test_a_refusal_names_the_checkpoint_before_it(monkeypatch, caplog):
     ]
 
 
-def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_path):
-    directory = tmp_path / "step-000003"
+def published(checkpoints: Path, step: int) -> Path:
+    """A checkpoint of one file."""
+    directory = files.step_directory(checkpoints, step)
     scratch = files.scratch_of(directory)
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     (scratch / "shard").write_bytes(b"weights")
-    files.publish(directory, files.Manifest(3, 1, 1, {}, {}, {}, {}), None)
+    files.publish(directory, files.Manifest(step, 1, 1, {}, {}, {}, {}), None)
+    return directory
+
+
+DAMAGE = {
+    "is damaged: shard was altered": lambda directory: (directory / "shard").write_bytes(b"Weights"),
+    "is damaged: shard is torn": lambda directory: (directory / "shard").write_bytes(b"weight"),
+    "never completed": lambda directory: (directory / files.MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, message):
+    good, last = (published(tmp_path, step) for step in (2, 3))
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == last
+    DAMAGE[message](last)
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == good
+    with pytest.raises(
+        CheckpointError, match=rf"step-000003.*{message}.*; use .*step-000002, which is whole"
+    ):
+        resume.find_checkpoint(WORLD, tmp_path, str(last))
+    DAMAGE[message](good)
+    if message != "never completed":  # one without a manifest is no checkpoint
+        with pytest.raises(CheckpointError, match="every checkpoint in"):
+            resume.find_checkpoint(WORLD, tmp_path, "auto")
+    assert resume.find_checkpoint(WORLD, tmp_path, "never") is None
+    assert resume.find_checkpoint(WORLD, tmp_path / "empty", "auto") is None
+
+
+def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_path):
+    directory = published(tmp_path, 3)
     assert resume.checkpoint_problems(str(directory)) == resume.checkpoint_problems("auto") == []
     (directory / "shard").write_bytes(b"weigh")
     words = {
