@@ -14,7 +14,6 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
@@ -146,15 +145,3 @@ def test_a_pool_of_static_forwards_starts_anew():
         assert released or pooled.pool.captured
         made.append(found)
     assert made[0] == made[1]
-
-
-def test_a_released_engine_takes_no_step(model_dir):
-    backend = backend_of(model_dir, False, "native")
-    backend.release()
-    backend.engine.add([1, 2], PARAMS, 0)
-    with pytest.raises(AssertionError, match="released"):
-        backend.engine.step()
-    backend.engine.abort_all()
-    backend.close()
-    with pytest.raises(BackendError, match="closed"):
-        backend.release()

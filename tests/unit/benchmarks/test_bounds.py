@@ -9,7 +9,6 @@ import pytest
 from benchmarks.gpu.bounds import (
     Device,
     bound,
-    data_sheet,
     matrix_elements,
     step_bytes,
     step_flops,
@@ -54,10 +53,3 @@ def test_bytes_and_operations_of_a_step_grow_as_they_must():
     assert step_flops(SEVEN, 8, 500) == 8 * step_flops(SEVEN, 1, 500)
     # Attention of one cached token: a multiplication and an addition for q k and for p v, each head and layer.
     assert step_flops(SEVEN, 1, 501) - step_flops(SEVEN, 1, 500) == 4 * 28 * 28 * 128
-
-
-def test_devices_are_found_by_their_longest_names():
-    assert data_sheet("NVIDIA H100 PCIe").bandwidth == 2.0e12
-    assert data_sheet("NVIDIA H100 80GB HBM3").bandwidth == 3.35e12
-    assert data_sheet("NVIDIA H200").bandwidth == 4.8e12
-    assert data_sheet("some other") is None

@@ -66,12 +66,6 @@ def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -
     assert len({p.dataset_id for p in prompts}) == 10
 
 
-def test_prompts_carry_answer_task_and_the_other_columns(ten: PromptSourceConfig) -> None:
-    prompt = next(p for p in stream(ten).next_batch(10) if p.text == "q4")
-    assert (prompt.answer, prompt.task, prompt.metadata) == ("4", "ten", {"level": 1})
-    assert prompt.dataset_id == "ten:4"
-
-
 @pytest.mark.parametrize("cut", [0, 1, 7, 10, 23])
 def test_resuming_continues_exactly(ten: PromptSourceConfig, cut: int) -> None:
     for source in (ten, TASKS):

@@ -61,25 +61,6 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     assert pack_answers([]) is None
 
 
-def lengths_of(b: HiddenStateBuffer) -> list[int]:
-    return sorted(e.sequence.length for e in b._entries.values())
-
-
-def test_taken_answers_do_not_move_the_median_and_are_drawn() -> None:
-    own, given = [8, 10, 12, 14], [9, 40, 50, 60]  # medians: 11 alone, 13 together
-    b = buffer(own)
-    for key, answer in buffer(given, first=100).longest(MIB):
-        b.add_shared(key, answer)
-        b.add_shared(key, answer)  # once more: nothing new
-    assert len(b) == 8 and b.counters["shared"] == 4
-    b.begin_step(1)
-    assert lengths_of(b) == [12, 14, 40, 50, 60]
-    for i, length in enumerate(own * 20):  # short ones again, too many to draw each
-        b.add(random_chunk(CONFIG, length, 1000 + i, 1))
-    drawn = [s for _ in range(20) for s in b.sample(64) or []]
-    assert {40, 50, 60} <= {s.length for s in drawn} and any(s.policy_version == 1 for s in drawn)
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 7, 512])
 @pytest.mark.parametrize("mib", [1, 4, 16, 64])
 def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:

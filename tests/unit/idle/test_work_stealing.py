@@ -105,29 +105,6 @@ def test_rank_0_assigns_the_longest_queue_once_a_report(sent):
     assert sent.taken() == [(1, Kind.ASSIGN, 3, ())]
 
 
-def test_an_assigned_transfer_is_waited_for(sent):
-    """Reports that the thief is still idle, as a heartbeat is, change nothing."""
-    leader, board = WorkStealing(range(3), sent, Queue()), board_of(0, 4, 0)
-    leader.handle(message(Kind.REQUEST_WORK, 2, 3.0))  # it overtook its report number 3, and that of before
-    leader.assign(board)
-    assert sent.taken() == [(1, Kind.ASSIGN, 2, ())]
-    board.update(Report(1, 2, 1, RankState.BUSY, queued=0))
-    board.update(Report(2, 2, 1, RankState.BUSY, queued=0))
-    leader.assign(board)
-    assert sent.taken() == []
-    for seq in (3, 4):
-        board.update(Report(2, seq, 1, RankState.IDLE, is_requesting=True))
-        leader.assign(board)
-        assert sent.taken() == []
-    board.update(Report(2, 5, 1, RankState.BUSY, queued=-1))
-    leader.assign(board)
-    assert sent.taken() == []
-    board.update(Report(2, 6, 1, RankState.BUSY, queued=2))
-    leader.handle(message(Kind.REQUEST_WORK, 0))
-    leader.assign(board)
-    assert sent.taken() == [(2, Kind.ASSIGN, 0, ())]
-
-
 # -- a world ------------------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import time
-from contextlib import closing
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from megatron_tlt.observe.events import EventLog
@@ -52,20 +50,6 @@ def test_the_last_steps_and_what_they_waited(tmp_path):
     steps = [line.split()[0] for line in text.splitlines() if "0." in line and line.split()[0].isdigit()]
     assert steps[:8] == [str(step) for step in range(4, 12)]
     assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_of_many_ranks_errors_and_the_silent_come_first(tmp_path):
-    folder = write_run(tmp_path / "r", ranks=300, steps=2, num_steps=9)
-    with closing(EventLog(folder, 250)) as log, pytest.raises(KeyError), log.span("update", 2):
-        raise KeyError("x")
-    text = drawn(folder, 100)
-    assert "16 of 300 ranks" in text and "update: KeyError" in text
-    rows = [
-        line
-        for line in text.splitlines()
-        if line.strip() and line.split()[0].isdigit() and " of " not in line
-    ]
-    assert len(rows) == 2 + 16
 
 
 def test_watching_ends_with_the_run_and_once_prints_once(tmp_path):

@@ -29,12 +29,6 @@ def test_a_sum_is_worked_column_by_column_units_first(expression, scratchpad, an
     assert demo_traces.sum_trace(expression) == (scratchpad, answer)
 
 
-def test_sorting_inserts_one_number_a_line():
-    scratchpad, answer = demo_traces.sorting_trace(["9.0", "30.0", "9.0"], "descending")
-    assert scratchpad == "9: 9\n30: 30, 9\n9: 30, 9, 9"
-    assert answer == "['30', '9', '9']"
-
-
 def test_every_task_of_the_mix_is_drawn_near_its_weight(examples):
     counts = {
         spec.label: sum(e.task == spec.label for e in examples) / len(examples) for spec in demo_traces.MIX

@@ -46,15 +46,6 @@ def test_a_sound_config_reports_without_its_files():
     assert report.endswith("warning: not on this machine: model.path = not/here")
 
 
-def test_a_fine_tuning_config_reports_too():
-    model = {"path": "not/here", "architecture": ARCHITECTURE}
-    tree = {"model": model, "sft": {"train_path": "no.jsonl", "out": "o", "tokens_per_step": 4096}}
-    report = check_report(SftConfig.model_validate(tree), 2)
-    assert "Ranks: 2" in report
-    assert "One step: 4096 tokens" in report
-    assert "warning: not on this machine: sft.train_path = no.jsonl" in report
-
-
 def test_tasks_rewards_and_layout_are_wrong_at_once():
     config = make(
         actor={"tp": 3},

@@ -115,28 +115,6 @@ def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     assert world.run(selector, 2000) > 0.94 * world.plain_speed()
 
 
-def test_measurements_of_a_strategy_that_another_rank_selected_are_learned_from():
-    """On tensor-parallel ranks rank 0 decides; the others' clocks may have led them elsewhere."""
-    leader, follower = CostModelSelector("eagle", 8), CostModelSelector("eagle", 8)
-    world, disagreed = SpecWorld(**GPU), 0
-    world.start([1 << 40] * 4)
-
-    class Both:
-        def select(self, running):
-            nonlocal disagreed
-            disagreed += leader.select(running) != follower.select(running)
-            return leader.select(running)
-
-        def record(self, m):
-            leader.record(m)
-            slow = 100 * m.draft_seconds
-            fields = (m.strategy, m.num_running, m.num_rows, slow, m.step_seconds, m.num_emitted)
-            follower.record(type(m)(*fields, m.reached, m.accepted))
-
-    assert world.run(Both(), 1500) > 2 * world.plain_speed()
-    assert disagreed > 10
-
-
 def test_drafts_without_a_token_count_as_not_accepted():
     selector = CostModelSelector("suffix", 4)
     empty = np.zeros(0, np.int64)

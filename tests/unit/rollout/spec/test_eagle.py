@@ -192,15 +192,3 @@ def test_wrong_input_is_refused() -> None:
     rows.outputs = rows.outputs.astype(np.int64)
     with pytest.raises(BackendError, match="outputs must be"):
         native.propose(rows, ones, CHAIN)
-
-
-def test_arrays_that_c_cannot_read_are_refused() -> None:
-    decoder, rows = make_decoder(), RunningRows(MOST, 64, BLOCKS, CONFIG.vocab_size)
-    pages = partial(PagedHiddenStates, BLOCKS, SIZE)
-    rows.block_tables = np.asfortranarray(rows.block_tables)
-    with pytest.raises(BackendError, match="block_tables must be contiguous"):
-        EagleDrafter(decoder, rows, pages(CONFIG.hidden_size), WINDOW)
-    rows = RunningRows(MOST, 64, BLOCKS, CONFIG.vocab_size)
-    for wrong in (pages(CONFIG.hidden_size + 1), pages(CONFIG.hidden_size, torch.bfloat16)):
-        with pytest.raises(BackendError, match="hidden states"):
-            EagleDrafter(decoder, rows, wrong, WINDOW)

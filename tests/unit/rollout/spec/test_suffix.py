@@ -6,12 +6,9 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.types import DraftStrategy
-from tests.helpers.naive_suffix import NaiveCounts, distribution
+from tests.helpers.naive_suffix import NaiveCounts
 from tests.helpers.suffix_tables import Pool, Table, V, check_against_naive, make_request, repetitive
 
 
@@ -68,26 +65,6 @@ def test_drafts_equal_a_naive_reference_with_keyed_noise(seed: int, topk: int) -
             runs.append(source[request.dataset_id][at : at + rng.randint(1, 5)])
         table.extend(runs)
     assert compared > 500
-
-
-def test_a_draft_is_what_the_policy_would_draw_from_the_drafters_distribution() -> None:
-    """The noise is the policy's own: its sampler, given the shares as logits, draws the drafted tokens."""
-    table, rng = Table(depth=3), random.Random(5)
-    table.admit(make_request(0, [1, 2, 3], [0]))
-    table.extend([repetitive(rng, 200)])
-    agreed = 0
-    for _ in range(150):
-        draft = table.propose(DraftStrategy("suffix", 1))
-        text = table.text(0)
-        shares, _ = distribution(table.naive["q"], table.common, text, 0)
-        logits = torch.full((1, V), -torch.inf)
-        for token, share in shares.items():
-            logits[0, token] = np.log(share)
-        keys = row_keys(table.rows.keys[:1], table.rows.output_len[:1])
-        drawn, _ = keyed_sample(logits, torch.ones(1), torch.from_numpy(keys))
-        agreed += int(drawn[0]) == int(draft.tokens[0])
-        table.extend([[rng.randrange(V)]])
-    assert agreed == 150
 
 
 def test_the_shape_of_a_tree_and_its_limits() -> None:

@@ -176,23 +176,6 @@ def test_adversarial_text_costs_no_more_than_other(name: str) -> None:
     assert pool.append(sequence, text[:1]) == 0
 
 
-def test_nothing_is_read_before_the_first_draft() -> None:
-    """Then everything is, also of requests that finished or were preempted before."""
-    table = Table()
-    gone, left, here = (make_request(order, [1, 2, 3], [0]) for order in range(3))
-    for request in (gone, left, here):
-        table.admit(request)
-    empty = table.drafter.num_bytes
-    table.extend([[4, 6, 6, 1], [5, 5, 2], [4]])
-    for request in (gone, left):
-        table.stop(request)
-    table.start(left)
-    table.extend([[6], [2, 3]])
-    assert table.drafter.num_bytes == empty
-    assert check_against_naive(table, table.propose(), CHAIN) > 0
-    assert table.drafter.num_bytes > empty
-
-
 def test_invalid_input_is_refused_and_changes_nothing() -> None:
     table = Table()
     table.admit(make_request(0, [1, 2, 3], [0]))
