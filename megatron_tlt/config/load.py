@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,8 @@ REMOVED_KEYS = {
 
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
 
-# Fields of `rollout` that say nothing to `generate`, and what does.
-_SAID_ELSEWHERE = {
+# Fields of `rollout` that `generate` does not read, and what sets them instead.
+_SET_ELSEWHERE = {
     "tp": "all ranks are one engine",
     "backend": "it is the embedded engine's",
     "trtllm": "it is the embedded engine's",
@@ -62,7 +63,7 @@ def build_config(
     root: type[RootT] = Config,  # type: ignore[assignment]
 ) -> RootT:
     """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
-    tree = _copy(values)
+    tree = copy.deepcopy(values)
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:
@@ -88,7 +89,7 @@ def load_engine(overrides: Sequence[str]) -> RolloutSection:
         root, _, rest = override.partition(".")
         if root != "rollout" or not rest:
             problems.append(ConfigProblem("override", override, "must look like rollout.key=value"))
-        elif elsewhere := _SAID_ELSEWHERE.get(re.split(r"[.=]", rest, maxsplit=1)[0]):
+        elif elsewhere := _SET_ELSEWHERE.get(re.split(r"[.=]", rest, maxsplit=1)[0]):
             problems.append(ConfigProblem("override", override, f"not read by generate: {elsewhere}"))
     if problems:
         raise ConfigError(problems)
@@ -142,17 +143,8 @@ def _index(node: list[Any], key: str, path: str) -> int:
     return int(key)
 
 
-def _copy(value: Any) -> Any:
-    """Deep copy of maps and lists, so that overrides never reach the caller's values."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
-    return value
-
-
 def _explain(error: ValidationError, root: type[BaseModel]) -> list[ConfigProblem]:
-    """pydantic's errors in our words, one for each path."""
+    """pydantic's errors as problems, one for each path."""
     problems: dict[str, ConfigProblem] = {}
     for detail in error.errors():
         problem = _problem(detail, root)

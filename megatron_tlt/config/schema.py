@@ -130,7 +130,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
 
 
 def _one_level_down(root: type[BaseModel]) -> dict[str, str]:
-    """Names in the sections of `root`, with their paths; all of them where several sections know a name."""
+    """Names in the sections of `root`, with their paths; all of them where several sections have a name."""
     paths: dict[str, list[str]] = {}
     for name, field in root.model_fields.items():
         section = section_of(field.annotation)
@@ -145,7 +145,7 @@ def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) 
     if SYNONYMS.get(key) in everywhere:
         return SYNONYMS[key]
     below = {} if parent else _one_level_down(root)
-    # In one race: of `nodes`, the section `model` is a near miss, but `cluster.nodes` is exactly it.
+    # Compared together: of `nodes`, the section `model` is a near miss, but `cluster.nodes` is exactly it.
     near = get_close_matches(
         key, {*get_close_matches(key, keys), *get_close_matches(key, below, cutoff=0.75)}, n=1
     )

@@ -1,4 +1,4 @@
-"""What `megatron-tlt simulate` needs to know of a cluster, a model and a workload."""
+"""The cluster, the model and the workload of `megatron-tlt simulate`."""
 
 from __future__ import annotations
 

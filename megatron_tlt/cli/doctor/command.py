@@ -1,4 +1,4 @@
-"""`megatron-tlt doctor`: is this machine fit, what is missing, and how to get it."""
+"""`megatron-tlt doctor`: whether this machine is fit, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megatron_tlt.cli.exit_codes import FAILED, OK
 
 if TYPE_CHECKING:
     import argparse
+
+    from megatron_tlt.cli.doctor.findings import Finding
 
 
 def add_doctor(commands: Any) -> None:
@@ -30,9 +32,38 @@ def add_doctor(commands: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from megatron_tlt.cli.doctor.examine import Wishes, examine
-    from megatron_tlt.cli.doctor.report import passed, render
+    from megatron_tlt.cli.doctor.findings import passed, render
 
-    findings = examine(Wishes(args.run_dir, args.trtllm_python, args.launcher))
+    findings = examine(args.run_dir, args.trtllm_python, args.launcher)
     print(json.dumps([asdict(f) for f in findings], indent=2) if args.json else render(findings))
     return OK if passed(findings) else FAILED
+
+
+def examine(run_dir: Path, trtllm_python: str | None, launcher: str | None) -> list[Finding]:
+    """Every check's finding, in the order in which their failures explain each other.
+
+    Takes as long as two ranks need to start (seconds).
+    """
+    from megatron_tlt.cli.doctor import machine, software
+
+    gpu = machine.check_gpu()
+    has_gpu = gpu.status in ("ok", "failed")
+    mpiexec = software.find_mpiexec()
+    mpi = software.check_mpi(mpiexec)
+    return [
+        software.check_python(),
+        software.check_libraries(),
+        software.check_compiler(),
+        gpu,
+        software.check_torch(has_gpu),
+        software.check_nccl(has_gpu),
+        software.check_transformer_engine(has_gpu),
+        software.check_apex(has_gpu),
+        software.check_trtllm(trtllm_python),
+        mpi,
+        machine.check_slurm(software.mpi_family(mpi.detail)),
+        machine.check_disk(run_dir),
+        machine.check_shared_memory(),
+        machine.check_ports(),
+        machine.check_two_ranks(launcher, mpiexec),
+    ]

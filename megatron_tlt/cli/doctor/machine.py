@@ -1,17 +1,23 @@
-"""Checks of the machine: GPU and driver, disk, shared memory, ports, Slurm."""
+"""Checks of the machine: GPU and driver, disk, shared memory, ports, Slurm, and two ranks that meet."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.cli.doctor.report import Answer, Finding, Status, ask, last_line
+from megatron_tlt.cli.doctor.findings import Finding, Output, Status, last_line, run_program
+from megatron_tlt.cli.doctor.two_ranks import MET
 
 _DISK_GIB = 10.0
 _SHM_GIB = 1.0
+_TWO_RANKS_S = 120.0  # for two ranks to start and meet
 _GPU_FIELDS = "name,memory.total,driver_version"
 
 
@@ -25,10 +31,10 @@ def check_gpu() -> Finding:
                 "GPU", "failed", "/dev/nvidia0 without nvidia-smi", "install NVIDIA's driver (its utilities)"
             )
         return Finding("GPU", "absent", "none: everything runs on the CPU")
-    return judge_gpu(ask([program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]), is_there)
+    return judge_gpu(run_program([program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]), is_there)
 
 
-def judge_gpu(answer: Answer, is_there: bool) -> Finding:
+def judge_gpu(answer: Output, is_there: bool) -> Finding:
     """`check_gpu` from the output of `nvidia-smi`, and whether there is a device file."""
     if answer.code != 0:
         status: Status = "failed" if is_there else "absent"
@@ -100,10 +106,10 @@ def check_slurm(family: str | None) -> Finding:
     if srun is None:
         return Finding("Slurm", "absent", "no srun: launch/local.sh and mpiexec start ranks")
     job = os.environ.get("SLURM_JOB_ID")
-    return judge_slurm(ask([srun, "--version"]), ask([srun, "--mpi=list"]), family, job)
+    return judge_slurm(run_program([srun, "--version"]), run_program([srun, "--mpi=list"]), family, job)
 
 
-def judge_slurm(version: Answer, plugins: Answer, family: str | None, job: str | None) -> Finding:
+def judge_slurm(version: Output, plugins: Output, family: str | None, job: str | None) -> Finding:
     """`check_slurm` from the version and the plugin list that srun prints."""
     if version.code != 0:
         hint = "start slurmctld, or let slurm.conf be found (SLURM_CONF); without Slurm: launch/local.sh"
@@ -117,3 +123,34 @@ def judge_slurm(version: Answer, plugins: Answer, family: str | None, job: str |
         hint = f"{family or 'this MPI'} needs the plugin {' or '.join(wanted)}: see srun --mpi=list"
         return Finding("Slurm", "failed", f"{detail}, without {' and '.join(wanted)}", hint)
     return Finding("Slurm", "ok", f"{detail}, srun --mpi={usable[0]}")
+
+
+def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
+    """Two ranks start, and meet through MPI and torch.distributed."""
+    if launcher is None and mpiexec is None:
+        return Finding(
+            "two ranks", "failed", "nothing to start them with", "see the row MPI, or give --launcher"
+        )
+    start = shlex.split(launcher) if launcher is not None else [str(mpiexec), "-n", "2"]
+    program = ["-m", "mpi4py", "-m", "megatron_tlt.cli.doctor.two_ranks", str(_TWO_RANKS_S / 2)]
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    began = time.monotonic()
+    answer = run_program(
+        [*start, sys.executable, *program],
+        _TWO_RANKS_S,
+        {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    return judge_two_ranks(answer, start, time.monotonic() - began)
+
+
+def judge_two_ranks(answer: Output, start: Sequence[str], seconds: float) -> Finding:
+    """`check_two_ranks` from the output of the ranks."""
+    with_ = " ".join(start)
+    if answer.code == 0 and MET in answer.out:
+        line = next(line for line in answer.out.splitlines() if MET in line)
+        return Finding("two ranks", "ok", f"{line}, {seconds:.1f} s ({with_})")
+    errors = [line for line in answer.err.splitlines() if "Error" in line]
+    why = errors[-1].strip() if errors else last_line(answer.err) or f"exit code {answer.code}"
+    hint = f"run it by hand: {with_} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60"
+    return Finding("two ranks", "failed", why, hint)

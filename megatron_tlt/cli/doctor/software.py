@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.cli.doctor.report import Answer, Finding, Status, ask, last_line
+from megatron_tlt.cli.doctor.findings import Finding, Output, Status, last_line, run_program
 
 _PYTHONS = ((3, 11), (3, 12))
 _LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 # Runs in a process of its own: mpi4py initialises MPI at import, which only a World may do.
-_MPI_SAYS = (
+_PRINT_MPI_VERSIONS = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(mpi4py.__version__); print(MPI.Get_library_version().splitlines()[0])"
 )
@@ -65,11 +65,11 @@ def find_mpiexec() -> str | None:
 
 def check_mpi(mpiexec: str | None) -> Finding:
     """Whether mpi4py finds an MPI library, and whether it is the launcher's."""
-    library = ask([sys.executable, "-c", _MPI_SAYS], env=None)
-    return judge_mpi(library, mpiexec, None if mpiexec is None else ask([mpiexec, "--version"]))
+    library = run_program([sys.executable, "-c", _PRINT_MPI_VERSIONS], env=None)
+    return judge_mpi(library, mpiexec, None if mpiexec is None else run_program([mpiexec, "--version"]))
 
 
-def judge_mpi(library: Answer, mpiexec: str | None, launcher: Answer | None) -> Finding:
+def judge_mpi(library: Output, mpiexec: str | None, launcher: Output | None) -> Finding:
     """`check_mpi` from the version texts of mpi4py and of the launcher (None: not installed)."""
     if library.code != 0 or len(library.out.splitlines()) < 2:
         hint = "pip install mpi4py and either pip install mpich, or load the site's MPI (module load)"
@@ -168,7 +168,7 @@ def check_trtllm(python: str | None) -> Finding:
             name, "absent", "not looked for (--trtllm-python); needed by rollout.backend=trtllm only"
         )
     code = "from importlib.metadata import version as v; print('TensorRT-LLM', v('tensorrt_llm'), 'ray', v('ray'))"
-    answer = ask([python, "-c", code], timeout_s=120)
+    answer = run_program([python, "-c", code], timeout_s=120)
     if answer.code == 0:
         return Finding(name, "ok", f"{answer.out} ({python})")
     hint = "make it an environment of its own, with ray: docs/operations.md, TensorRT-LLM engines"

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 
-SAID = "both ranks met"
+MET = "both ranks met"
 
 
 def main() -> int:
-    """argv: seconds to wait for the other. Prints `SAID` and the backend on rank 0; 1 if a sum is wrong."""
+    """argv: seconds to wait for the other. Prints `MET` and the backend on rank 0; 1 if a sum is wrong."""
     world = World.start(DistributedSection(timeout_s=float(sys.argv[1])))
     expected = world.size * (world.size + 1) // 2
     by_mpi = sum(world.comm.allgather(world.rank + 1))
@@ -23,7 +23,7 @@ def main() -> int:
     right = world.size == 2 and by_mpi == expected and float(value) == expected
     if world.is_main and right:
         backend = "NCCL" if world.device.type == "cuda" else "gloo"
-        print(f"{SAID} (MPI and {backend})", flush=True)
+        print(f"{MET} (MPI and {backend})", flush=True)
     world.close()
     return 0 if right else 1
 

@@ -1,10 +1,12 @@
 """All cross-checks of a run, which need no weights.
 
 Every check yields all its problems; nothing raises but `raise_problems`. The model comes as an
-`interfaces.ModelShape`, so that this floor knows no model code; None skips the checks that need it.
+`interfaces.ModelShape`, so that this floor imports no model code; None skips the checks that need it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.layout import (
@@ -17,7 +19,6 @@ from megatron_tlt.config.checks.layout import (
     tp_problems,
 )
 from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
-from megatron_tlt.config.checks.lifecycle import check_stop, check_watchdog
 from megatron_tlt.config.checks.rollout import check_context, check_idle, check_positions, check_rollout
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -75,6 +76,23 @@ def check_sft(
         *check_positions(config.model.max_context, max_positions),
         *check_optimizer(config.optimizer, config.sft.num_steps),
     ]
+
+
+def check_stop(config: Config) -> Iterator[ConfigProblem]:
+    """A signal must leave time for a checkpoint."""
+    stop = config.stop
+    for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):
+        if grace <= stop.save_s:
+            yield ConfigProblem(name, grace, f"must be above stop.save_s ({stop.save_s:g})")
+
+
+def check_watchdog(config: Config) -> Iterator[ConfigProblem]:
+    """A rank must be able to send several heartbeats before their absence counts."""
+    hang, beat = config.watchdog.hang_s, config.watchdog.heartbeat_s
+    if hang and hang < 3 * beat:
+        yield ConfigProblem(
+            "watchdog.hang_s", hang, f"must be 0 or >= 3 * watchdog.heartbeat_s ({3 * beat:g})"
+        )
 
 
 def raise_problems(problems: list[ConfigProblem]) -> None:

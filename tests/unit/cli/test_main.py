@@ -39,7 +39,7 @@ def test_an_error_of_the_system_is_one_line_without_a_traceback(tmp_path, capsys
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "reward/mean": 0.5}\n')
     monkeypatch.setattr("pathlib.Path.write_text", full)
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 1
     error = capsys.readouterr().err

@@ -7,27 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.cli.doctor import examine, machine
-from megatron_tlt.cli.doctor.report import Answer, Finding, ask, passed, render
-from megatron_tlt.cli.doctor.two_ranks import SAID
+from megatron_tlt.cli.doctor import machine
+from megatron_tlt.cli.doctor.findings import Finding, Output, passed, render, run_program
+from megatron_tlt.cli.doctor.two_ranks import MET
 from megatron_tlt.cli.main import main
 
 
 def test_a_driver_that_does_not_answer_counts_where_there_is_a_device():
-    broken = Answer(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+    broken = Output(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
     assert machine.judge_gpu(broken, True).status == "failed"
     assert machine.judge_gpu(broken, False).status == "absent"
-    assert machine.judge_gpu(Answer(0, ""), False).status == "absent"
+    assert machine.judge_gpu(Output(0, ""), False).status == "absent"
 
 
 @pytest.mark.parametrize(
     ("version", "plugins", "family", "job", "status", "said"),
     [
-        (Answer(0, "slurm 22.05.8"), Answer(0, "types:\n\tpmix\n\tpmi2"), "MPICH", "7", "ok", "--mpi=pmi2"),
-        (Answer(0, "slurm 22.05.8"), Answer(0, "", "pmix pmi2 none"), "Open MPI", None, "ok", "--mpi=pmix"),
-        (Answer(0, "slurm 22.05.8"), Answer(0, "none pmi2"), "Open MPI", "7", "failed", "without pmix"),
-        (Answer(1, "", "srun: fatal: no configuration"), Answer(1, ""), "MPICH", "7", "failed", "no configuration"),
-        (Answer(1, "", "srun: fatal: no configuration"), Answer(1, ""), "MPICH", None, "warning", "no configuration"),
+        (Output(0, "slurm 22.05.8"), Output(0, "types:\n\tpmix\n\tpmi2"), "MPICH", "7", "ok", "--mpi=pmi2"),
+        (Output(0, "slurm 22.05.8"), Output(0, "", "pmix pmi2 none"), "Open MPI", None, "ok", "--mpi=pmix"),
+        (Output(0, "slurm 22.05.8"), Output(0, "none pmi2"), "Open MPI", "7", "failed", "without pmix"),
+        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), "MPICH", "7", "failed", "no configuration"),
+        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), "MPICH", None, "warning", "no configuration"),
     ],
 )  # fmt: skip
 def test_slurm_needs_the_plugin_of_this_mpi(version, plugins, family, job, status, said):
@@ -49,23 +49,23 @@ def test_a_disk_without_room_and_a_folder_without_rights(tmp_path, monkeypatch):
 
 
 def test_two_ranks_are_judged_by_their_output():
-    good = examine.judge_two_ranks(Answer(0, f"noise\n{SAID} (MPI and gloo)"), ["mpiexec", "-n", "2"], 3.0)
-    assert (good.status, good.detail) == ("ok", f"{SAID} (MPI and gloo), 3.0 s (mpiexec -n 2)")
-    silent = examine.judge_two_ranks(Answer(0, ""), ["mpiexec"], 3.0)
+    good = machine.judge_two_ranks(Output(0, f"noise\n{MET} (MPI and gloo)"), ["mpiexec", "-n", "2"], 3.0)
+    assert (good.status, good.detail) == ("ok", f"{MET} (MPI and gloo), 3.0 s (mpiexec -n 2)")
+    silent = machine.judge_two_ranks(Output(0, ""), ["mpiexec"], 3.0)
     assert silent.status == "failed"
     text = "Traceback\nDistributedError: mpiexec promised 2 ranks but MPI sees 1: launcher\nABORT"
-    assert examine.judge_two_ranks(Answer(1, "", text), ["mpiexec"], 1.0).detail.startswith(
+    assert machine.judge_two_ranks(Output(1, "", text), ["mpiexec"], 1.0).detail.startswith(
         "DistributedError: mpiexec"
     )
-    assert examine.check_two_ranks(None, None).status == "failed"
+    assert machine.check_two_ranks(None, None).status == "failed"
 
 
 def test_programs_that_are_not_there_hang_or_fail_are_answers_too():
-    assert ask(["/no/such/program"]).code is None
-    assert ask([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == Answer(
+    assert run_program(["/no/such/program"]).code is None
+    assert run_program([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == Output(
         None, "", "no answer within 0.5 s"
     )
-    assert ask([sys.executable, "-c", "import sys; print(' x '); sys.exit(3)"]) == Answer(3, "x")
+    assert run_program([sys.executable, "-c", "import sys; print(' x '); sys.exit(3)"]) == Output(3, "x")
 
 
 def test_only_what_is_required_decides_and_hints_are_shown():
@@ -88,7 +88,7 @@ def test_only_what_is_required_decides_and_hints_are_shown():
 def test_the_doctor_passes_where_the_tests_run_and_fails_without_a_launcher(capsys, tmp_path):
     assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) == 0
     told = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert told["two ranks"]["status"] == "ok" and SAID in told["two ranks"]["detail"]
+    assert told["two ranks"]["status"] == "ok" and MET in told["two ranks"]["detail"]
     expected = {
         "Python",
         "torch",
@@ -102,7 +102,7 @@ def test_the_doctor_passes_where_the_tests_run_and_fails_without_a_launcher(caps
         "ports",
     }
     assert expected | {"Slurm"} <= told.keys()
-    assert examine.check_two_ranks("/no/such/launcher -n 2", None).status == "failed"
+    assert machine.check_two_ranks("/no/such/launcher -n 2", None).status == "failed"
 
 
 @pytest.mark.mpi
@@ -111,5 +111,5 @@ def test_a_launcher_of_another_mpi_is_found_out(tmp_path):
     launcher = tmp_path / "launcher"
     launcher.write_text('#!/bin/sh\nOMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 exec "$@"\n')
     launcher.chmod(0o755)
-    found = examine.check_two_ranks(str(launcher), None)
+    found = machine.check_two_ranks(str(launcher), None)
     assert found.status == "failed" and "promised 2 ranks but MPI sees 1" in found.detail, found

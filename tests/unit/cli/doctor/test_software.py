@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_tlt.cli.doctor import software
-from megatron_tlt.cli.doctor.report import Answer
+from megatron_tlt.cli.doctor.findings import Output
 
 MPICH = "MPICH Version:      5.0.2"
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI root@buildkitsandbox Distribution"
@@ -30,15 +30,15 @@ def test_whose_mpi_it_is(text, family):
 @pytest.mark.parametrize(
     ("library", "launcher", "status", "said"),
     [
-        (Answer(0, f"4.1.2\n{MPICH}"), Answer(0, HYDRA), "ok", "mpi4py 4.1.2 on MPICH"),
-        (Answer(0, f"4.1.2\n{OPEN_MPI}"), Answer(0, PRTERUN), "ok", "(Open MPI)"),
-        (Answer(0, f"4.1.2\n{MPICH}"), Answer(0, PRTERUN), "failed", "is Open MPI's"),
-        (Answer(0, f"4.1.2\n{OPEN_MPI}"), Answer(0, HYDRA), "failed", "is MPICH's"),
-        (Answer(0, f"4.1.2\n{MPICH}"), None, "warning", "no mpiexec"),
-        (Answer(0, f"4.1.2\n{MPICH}"), Answer(None, "", "no such file"), "warning", "no mpiexec"),
+        (Output(0, f"4.1.2\n{MPICH}"), Output(0, HYDRA), "ok", "mpi4py 4.1.2 on MPICH"),
+        (Output(0, f"4.1.2\n{OPEN_MPI}"), Output(0, PRTERUN), "ok", "(Open MPI)"),
+        (Output(0, f"4.1.2\n{MPICH}"), Output(0, PRTERUN), "failed", "is Open MPI's"),
+        (Output(0, f"4.1.2\n{OPEN_MPI}"), Output(0, HYDRA), "failed", "is MPICH's"),
+        (Output(0, f"4.1.2\n{MPICH}"), None, "warning", "no mpiexec"),
+        (Output(0, f"4.1.2\n{MPICH}"), Output(None, "", "no such file"), "warning", "no mpiexec"),
         (
-            Answer(1, "", "x\nRuntimeError: cannot load MPI library"),
-            Answer(0, HYDRA),
+            Output(1, "", "x\nRuntimeError: cannot load MPI library"),
+            Output(0, HYDRA),
             "failed",
             "cannot load MPI library",
         ),

@@ -42,7 +42,7 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Output:
     """Output of a program. `code` is None where it could not be run or did not end in time."""
 
     code: int | None
@@ -50,7 +50,7 @@ class Answer:
     err: str = ""
 
 
-def ask(command: Sequence[str], timeout_s: float = 30.0, env: dict[str, str] | None = None) -> Answer:
+def run_program(command: Sequence[str], timeout_s: float = 30.0, env: dict[str, str] | None = None) -> Output:
     """Runs a program and captures its output. Raises nothing."""
     try:
         done = subprocess.run(
@@ -64,10 +64,10 @@ def ask(command: Sequence[str], timeout_s: float = 30.0, env: dict[str, str] | N
             env=env,
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, "", f"no answer within {timeout_s:g} s")
+        return Output(None, "", f"no answer within {timeout_s:g} s")
     except OSError as error:
-        return Answer(None, "", str(error))
-    return Answer(done.returncode, done.stdout.strip(), done.stderr.strip())
+        return Output(None, "", str(error))
+    return Output(done.returncode, done.stdout.strip(), done.stderr.strip())
 
 
 def last_line(text: str) -> str:
