@@ -68,7 +68,7 @@ class WorkloadSection(Section):
     lengths: LengthSection = LengthSection()
     """Answers."""
     seed: NonNegativeInt = 0
-    """Seed of lengths and of what drafters guess right."""
+    """Seed of lengths and of acceptance."""
 
 
 class AcceptanceSection(Section):
@@ -86,8 +86,8 @@ class AcceptanceSection(Section):
     siblings: float = Field(default=0.35, ge=0, le=1)
     """Where a token is wrong: chance that the second best candidate is right; a third has half of it, and so on."""
     spread: PositiveFloat = 2.0
-    """How well it knows when it is right: the chance of one token is drawn from a beta distribution of this
-    concentration around the position's. Small: sure or lost; large: always the same."""
+    """Spread of its confidence: the chance of one token is drawn from a beta distribution of this concentration around
+    the position's. Small: near 0 or 1; large: always the same."""
 
 
 class SimDraftersSection(Section):
@@ -175,7 +175,7 @@ class SimConfig(Section):
     idle: IdleSection = IdleSection()
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()
-    """What drafters guess right."""
+    """Acceptance of each drafter."""
     costs: SimCostSection = SimCostSection()
     """What engine steps take."""
     training: SimTrainingSection = SimTrainingSection()

@@ -20,7 +20,7 @@ class Finding:
     """ok; absent: not here and not needed for a run on this machine; warning: works, with a catch; failed: required."""
     detail: str
     hint: str = ""
-    """How to mend it."""
+    """How to fix it."""
 
 
 def passed(findings: Sequence[Finding]) -> bool:
@@ -71,6 +71,6 @@ def run_program(command: Sequence[str], timeout_s: float = 30.0, env: dict[str, 
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty: where programs say what went wrong."""
+    """The last line that is not empty: where programs print their error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
