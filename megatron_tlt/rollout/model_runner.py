@@ -26,7 +26,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.verify import Accepted, verify_coupled
+from megatron_tlt.rollout.spec.verify import Accepted, accept_matches
 
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -149,11 +149,12 @@ class ModelRunner:
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         rows = self._node_sampling(draft, starts)
-        accepted, tokens, logprobs = verify_coupled(output.logits, rows, draft, self.sampler, self.tp)
+        drawn, scores = self._draw(output.logits, rows)
+        accepted = accept_matches(drawn, draft)
         if draft.parents is not None:
             self._compact(draft, accepted)
         self.sample_seconds += time.perf_counter() - ran
-        return StepResult(tokens, logprobs, accepted.counts, accepted)
+        return StepResult(drawn[accepted.index], scores[accepted.index], accepted.counts, accepted)
 
     def _count_native(self, native: NativeStep, started: float) -> None:
         sampling = native.sample_seconds
@@ -298,14 +299,16 @@ class ModelRunner:
                     self._upload.wait()
                 return _NOTHING
             logits = _fan_out(logits, batch)
-        tokens, logprobs = self.sampler.sample(logits, self._sampling_rows(batch))
+        return StepResult(*self._draw(logits, self._sampling_rows(batch)))
+
+    def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 [R] and log-probabilities float32 [R] of `logits` [R, V]."""
+        tokens, logprobs = self.sampler.sample(logits, rows)
         if self.tp.size > 1:
             # Ranks may round differently: one rank decides, so that they cannot drift apart.
             both = self.tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
             tokens, logprobs = both[0], both[1].view(torch.float32)
-        if self._upload is not None:
-            tokens, logprobs = tokens.cpu(), logprobs.cpu()
-        return StepResult(tokens.numpy(), logprobs.numpy())
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
         running = self._running_rows(slice(batch.num_decode))

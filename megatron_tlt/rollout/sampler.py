@@ -12,8 +12,8 @@ Legend: R rows, V vocabulary, D decoding rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,13 +26,9 @@ NEAR_TIE = 1e-5
 _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path
 
 
-class NativeSample(Protocol):
-    """The C sampler (`models/native/decoder.py`): CPU, fp32 logits, no masks."""
-
-    def __call__(
-        self, logits: Tensor, temperature: Tensor, seed_keys: Tensor, out_token: Tensor, out_logprob: Tensor
-    ) -> object:
-        """Writes `out_token` int32 [R] and `out_logprob` float32 [R]."""
+# The C sampler (CPU, fp32 logits, no masks). Takes logits, temperatures and keys of R rows; writes tokens int32 [R] and
+# log-probabilities float32 [R].
+NativeSample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
 
 
 @dataclass(slots=True)

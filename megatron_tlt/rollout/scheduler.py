@@ -182,11 +182,7 @@ class Scheduler:
         """Allocates a block for each row whose next position opens one; preempts latest arrivals if none is free."""
         rows = self.rows
         count, size = rows.num_rows, self.blocks.block_size
-        positions = rows.positions[:count]
-        if count <= 4 * FEW_ROWS:
-            opens = [row for row, position in enumerate(positions.tolist()) if position % size == 0]
-        else:
-            opens = (positions % size == 0).nonzero()[0].tolist()
+        opens = (rows.positions[:count] % size == 0).nonzero()[0].tolist()
         if not opens:
             return
         requests = [rows.requests[row] for row in opens]

@@ -7,6 +7,7 @@ controller. Legend: N samples of the step over all ranks, R response tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -148,6 +149,7 @@ class BatchAssembler:
         self._world, self._policy, self._dims, self._algorithm = world, policy, policy.dims, algorithm
         self._temperature, self._has_logprobs = temperature, has_logprobs
         self._mini_batches = algorithm.config.mini_batches
+        self._sum = partial(sum_over_replicas, world, policy.dims)
 
     def exchange(self, groups: Sequence[SampleGroup]) -> tuple[StepTable, list[list[TrainSequence]]]:
         """The step's table, and this replica's sequences by mini-batch. Collective."""
@@ -177,7 +179,7 @@ class BatchAssembler:
             pairs = zip(self._logprobs(flat, "policy"), self._logprobs(flat, "reference"), strict=True)
             token_kl = [policy - reference for policy, reference in pairs]
             rewards = self._with_kl(table, flat, token_kl)
-        metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum_over_replicas)
+        metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum)
         divisors = [self._algorithm.denominator(rewards, table.members(i)) for i in range(len(parts))]
         return TrainBatch(parts, divisors, self._temperature, metrics)
 
@@ -219,7 +221,4 @@ class BatchAssembler:
         row_of, kl_sum = table.rewards.row_of(), np.zeros(len(table.mini_batch))
         for sequence, kl in zip(flat, token_kl, strict=True):
             kl_sum[row_of[(sequence.prompt_id, sequence.sample_index)]] = kl.sum(dtype=np.float64)
-        return replace(table.rewards, kl_sum=self._sum_over_replicas(kl_sum))
-
-    def _sum_over_replicas(self, values: np.ndarray) -> np.ndarray:
-        return sum_over_replicas(self._world, self._dims, values)
+        return replace(table.rewards, kl_sum=self._sum(kl_sum))

@@ -13,37 +13,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_tlt.distributed.exchange import redistribute
 from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.work_stealing import request_ranges
-from megatron_tlt.interfaces import KeyedEngine
 
 if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 
-class StealableEngine(KeyedEngine, Protocol):
-    """A backend with keyed sampling whose queue can be taken from during `generate`."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_unstarted(self) -> int: ...
-    @property
-    def is_prefilling(self) -> bool: ...
-    def holding(self) -> AbstractContextManager[None]: ...
-    def withdraw(self, count: int) -> list[tuple[int, int]]: ...
-
-
 class StolenRequests:
     """One rank's queue as victim (`idle.work_stealing.RequestQueue`), and its rollouts as thief."""
 
-    def __init__(self, engine: StealableEngine, params: SamplingParams, num_samples: int, world: World):
+    def __init__(self, engine: EmbeddedBackend, params: SamplingParams, num_samples: int, world: World):
         self._engine, self._params, self._num_samples, self._world = engine, params, num_samples, world
         self._count = 0
 

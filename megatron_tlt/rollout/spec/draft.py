@@ -35,6 +35,11 @@ class Draft:
         return len(self.tokens)
 
     @property
+    def row_of(self) -> np.ndarray:
+        """The row of each node, int64 [N]."""
+        return np.arange(len(self.counts)).repeat(self.counts)
+
+    @property
     def is_trunk(self) -> np.ndarray:
         """Bool [N]: nodes of the trunk, which stand first in their row at index depth - 1."""
         if self.parents is None:
@@ -54,7 +59,7 @@ class Draft:
         """The nodes where `keep` (bool [N]) holds. The kept set must hold each kept node's ancestors."""
         if keep.all():
             return self
-        row_of = np.repeat(np.arange(len(self.counts)), self.counts)
+        row_of = self.row_of
         counts = np.bincount(row_of[keep], minlength=len(self.counts)).astype(np.int32)
         parents = None
         if self.parents is not None:

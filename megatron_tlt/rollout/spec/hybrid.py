@@ -109,25 +109,20 @@ class HybridDrafter:
         self.suffix.observe(draft, reached & ~from_eagle, accepted & ~from_eagle)
 
 
-def _row_of(draft: Draft) -> np.ndarray:
-    """The row of each node, int64 [N]."""
-    return np.repeat(np.arange(len(draft.counts)), draft.counts)
-
-
 def _value(draft: Draft, least: float) -> np.ndarray:
     """Float64 [B]: the sum over each row's nodes of their cumulative acceptance beyond `least`."""
     values = np.maximum(draft.cumulative_acceptance - least, 0.0)
-    return np.bincount(_row_of(draft), values, minlength=len(draft.counts))
+    return np.bincount(draft.row_of, values, minlength=len(draft.counts))
 
 
 def _merge(suffix: Draft, eagle: Draft, use_eagle: np.ndarray) -> Draft:
     """Row by row one or the other: `use_eagle` bool [B]."""
-    a = suffix.select(~use_eagle[_row_of(suffix)])
-    b = eagle.select(use_eagle[_row_of(eagle)])
+    a = suffix.select(~use_eagle[suffix.row_of])
+    b = eagle.select(use_eagle[eagle.row_of])
     a.source = np.where(use_eagle, EAGLE, SUFFIX).astype(np.int8)
     if not b.num_nodes:
         return a
-    order = np.argsort(np.concatenate((_row_of(a), _row_of(b))), kind="stable")
+    order = np.argsort(np.concatenate((a.row_of, b.row_of)), kind="stable")
     assert a.feature is not None and b.feature is not None
 
     def join(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ token is drawn (`rollout.sampler`), and drafted tokens only decide which of thes
 its parent is and the token drawn there equals the node's. What is emitted is the sequence of plain decoding whatever
 was drafted, how long the draft was and why. `models/native/csrc/fused.c` does the same inside a native step.
 
-Legend: B rows (requests), N drafted nodes, T = B + N fed rows, V vocabulary.
+Legend: B rows (requests), N drafted nodes, T = B + N fed rows.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec.draft import Draft
 
 
@@ -31,29 +27,12 @@ class Accepted:
     reached: np.ndarray  # bool [N], the node's parent was emitted: the node was put to the test
 
 
-def verify_coupled(
-    logits: Tensor, rows: SamplingRows, draft: Draft, sampler: Sampler, tp: TensorParallel
-) -> tuple[Accepted, np.ndarray, np.ndarray]:
-    """Draws the policy's keyed token at every fed row and accepts the nodes that match.
-
-    `logits` [T, V]. Returns the verdict, the emitted tokens int32 and their log-probabilities float32.
-    """
-    tokens, logprobs = sampler.sample(logits, rows)
-    if tp.size > 1:  # ranks may round differently: rank 0 decides
-        both = tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
-        tokens, logprobs = both[0], both[1].view(torch.float32)
-    drawn, scores = tokens.cpu().numpy(), logprobs.cpu().numpy()
-    accepted = accept_matches(drawn, draft)
-    return accepted, drawn[accepted.index], scores[accepted.index]
-
-
 def accept_matches(drawn: np.ndarray, draft: Draft) -> Accepted:
     """The verdict from `drawn` int32 [T], the policy's keyed token of every fed row.
 
     Siblings hold distinct tokens (of equal ones, the first counts).
     """
-    counts = draft.counts
-    row_of = np.arange(len(counts)).repeat(counts)
+    counts, row_of = draft.counts, draft.row_of
     starts = np.cumsum(counts + 1) - (counts + 1)  # fed rows of the roots
     nodes = np.arange(len(row_of)) + row_of + 1  # fed rows of the nodes
     parents = nodes - 1 if draft.parents is None else starts[row_of] + draft.parents + 1
