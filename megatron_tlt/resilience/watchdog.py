@@ -222,7 +222,8 @@ class Watchdog:
                 since = now
                 self._remote[number] = beat.seq, now
             beats[number] = detector.aged(beat, now - since)
-        return list((beats | {number: rank.beat for number, rank in self._ranks.items()}).values())
+        own = {n: self._now(rank) if rank.beat.is_running else rank.beat for n, rank in self._ranks.items()}
+        return list((beats | own).values())
 
     def _detect(self, now: float) -> None:
         """Looks for hanging and slow ranks where there is reason to: reading all files takes time in a large job."""

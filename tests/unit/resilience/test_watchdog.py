@@ -30,7 +30,8 @@ PRELUDE = """
     watchdog.enter("rollout", 4, 1)
     watchdog.report(state="BUSY", running=3, queued=2, longest=17, left=5.5)
 """
-GO = "while not os.path.exists(run_dir + '/go'): time.sleep(0.02)\nwatchdog.close('done')"
+WAIT = "while not os.path.exists(run_dir + '/go'): time.sleep(0.02)\n"
+GO = WAIT + "watchdog.close('done')"
 
 
 @contextmanager
@@ -82,6 +83,13 @@ def beat(run_dir, rank=0, **expected):
     return wait_for(there)
 
 
+def go(run_dir, size=2):
+    """Lets `WAIT` pass once all ranks are connected."""
+    for rank in range(size):
+        beat(run_dir, rank, phase="rollout")
+    (run_dir / "go").touch()
+
+
 def end_of(run_dir):
     return StatusFiles(run_dir).read_end("a")
 
@@ -117,8 +125,9 @@ def check_end(run_dir, at_fault, outcome, text):
 
 def test_a_failed_rank_is_named_and_the_others_are_ended(tmp_path):
     """There is no launcher here that would end them."""
-    fails = "time.sleep(1); watchdog.close('failed', 'it broke'); watchdog.close('done'); os._exit(1)"
+    fails = WAIT + "watchdog.close('failed', 'it broke'); watchdog.close('done'); os._exit(1)"
     with start(tmp_path, fails, "time.sleep(60)") as ranks:
+        go(tmp_path)
         check_end(tmp_path, 0, "failed", "it broke")
         assert ranks[1].wait(30) == -signal.SIGKILL
         assert beat(tmp_path, 1, outcome="ended")
@@ -141,9 +150,9 @@ def test_a_rank_that_ends_without_an_error_message_is_named(tmp_path, first, sec
 
 def test_an_error_that_a_death_caused_does_not_hide_the_death(tmp_path):
     """The error arrives first: a killed process closes its connections before the kernel reports its end."""
-    dies = "while not os.path.exists(run_dir + '/go'): time.sleep(0.01)\ntime.sleep(0.1)\nos.kill(os.getpid(), 9)"
-    fails = "open(run_dir + '/go', 'w')\nwatchdog.close('failed', 'connection closed by peer')"
+    dies, fails = WAIT + "time.sleep(0.1); os.kill(os.getpid(), 9)", WAIT + "watchdog.close('failed', 'closed by peer')"
     with start(tmp_path, dies, fails):
+        go(tmp_path)
         check_end(tmp_path, 0, "killed", "rank 0 (host ")
 
 
@@ -184,8 +193,9 @@ def test_a_hang_ends_with_stacks_whatever_holds_the_rank(tmp_path, body):
 
 def test_a_timeout_gathers_stacks_and_names_the_rank_behind(tmp_path):
     behind = "time.sleep(60)"
-    late = "watchdog.enter('exchange', 4, 2); time.sleep(0.5); watchdog.close('timeout', 'it timed out')"
+    late = WAIT + "watchdog.enter('exchange', 4, 2); watchdog.close('timeout', 'it timed out')"
     with start(tmp_path, late, behind) as ranks:
+        go(tmp_path)
         said = ranks[0].stderr.read()
         assert [rank.wait(30) for rank in ranks] == [-signal.SIGKILL] * 2
     assert "it timed out; the stacks of all 2 ranks are in" in said
