@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
-from megatron_tlt.observe.curves import curve_attrs, drafting_shares, thinned
-from megatron_tlt.types import EngineStats, SpeculationStats
+from megatron_tlt.observe.curves import drafting_shares, thinned
 
 
 def test_short_curves_stay_and_long_ones_keep_ends_and_tail():
@@ -37,16 +35,4 @@ def test_shares_are_those_of_a_naive_count(seed):
     switches = [(at, index % 2 == 0) for index, at in enumerate(moments)]
     assert drafting_shares(switches, 0.0, 10.0, 8) == pytest.approx(
         naive_shares(switches, 0.0, 10.0, 8), abs=0.02
-    )
-
-
-def test_the_event_places_the_curve_in_wall_time():
-    now = time.perf_counter()
-    stats = EngineStats(started=now - 10.0, running_curve=[(4.0, 8), (6.0, 3), (9.0, 0)])
-    stats.speculation = SpeculationStats(switches=[(now - 10.0 + 6.5, True)])
-    attrs = curve_attrs(stats)
-    assert attrs["start"] == pytest.approx(time.time() - 6.0, abs=1.0)
-    assert attrs["running"] == [[0, 8], [2000, 3], [5000, 0]]
-    assert (
-        len(attrs["drafting"]) == 24 and attrs["drafting"][:11] == [0.0] * 11 and attrs["drafting"][-1] == 1.0
     )
