@@ -1,4 +1,4 @@
-"""Faults of disks, checkpoints, rewards and numbers in whole runs. Each ends as docs/operations.md says."""
+"""Faults of disks, checkpoints, rewards and numbers in whole runs. Each ends as docs/operations.md describes."""
 
 import dataclasses
 import io
