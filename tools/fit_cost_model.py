@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.rollout.rows import RunningRows
+    from megatron_tlt.rollout.spec.draft import Draft
     from megatron_tlt.types import DraftStrategy, Prompt, StepMeasurement
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding
@@ -66,21 +67,12 @@ class Recorder:
         self._turn += 1
         return DraftStrategy(self.kind, length) if length else NO_DRAFT
 
-    def prune(
-        self,
-        strategy: DraftStrategy,
-        num_running: int,
-        cumulative_acceptance: np.ndarray,
-        depths: np.ndarray,
-        counts: np.ndarray,
-        parents: np.ndarray | None,
-    ) -> np.ndarray:
-        """Keeps every drafted token."""
+    def add_draft(self, strategy: DraftStrategy, draft: Draft) -> None:
+        """Records what was drafted, before pruning."""
         if strategy.draft_len == max(LENGTHS):
-            self.asked += len(counts)
-            self.counts.append(counts.copy())
-            self.cumulative_acceptances.append(cumulative_acceptance[depths == 1].copy())
-        return np.ones(len(cumulative_acceptance), bool)
+            self.asked += len(draft.counts)
+            self.counts.append(draft.counts.copy())
+            self.cumulative_acceptances.append(draft.cumulative_acceptance[draft.depths == 1].copy())
 
     def record(self, measurement: StepMeasurement) -> None:
         """Records the step."""
@@ -132,6 +124,14 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     assert speculator is not None
     recorder = Recorder(kind, backend.engine.scheduler.rows)
     speculator.use_selector(recorder)
+    propose = speculator.drafter.propose
+
+    def recorded(rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        draft = propose(rows, lengths, strategy)
+        recorder.add_draft(strategy, draft)
+        return draft
+
+    speculator.drafter.propose = recorded  # type: ignore[method-assign]
     return backend, recorder
 
 
