@@ -1,4 +1,14 @@
-"""When a run saves, and what it resumes from (the files: `actor.checkpoint`)."""
+"""Checkpoints of a run: when one is written, what it holds, which one a run resumes from.
+
+    RUN_DIR/checkpoints/step-000030/
+      *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format
+                                                      (`actor/checkpoint.py`)
+      manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
+                                                      state (`RLTrainer._state`): step, position in the prompts,
+                                                      evaluations, selector statistics, lengths of the last answers
+      drafter.safetensors                             drafter, its mean and moments (`drafter/async_checkpoint.py`)
+    RUN_DIR/checkpoints/latest                        name of the newest complete one
+"""
 
 from __future__ import annotations
 

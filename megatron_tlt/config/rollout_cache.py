@@ -13,7 +13,7 @@ class RolloutCacheSection(Section):
 
     enabled: bool = True
     """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
-    trtllm) do not, and say so once."""
+    trtllm) do not, with one warning."""
     sync_seconds: NonNegativeFloat = 1.0
     """Seconds between syncs to disk. A finished answer survives the process at once, the machine once it is synced."""
     max_mib: PositiveInt = 4096

@@ -14,7 +14,7 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 
 
 class SuffixSection(Section):
-    """The suffix drafter: what the siblings of an answer, and earlier answers to its prompt, say next."""
+    """The suffix drafter: proposes what followed the same context in other and in earlier answers to the prompt."""
 
     depth: PositiveInt = Field(default=16, le=64)
     """Longest context, in tokens, that is matched."""

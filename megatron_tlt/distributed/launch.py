@@ -1,4 +1,4 @@
-"""Who started this process: mpiexec, srun, or nobody. The only reader of launch environment variables."""
+"""The launcher of this process: mpiexec, srun or none. The only reader of launch environment variables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The idle window of one rank: from its own replica having no request left until all replicas are done.
 
-    rank 0   rollout ===============================| out      (the slowest: waits for nobody)
+    rank 0   rollout ===============================| out      (the slowest: waits for no rank)
     rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over? is a micro-step worth it?
     rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `poll_ms`
                               ^ enters the done barrier

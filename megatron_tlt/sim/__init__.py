@@ -1,1 +1,1 @@
-"""What a run would take on a cluster that nobody has to buy: RL steps under a virtual clock. Torch-free."""
+"""The simulator: RL steps of a cluster under a virtual clock, with the production decision code. Torch-free."""

@@ -1,6 +1,6 @@
 """What drafters guess right: chances by position, drawn anew for every token. Torch-free.
 
-A drafter knows about each token how likely it is right: its chance p is drawn from a beta distribution around the
+A drafter estimates the acceptance of each token: its chance p is drawn from a beta distribution around the
 position's rate, the token is right with chance p, and the cumulative acceptance that the selector is shown is the
 product of these. So it is calibrated, as the production drafters' own estimates are made to be. A drafter that is
 adapted to the policy (quality 1) has `rates`, one that never saw it (0) `stale_rates`; in between the rates are too.

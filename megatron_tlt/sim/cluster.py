@@ -52,7 +52,7 @@ class Cluster:
         return links + network
 
     def barrier(self) -> float:
-        """From the last replica's end to everybody's knowing it.
+        """From the last replica's end to all ranks having received it.
 
         Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (facts: measured up to
         256 ranks on loopback; a network adds to each hop).

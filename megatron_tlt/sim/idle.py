@@ -1,7 +1,7 @@
 """The wait for the slowest replica: who trains the drafter, for how long, and what the drafter learns. Torch-free.
 
     replica 0   rollout ====================================|
-    replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: everybody waits
+    replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: all wait
     replica 2   rollout ====|idle|  train train train train  |
 
 `idle.policy.IdlePolicy` decides, on `IdleView`s with the tail that `expected_wait` and `tokens_left` make of what busy
@@ -46,7 +46,7 @@ class Waits:
     stops: np.ndarray  # float64 [R], when it ended
     micro_steps: int
     done: float  # the slowest replica ran dry
-    late: float  # seconds that the last micro-step made everybody wait
+    late: float  # seconds that the last micro-step made all ranks wait
 
 
 class IdleTime:
@@ -78,19 +78,19 @@ class IdleTime:
     def _tail(
         self, rollouts: Sequence[ReplicaRollout], ends: np.ndarray, now: float, usual: np.ndarray | None
     ) -> float | None:
-        """The wait that the leader expects at `now`, from what busy replicas say."""
+        """The wait that the leader expects at `now`, from the reports of busy replicas."""
         busy = np.flatnonzero(ends > now)
         if len(busy) > _REPORTERS:
             slowest = busy[ends[busy].argmax()]
             busy = np.append(busy[np.linspace(0, len(busy) - 1, _REPORTERS).astype(int)], slowest)
-        said = []
+        replicas = []
         for at in busy.tolist():
             rollout = rollouts[at]
             generated = float(np.interp(now, rollout.times, rollout.generated))
             guess = np.array([256.0]) if usual is None else usual
             left = tokens_left(rollout.lengths_at(now), 0, guess)
-            said.append(BusyReplica(left, generated / max(now, 1e-9)))
-        return expected_wait(said)
+            replicas.append(BusyReplica(left, generated / max(now, 1e-9)))
+        return expected_wait(replicas)
 
     def _divide(
         self,

@@ -121,5 +121,5 @@ def assumptions(config: SimConfig) -> list[str]:
             f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "
             f"{training.tokens_to_adapt:g} tokens of training bring it to 63 %"
         )
-    said.append("drafters know how likely each of their tokens is right (calibrated)")
+    said.append("drafters estimate the acceptance of each token without error (calibrated)")
     return said

@@ -2,7 +2,7 @@
 
     select -> draft -> prune -> record          the order of `rollout.spec.speculator.Speculator`
 
-The selector is `rollout.spec.selector.build_selector`'s own, told virtual seconds; only the drafts are drawn
+The selector is `rollout.spec.selector.build_selector`'s own, with virtual seconds; only the drafts are drawn
 (`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows, N drafted nodes.
 """
 

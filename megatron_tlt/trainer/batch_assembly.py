@@ -64,9 +64,9 @@ def share_answers(world: World, backend: RolloutBackend, groups: Sequence[Sample
         for group in groups
         for sample, reward in zip(group.samples, group.rewards, strict=True)
     ]
-    everybody = [answer for part in world.all_gather_object(mine) for answer in part]
-    everybody.sort(key=lambda a: a.visit)  # the order must not depend on the number of ranks
-    backend.remember(everybody)
+    answers = [answer for part in world.all_gather_object(mine) for answer in part]
+    answers.sort(key=lambda a: a.visit)  # the order must not depend on the number of ranks
+    backend.remember(answers)
 
 
 @dataclass(frozen=True)

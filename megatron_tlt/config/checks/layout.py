@@ -73,7 +73,7 @@ def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
 
 
 def check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
-    """`model.architecture` is a promise about `model.path`: names what differs."""
+    """Fields of `model.architecture` that contradict `model.path`."""
     promised = config.model.architecture
     if promised is None or shape is None or shape is promised:
         return

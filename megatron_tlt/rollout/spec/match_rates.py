@@ -118,7 +118,7 @@ class _Rates:
         strength = self._strength
         tried = self._counts.sum(-1)
         matched = self._counts[..., 1]
-        # A drafter that is better or worse than the prior has it is so everywhere: a few counts tell.
+        # A drafter that is better or worse than the prior has it is so at all positions: a few counts show it.
         expected = float((tried * self._prior).sum()) + strength
         base = np.minimum(self._prior * ((float(matched.sum()) + strength) / expected), _HIGHEST)
         if self._pool:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron_tlt.config.speculation import SpeculationSection, parse_arm
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
-from megatron_tlt.rollout.spec.cost_model import CostModelSelector
+from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 

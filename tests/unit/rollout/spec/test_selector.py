@@ -5,7 +5,7 @@ import pytest
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
-from megatron_tlt.rollout.spec.cost_model import CostModelSelector
+from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import measured

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.cost_model import CostModelSelector
+from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
 from megatron_tlt.types import NO_DRAFT
 from tests.helpers.spec_world import SpecWorld, fixed_speeds, gpu_seconds, linear_seconds, measured
 
