@@ -31,6 +31,8 @@ RENAMED_KEYS = {
 # Keys that are gone, and what holds instead.
 REMOVED_KEYS = {
     "rollout.speculation.verify": "is gone: verification is always coupled, answers are those of plain decoding",
+    "idle.sub_leaders_above": "is gone: the leaders of all replicas report to rank 0",
+    "engine": "is gone: the simulator has one engine",
 }
 
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
