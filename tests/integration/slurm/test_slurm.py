@@ -108,12 +108,12 @@ def test_a_crash_loop_gives_up(scenes):
     assert "giving up: 2 attempts in a row have written no new checkpoint step" in scene.output()
 
 
-def test_ranks_that_cannot_note_their_end_are_believed_while_the_job_runs(cluster, tmp_path):
+def test_where_ranks_cannot_note_their_exit_code_sruns_counts_while_the_job_runs(cluster, tmp_path):
     """Where Slurm has ended or requeued it, as after a node has failed, they are not: `node_down`."""
     scene = Scene(cluster, tmp_path / "lost")
     scene.record("train", "tiny.yaml", SILENT_EXIT=1, REQUEUE=0)
     assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("COMPLETED", "0:0"), scene.output()
-    assert "the ranks could not note their end in " in scene.output()
+    assert "the ranks could not write their exit code to " in scene.output()
 
 
 def test_a_container_and_the_network_are_passed_on(scenes):
