@@ -29,7 +29,14 @@ from typing import Any
 from megatron_tlt.errors import shortened
 from megatron_tlt.resilience import hang_detector as detector
 from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles, write_status
-from megatron_tlt.resilience.processes import exit_status, is_alive, process_state, write_stacks
+from megatron_tlt.resilience.processes import (
+    ALL_STACKS_SIGNAL,
+    STACK_SIGNAL,
+    exit_status,
+    is_alive,
+    process_state,
+    write_stacks,
+)
 
 # Schedulers and terminals send these to every process; what they mean is up to the ranks.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -296,7 +303,7 @@ class Watchdog:
         """The job ends for a reason found on another host."""
         self._end = end
         if end.outcome == "hung":
-            self._write_stacks(end.text, end.text)
+            self._write_stacks(end.text, end.text, ALL_STACKS_SIGNAL)
         # Launchers mostly do it; of a job that hangs, the author does when all stacks are there.
         self._kill_at = time.monotonic() + _LAUNCHER_S + (_STACKS_S if end.outcome == "hung" else 0)
 
@@ -306,7 +313,7 @@ class Watchdog:
             rank.beat = self._now(rank)
         if not self._claim("hung", text, hung):
             return
-        self._write_stacks(text, text)
+        self._write_stacks(text, text, ALL_STACKS_SIGNAL)
         end = time.monotonic() + max(_STACKS_S, 3 * self._o.heartbeat_s)
         while (missing := self._without_stacks(text)) and time.monotonic() < end:
             time.sleep(0.1)
@@ -317,14 +324,14 @@ class Watchdog:
         )
         self._kill_at = time.monotonic()
 
-    def _write_stacks(self, request: str, reason: str) -> None:
-        """Has the ranks that have not answered this request write their stacks."""
+    def _write_stacks(self, request: str, reason: str, signal_number: int = STACK_SIGNAL) -> None:
+        """Has the ranks that have not answered this request write their stacks: all threads' if the job ends anyway."""
         ranks = {r.beat.pid: r for r in self._running() if r.beat.stacks != request}
         clock = time.strftime("%Y-%m-%d %H:%M:%S")
         headings = {pid: f"{clock} {detector.describe([r.beat])}; {reason}" for pid, r in ranks.items()}
         try:
             done = write_stacks(
-                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings
+                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings, signal_number
             )
         except OSError as error:
             _print(f"megatron-tlt: stacks cannot be written: {error}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.resilience.hang_detector import phase_limit
 from megatron_tlt.resilience.heartbeat import StatusFiles
-from megatron_tlt.resilience.processes import STACK_SIGNAL
+from megatron_tlt.resilience.processes import ALL_STACKS_SIGNAL, STACK_SIGNAL
 from megatron_tlt.resilience.watchdog import Options
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ class WatchdogClient:
         address: str,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Connects to the watchdog at `address`. From now on `STACK_SIGNAL` makes this process write its stacks."""
+        """Connects to the watchdog at `address`. From now on two signals make this process write its stacks."""
         self._section, self._clock = section, clock
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         path = StatusFiles(run_dir).stacks_of(rank)
         self._stacks = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")
-        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
+        faulthandler.register(ALL_STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a segmentation fault writes where it was
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -108,7 +109,8 @@ class WatchdogClient:
             self._socket.send(json.dumps({"outcome": outcome, "detail": detail[:2000]}).encode())
             while self._socket.recv(1):
                 pass
-        faulthandler.unregister(STACK_SIGNAL)
+        for number in (STACK_SIGNAL, ALL_STACKS_SIGNAL):
+            faulthandler.unregister(number)
         self._socket.close()
         self._stacks.close()
 

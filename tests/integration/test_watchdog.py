@@ -133,7 +133,7 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     assert "the stacks of all 2 ranks are in" in said[0] and "none came" not in said[0]
     stacks = [(run_dir / f"stacks/rank-{n}.txt").read_text() for n in range(2)]
     assert all("most recent call first" in text and "loop.py" in text for text in stacks)
-    assert frame in stacks[rank]
+    assert frame in stacks[rank] and "Thread 0x" in stacks[rank]
     seen = status(run_dir)
     assert seen.returncode == 1 and f"{run_dir}: hung" in seen.stdout
     table = seen.stdout[seen.stdout.index("rank  host") :].splitlines()
