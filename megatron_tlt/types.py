@@ -136,7 +136,8 @@ class TrainBatch:
 
     `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be
     empty). `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the
-    algorithm from the whole batch, so the gradient does not depend on how sequences are split over ranks.
+    algorithm from the whole batch, so the gradient does not depend on how sequences are split over ranks. Answers
+    that have no gradient are counted there and are in no list.
     """
 
     mini_batches: list[list[TrainSequence]]

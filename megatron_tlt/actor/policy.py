@@ -172,9 +172,11 @@ class MegatronPolicy:
     def _report(
         self, results: list[StepResult], sums: list[dict[str, float]], objectives: list[float]
     ) -> dict[str, float]:
-        """Per-token means over all mini-batches; `loss` is the mean objective, which was differentiated."""
+        """Per-token means over the tokens of all mini-batches' sequences, which there may be none of; `loss` is the
+        mean objective, which was differentiated."""
         steps = max(1, len(results))
         return {
+            "tokens": 0.0,
             **per_token(merge(sums)),
             "loss": sum(objectives) / steps,
             "grad_norm": sum(r.grad_norm for r in results) / steps,

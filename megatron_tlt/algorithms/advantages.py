@@ -18,11 +18,12 @@ def group_statistics(prompt_id: Ints, rewards: Floats) -> tuple[Floats, Floats, 
     """(mean, standard deviation, size) of every row's own group, each [N].
 
     The deviation is the sample one (n - 1), 0 for a group of one. The papers write only "std"; n - 1 is what
-    the public implementations compute.
+    the public implementations compute. The mean of equal rewards is that reward, to the bit.
     """
     _, group = np.unique(prompt_id, return_inverse=True)
     size = np.bincount(group)
-    mean = np.bincount(group, weights=rewards) / size
+    low, _ = _group_range(group, rewards)
+    mean = low + np.bincount(group, weights=rewards - low[group]) / size
     spread = np.bincount(group, weights=(rewards - mean[group]) ** 2)
     std = np.sqrt(spread / np.maximum(size - 1, 1))
     return mean[group], std[group], size[group].astype(np.int64)
@@ -55,22 +56,30 @@ def share_of_equal_groups(prompt_id: Ints, rewards: Floats) -> float:
     if not len(rewards):
         return 0.0
     _, group = np.unique(prompt_id, return_inverse=True)
-    low = np.full(group.max() + 1, np.inf)
-    high = np.full(group.max() + 1, -np.inf)
+    low, high = _group_range(group, rewards)
+    return float(np.mean(low == high))
+
+
+def _group_range(group: Ints, rewards: Floats) -> tuple[Floats, Floats]:
+    """(least, greatest) reward of every group; `group` numbers the groups from 0, [N]."""
+    count = group.max(initial=-1) + 1
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(low, group, rewards)
     np.maximum.at(high, group, rewards)
-    return float(np.mean(low == high))
+    return low, high
 
 
 def whitened_rows(rewards: Floats, tokens: Ints, eps: float) -> Floats:
     """Rewards whitened over all tokens of the batch, [N]; row i counts `tokens[i]` times.
 
-    For REINFORCE++ (2501.03262, section 3) where every token of an answer has the answer's reward.
+    For REINFORCE++ (2501.03262, section 3) where every token of an answer has the answer's reward. Where all that
+    count are equal their values are 0, to the bit.
     """
     total = tokens.sum()
     if not total:
         return np.zeros_like(rewards)
-    mean = (rewards * tokens).sum() / total
+    low = rewards[tokens > 0].min()
+    mean = low + ((rewards - low) * tokens).sum() / total
     std = np.sqrt(((rewards - mean) ** 2 * tokens).sum() / total)
     return (rewards - mean) / (std + eps)
 

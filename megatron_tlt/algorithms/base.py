@@ -127,6 +127,11 @@ class Algorithm(ABC):
         """Whether `assign` needs every token's KL to the reference."""
         return self.needs_reference and self.config.kl_in == "reward"
 
+    @property
+    def zero_advantage_has_no_gradient(self) -> bool:
+        """Whether an answer's loss is made of its advantages only: no KL in the loss, no entropy bonus."""
+        return not self.config.entropy_coef and (not self.needs_reference or self.needs_token_kl)
+
     def shaped(self, group: SampleGroup) -> list[float]:
         """Rewards of a group, minus the penalty on overlong answers (DAPO, 2503.14476, equation 13). Pure."""
         pairs = zip(group.rewards, group.samples, strict=True)
@@ -149,6 +154,20 @@ class Algorithm(ABC):
         masked = table.truncated if self.config.mask_truncated else np.zeros_like(table.truncated)
         trained: npt.NDArray[np.bool_] = (table.length > 0) & ~masked
         return trained
+
+    def has_gradient(self, table: RewardTable) -> npt.NDArray[np.bool_]:
+        """[N] whether a row must be run through the update; the others' gradients are exactly zero.
+
+        Rows without are counted by `denominator` all the same. Every row has one as long as its advantages depend
+        on log-probs that are not there yet (KL in the reward). Pure.
+        """
+        if self.needs_token_kl:
+            return np.ones(len(table.reward), dtype=np.bool_)
+        trained = self.trained(table)
+        if not self.zero_advantage_has_no_gradient:
+            return trained
+        # As the loss sees them, in fp32. NaN is not zero: a broken reward must reach the guard of the update.
+        return trained & (self.row_advantages(table, table.reward).astype(np.float32) != 0)
 
     def denominator(self, table: RewardTable, members: Ints) -> float:
         """World-wide divisor of the loss sum over the rows `members`; 0 if none of them is trained."""

@@ -1,7 +1,8 @@
 """From scored samples to a training batch: the step's table, the placement of sequences, log-probs, advantages.
 
 The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
-controller. Legend: N samples of the step over all ranks, R response tokens.
+controller. A sample that has no gradient (`Algorithm.has_gradient`) has a row in the table and counts in its
+mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def share_answers(world: World, backend: RolloutBackend, groups: Sequence[Sample
 class StepTable:
     """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
 
-    `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `failures` counts the samples that a
-    reward function gave no verdict on.
+    `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `dp_rank` is -1 for rows without a gradient.
+    `failures` counts the samples that a reward function gave no verdict on.
     """
 
     rewards: RewardTable
@@ -87,10 +88,11 @@ class StepTable:
         return np.flatnonzero(self.mini_batch == mini_batch)
 
     def metrics(self) -> dict[str, float]:
-        """Statistics of rewards, accuracy and lengths over all ranks."""
+        """Statistics of rewards, accuracy and lengths over all ranks, and how much the update left out."""
         length = self.rewards.length
         if not len(length):
             return {"rollout/samples": 0.0}
+        skipped = float(length[self.dp_rank < 0].sum())
         return {
             "rollout/samples": float(len(length)),
             "reward/accuracy": float(self.rewards.correct.mean()),
@@ -100,21 +102,24 @@ class StepTable:
             "length/p95": float(np.quantile(length, 0.95)),
             "length/max": float(length.max()),
             "length/truncated": float(self.rewards.truncated.mean()),
+            "update/skipped_tokens": skipped,
+            "update/skipped_share": skipped / max(1, int(length.sum())),
         }
 
 
 def place(
-    prompt_id: np.ndarray, costs: np.ndarray, mini_batches: int, dp: int
+    prompt_id: np.ndarray, costs: np.ndarray, has_gradient: np.ndarray, mini_batches: int, dp: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(mini-batch, replica) of every row: whole prompts per mini-batch, tokens balanced over replicas. Pure.
 
-    `costs` are tokens of prompt and response, int64 [N].
+    `costs` are tokens of prompt and response, int64 [N]. Rows without a gradient belong to a mini-batch and to no
+    replica (-1).
     """
     prompts = np.unique(prompt_id)
     mini_batch = np.searchsorted(prompts, prompt_id) * mini_batches // max(len(prompts), 1)
-    dp_rank = np.zeros(len(prompt_id), dtype=np.int64)
+    dp_rank = np.full(len(prompt_id), -1, dtype=np.int64)
     for index in range(mini_batches):
-        members = np.flatnonzero(mini_batch == index)
+        members = np.flatnonzero((mini_batch == index) & has_gradient)
         dp_rank[members] = balance(costs[members].tolist(), dp)
     return mini_batch, dp_rank
 
@@ -152,14 +157,15 @@ class BatchAssembler:
         self._sum = partial(sum_over_replicas, world, policy.dims)
 
     def exchange(self, groups: Sequence[SampleGroup]) -> tuple[StepTable, list[list[TrainSequence]]]:
-        """The step's table, and this replica's sequences by mini-batch. Collective."""
+        """The step's table, and this replica's sequences with a gradient by mini-batch. Collective."""
         table = self._gather_table(groups)
         ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
         row_of = table.rewards.row_of()
         outgoing = []
-        for sequence in (make_sequence(group, sample) for group in groups for sample in group.samples):
-            row = row_of[(sequence.prompt_id, sequence.sample_index)]
-            outgoing.append(((int(table.mini_batch[row]), sequence), ranks[int(table.dp_rank[row])]))
+        for group, sample in [(g, sample) for g in groups for sample in g.samples]:
+            row = row_of[(sample.prompt_id, sample.sample_index)]
+            if (dp := int(table.dp_rank[row])) >= 0:
+                outgoing.append(((int(table.mini_batch[row]), make_sequence(group, sample)), ranks[dp]))
         mine = redistribute(self._world, outgoing)
         mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
         return table, [[seq for index, seq in mine if index == i] for i in range(self._mini_batches)]
@@ -211,8 +217,9 @@ class BatchAssembler:
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
         costs, failed = columns.pop("cost"), columns.pop("failed")
-        mini_batch, dp_rank = place(columns["prompt_id"], costs, self._mini_batches, self._dims.dp)
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
+        has_gradient = self._algorithm.has_gradient(rewards)
+        mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
         return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
 
     def _with_kl(

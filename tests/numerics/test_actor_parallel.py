@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.algorithms.build import ALGORITHMS
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results
 from tests.numerics.actor_expected import expected_root, one_rank_results
@@ -70,3 +71,20 @@ def test_adam_equals_one_rank(name: str, kind: str) -> None:
 def test_all_ranks_skip_what_one_cannot_take(ranks: int) -> None:
     views = next(r for r in run(ranks) if r["case"] == "skip")["views"]
     assert views == [[True, True]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_answers_without_a_gradient_change_no_update(name: str, ranks: int) -> None:
+    """Left out or run through the update: the same gradients, optimizer steps, schedule and policy version."""
+    outcome = next(r for r in run(ranks) if r["case"] == "zero_advantages")["outcomes"][name]
+    less, whole = outcome["less"], outcome["whole"]
+    for mine, theirs in zip(less, whole, strict=True):
+        assert theirs["skipped"] == 0 and theirs["tokens"] == theirs["all"] == mine["all"]
+        assert mine["tokens"] == mine["all"] - mine["skipped"]
+        # REINFORCE++ measures against the mean of the whole batch: equal groups have a gradient.
+        assert (mine["skipped"] > 0) == (name != "reinforce_pp")
+        same = ("version", "position", "steps")
+        assert [mine[key] for key in same] == [theirs[key] for key in same]
+    assert outcome["same_bits"], "an update of zero gradients moves the weights as Adam and its decay do"
+    assert outcome["gradients"] <= 1e-6

@@ -16,6 +16,7 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
+from tests.mpi.workers.actor_zero_advantages import zero_advantages
 
 
 def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimizer: str) -> None:
@@ -67,6 +68,7 @@ def main() -> None:
     for layout, kind, optimizer in json.loads(sys.argv[2]):
         compare(world, root, kind, layout, optimizer)
     skip_everywhere(world, root)
+    zero_advantages(world, root, {} if world.size == 2 else {"pp": 2})
     world.close()
 
 

@@ -225,13 +225,15 @@ def production_loss(
     seed: int = 0,
     with_old: bool = True,
     garbage: bool = True,
+    only: np.ndarray | None = None,
 ) -> Tensor:
+    """`only`, [answers], says which are trained on; the others are counted in the denominator."""
     table, sequences = make_table(answers), make_sequences(answers)
     token_kl = [np.array(a.kl) for a in answers] if algorithm.needs_token_kl else None
     algorithm.assign(sequences, table, token_kl, lambda x: x)
     rows = [i for i, a in enumerate(answers) if a.prompt in members]
     total = torch.zeros((), dtype=torch.float64)
-    for chosen in packs(seed, rows):
+    for chosen in packs(seed, [i for i in rows if only is None or only[i]]):
         inputs = pack([answers[i] for i in chosen], [sequences[i] for i in chosen], with_old, garbage)
         total = total + algorithm.loss(inputs)[0]
     return total / algorithm.denominator(table, np.array(rows))
@@ -239,6 +241,8 @@ def production_loss(
 
 def gradients(loss: Tensor, answers: list[Answer]) -> list[Tensor]:
     leaves = [a.logp for a in answers] + [a.entropy for a in answers]
+    if not loss.requires_grad:  # of no answer
+        return [torch.zeros_like(x) for x in leaves]
     found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]
 
@@ -275,6 +279,37 @@ def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -
     for members in [{3, 7}, {8, 20}] if config.mini_batches == 2 else [{3, 7, 8, 20}]:
         mine = production_loss(algorithm, answers, members, seed)
         assert_same(mine, naive_loss(name, config, answers, members), answers)
+
+
+@pytest.mark.parametrize("scope", ["group", "batch"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_without_a_gradient_change_none(name: str, variant: str, scope: str) -> None:
+    """Equal rewards in two groups or everywhere: which algorithm leaves out which answers, and that none is missed."""
+    config = AlgorithmSection(name=name, **VARIANTS[variant])
+    algorithm, answers = build_algorithm(config, MAX_TOKENS), make_answers(4, name)
+    equal = {8, 20} if scope == "group" else {3, 7, 8, 20}
+    for a in answers:
+        a.reward = 0.1 if a.prompt in equal else float(a.index == 1)  # thirds of 0.1 do not add up to 0.1
+    kept = algorithm.has_gradient(make_table(answers))
+    # REINFORCE++ measures against the whole batch; a KL or an entropy in the objective has a gradient of its own.
+    may_skip = not ({"kl_coef", "entropy_coef"} & set(VARIANTS[variant]))
+    may_skip &= name != "reinforce_pp" or scope == "batch"
+    masked = np.array([a.truncated and config.mask_truncated and config.kl_in == "loss" for a in answers])
+    assert masked.any() == (variant == "masked")
+    zero = np.array([may_skip and a.prompt in equal for a in answers])
+    np.testing.assert_array_equal(kept, ~(zero | masked))
+    members = {3, 7, 8, 20}
+    whole = gradients(production_loss(algorithm, answers, members), answers)
+    left = gradients(production_loss(algorithm, answers, members, only=kept), answers)
+    for a, b in zip(left, whole):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    if not may_skip:  # and they could not have been left out
+        wrong = production_loss(
+            algorithm, answers, members, only=np.array([a.prompt not in equal for a in answers])
+        )
+        moved = [abs(a - b).max() for a, b in zip(gradients(wrong, answers), whole)]
+        assert max(moved) > 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_tlt.algorithms.build import build_algorithm
+from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place
@@ -39,13 +39,15 @@ def test_placement_keeps_prompts_whole_and_balances_tokens():
     rng = np.random.default_rng(1)
     prompt_id = np.repeat(np.arange(32), 8)
     costs = rng.geometric(0.01, len(prompt_id)) + 20
-    mini_batch, dp_rank = place(prompt_id, costs, mini_batches=4, dp=4)
+    has_gradient = prompt_id % 3 > 0
+    mini_batch, dp_rank = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
     for prompt in range(32):
-        assert len(set(mini_batch[prompt_id == prompt])) == 1
+        assert set(mini_batch[prompt_id == prompt]) == {prompt // 8}
     for index in range(4):
         loads = [costs[(mini_batch == index) & (dp_rank == dp)].sum() for dp in range(4)]
         assert max(loads) <= 1.1 * np.mean(loads)
-    again = place(prompt_id, costs, mini_batches=4, dp=4)
+    assert np.array_equal(dp_rank < 0, ~has_gradient)
+    again = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
     assert all(np.array_equal(a, b) for a, b in zip((mini_batch, dp_rank), again, strict=True))
 
 
@@ -103,3 +105,34 @@ def test_answers_of_an_engine_without_log_probs_get_those_of_the_policy(has_logp
             -0.5 if has_logprobs else -float(sequence.prompt_id)
         }
     assert asked == ([] if has_logprobs else [(12, 0.5, "policy")])
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
+    """Two of four groups have equal rewards, 0.1 and 0: their answers count in divisors and figures only."""
+    section = AlgorithmSection(name=name, mini_batches=2, advantage_eps=1e-9)
+    algorithm, groups, asked = build_algorithm(section, max_tokens=8), make_groups(), []
+    for group, reward in ((groups[0], 0.1), (groups[3], 0.0)):
+        group.rewards = [RewardResult(reward, False) for _ in group.samples]
+
+    def logprobs(sequences, temperature, which):
+        asked.extend(s.prompt_id for s in sequences)
+        return [np.zeros(len(s.loss_mask)) for s in sequences]
+
+    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
+    table, parts = assembler.exchange(groups)
+    batch = assembler.build_batch(parts, table)
+    trained = [[s.prompt_id for s in part] for part in batch.mini_batches]
+    lengths = np.array([[len(s.token_ids) for s in group.samples] for group in groups])
+    is_whole_batch = name == "reinforce_pp"  # its baseline is the batch's mean
+    expected = [[10] * 3 + [11] * 3, [12] * 3 + [13] * 3] if is_whole_batch else [[11] * 3, [12] * 3]
+    assert trained == expected and asked == expected[0] + expected[1]
+    assert batch.denominators == [
+        algorithm.divisor(lengths[:2].ravel()),
+        algorithm.divisor(lengths[2:].ravel()),
+    ]
+    skipped = 0 if is_whole_batch else lengths[[0, 3]].sum()
+    assert table.metrics()["update/skipped_tokens"] == skipped
+    assert table.metrics()["update/skipped_share"] == pytest.approx(skipped / lengths.sum())
+    assert table.metrics()["rollout/samples"] == 12
