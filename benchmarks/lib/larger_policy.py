@@ -38,32 +38,77 @@ def deepen(model: Path, layers: int, folder: Path) -> Path:
     return _write(model, folder, lambda small: replace(small, num_layers=layers), fill)
 
 
-def widen(model: Path, intermediate_size: int, folder: Path) -> Path:
-    """A copy of the policy with wider MLPs, the added units without effect, also on gradients: they stay so.
+def widen(
+    model: Path,
+    intermediate_size: int,
+    folder: Path,
+    *,
+    hidden_size: int | None = None,
+    max_positions: int | None = None,
+) -> Path:
+    """A copy of the policy with wider MLPs, and with `hidden_size` also a wider residual stream and more heads.
 
-    Their gates and outputs are zero: silu(0) = 0 is what the output's gradient is multiplied by, and the output's
-    zero what the gate's is.
+    The logits are those of the small policy up to rounding, and training leaves every added value zero, as long as
+    the optimizer has no weight decay: an added value meets a zero in the forward pass (its input) and one in the
+    backward pass (the weight behind it), so its gradient is zero; silu(0) = 0 does the same for added units of an MLP.
+    Head size and queries per key head stay. RMSNorm divides by the mean square of more dimensions, so its weights
+    are multiplied by sqrt(h / H) and its epsilon by h / H (h, H: hidden sizes of the small and the large policy).
+    `max_positions`: the longest sequence that the copy's config.json allows, rotary embeddings have no table to widen.
     """
 
     def fill(name: str, shape: tuple[int, ...], known: Tensor | None) -> Tensor:
         assert known is not None, f"{name} is not in {model}"
-        return _padded(known, shape)
+        return _padded(name, known, shape)
 
-    return _write(model, folder, lambda small: replace(small, intermediate_size=intermediate_size), fill)
+    def grow(small: ModelConfig) -> ModelConfig:
+        large = _wider(small, hidden_size or small.hidden_size, intermediate_size)
+        return replace(large, max_position_embeddings=max_positions or small.max_position_embeddings)
+
+    return _write(model, folder, grow, fill)
 
 
 def widen_drafter(drafter: Path, small: ModelConfig, large: ModelConfig, folder: Path) -> Path:
-    """The drafter of `small` as one of `large`, which is `small` with wider MLPs; as `widen`."""
-    known = load_drafter(drafter, small).weights
-    shapes = eagle_parameter_shapes(large)
-    save_drafter(folder, large, {name: _padded(known[name], shape) for name, shape in shapes.items()})
+    """The drafter of `small` as one of `large`, which `widen` made of `small`; as `widen`.
+
+    `fc` reads an embedding and a hidden state side by side, so its two halves are padded each for itself.
+    """
+    known, h = load_drafter(drafter, small).weights, small.hidden_size
+
+    def fill(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name != "fc.weight":
+            return _padded(name, known[name], shape)
+        half = (large.hidden_size, large.hidden_size)
+        return torch.cat([_padded(name, part, half) for part in known[name].split(h, dim=1)], dim=1)
+
+    save_drafter(
+        folder, large, {name: fill(name, shape) for name, shape in eagle_parameter_shapes(large).items()}
+    )
     return folder
 
 
-def _padded(known: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _wider(small: ModelConfig, hidden_size: int, intermediate_size: int) -> ModelConfig:
+    """Raises ValueError unless the larger hidden size is a multiple of the small one and the MLPs are no smaller."""
+    times, rest = divmod(hidden_size, small.hidden_size)
+    if rest or times < 1 or intermediate_size < small.intermediate_size:
+        raise ValueError(
+            f"hidden size {hidden_size} must be a multiple of {small.hidden_size}, MLPs of {intermediate_size} units "
+            f"must have {small.intermediate_size} or more"
+        )
+    return replace(
+        small,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=small.num_heads * times,
+        num_kv_heads=small.num_kv_heads * times,
+        rms_norm_eps=small.rms_norm_eps / times,
+    )
+
+
+def _padded(name: str, known: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`known` with zeros behind it in every dimension; weights of RMSNorm scaled for the longer vector."""
     wide = torch.zeros(shape, dtype=known.dtype)
     wide[tuple(slice(size) for size in known.shape)] = known
-    return wide
+    return wide * (len(known) / len(wide)) ** 0.5 if "norm" in name else wide
 
 
 def _write(model: Path, folder: Path, grow: Callable[[ModelConfig], ModelConfig], fill: Fill) -> Path:
