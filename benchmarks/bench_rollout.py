@@ -18,13 +18,13 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lib.bench_record import ROOT, write_record
+from lib.child import Child, serve
 from lib.rollout_sides import LONGEST, SIDES, Work
 
 MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times the median
@@ -41,69 +41,22 @@ def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = F
     return {"prompts": prompts, "lengths": lengths}
 
 
-def serve(side: str, model: str, dtype: str, threads: int) -> None:
-    """The child: answers work from stdin with seconds on its own channel until stdin ends."""
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print to stdout; only results go to the parent
-    run = SIDES[side](model, dtype, threads)
-    print("ready", file=channel, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), file=channel, flush=True)
-
-
-class Child:
+class Engine(Child):
     """One engine in its own process."""
 
     def __init__(self, python: str, side: str, model: str, dtype: str, threads: int):
         self.side, self.dtype = side, dtype
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        if side == "embedded":
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
-        command = [
-            python,
-            __file__,
-            "--serve",
-            side,
-            "--model",
-            model,
-            "--dtype",
-            dtype,
-            "--threads",
-            str(threads),
-        ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=env
-        )
-        self._read()
-
-    def run(self, work: Work) -> float:
-        """Seconds for `work`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(work) + "\n")
-        self._process.stdin.flush()
-        return float(self._read())
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            raise SystemExit(f"{self.side} ({self.dtype}) ended:\n{self._log.read()[-4000:]}")
-        return line.strip()
+        options = ["--serve", side, "--model", model, "--dtype", dtype, "--threads", str(threads)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"PYTHONPATH": path} if side == "embedded" else {}
+        super().__init__(f"{side} ({dtype})", [python, __file__, *options], threads, environment)
 
 
 # The comparison.
 
 
 def compare(
-    children: list[Child], works: dict[int, Work], threads: int, repeats: int
+    children: list[Engine], works: dict[int, Work], threads: int, repeats: int
 ) -> list[dict[str, Any]]:
     """One row for each number of requests and child; the children take turns within a size."""
     rows = []
@@ -206,7 +159,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.serve:
-        serve(args.serve, args.model, args.dtype, args.threads[0])
+        serve(lambda: SIDES[args.serve](args.model, args.dtype, args.threads[0]))
         return
     sys.path.insert(0, str(ROOT))
     if args.quick:
@@ -226,7 +179,9 @@ def main() -> None:
         works = {n: make_work(n, vocab, longest, args.equal) for n in args.requests}
         rows: list[dict[str, Any]] = []
         for threads in args.threads:
-            children = [Child(python, side, model, d, threads) for side, python in sides for d in args.dtypes]
+            children = [
+                Engine(python, side, model, d, threads) for side, python in sides for d in args.dtypes
+            ]
             rows += compare(children, works, threads, args.repeats)
             for child in children:
                 child.close()
