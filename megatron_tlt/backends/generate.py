@@ -15,7 +15,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafter.checkpoint import drafter_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.observe.jsonl import write_atomically
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
 def generate_problems(
     model_dir: Path, in_jsonl: Path, speculation: SpeculationSection
 ) -> list[ConfigProblem]:
-    """Input of `megatron-tlt generate` that is missing, and a drafter that does not fit the model."""
+    """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
     problems = []
     if not (model_dir / "config.json").is_file():
         allowed = "must be a Hugging Face directory with a config.json"
         problems.append(ConfigProblem("--model", str(model_dir), allowed))
     else:
-        problems += drafter_problems(speculation, ModelConfig.from_hf(model_dir), model_dir)
-        problems += [
-            ConfigProblem("--model", str(model_dir), text) for text in safetensors_problems(model_dir)
-        ]
+        texts = safetensors_problems(model_dir)
+        try:
+            problems += drafter_problems(speculation, ModelConfig.from_hf(model_dir), model_dir)
+        except CheckpointError as error:
+            texts.append(str(error))
+        problems += [ConfigProblem("--model", str(model_dir), text) for text in texts]
     if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
         problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
     return problems

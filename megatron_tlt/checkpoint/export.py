@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
@@ -54,7 +55,7 @@ def export_problems(out: Path, run_dir: Path, resume: str) -> list[ConfigProblem
     problems = []
     if problem := problem_of(out):
         problems.append(ConfigProblem("--out", str(out), problem))
-    if resume == "auto" and not (run_dir / "checkpoints").is_dir():
+    if resume == "auto" and not complete_steps(run_dir / "checkpoints"):
         problems.append(ConfigProblem("train.run_dir", str(run_dir), "must be a run with checkpoints"))
     return problems
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.options import add_config, output_file_problems, read_config
+from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = read_config(args, Config)
-    if args.action == "eval" and (problems := output_file_problems("--out", args.out)):
+    check_out = output_file_problems if args.action == "eval" else output_directory_problems
+    if problems := check_out("--out", args.out):
         raise ConfigError(problems)
     return run_on_every_rank(
         config.distributed, config.rollout.threads, lambda world: body(config, world, args)
@@ -72,7 +74,10 @@ def _init(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.models.base import DTYPES
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.trainer.preflight import model_problems
 
+    if problems := model_problems(config):
+        raise ConfigError(problems)
     shape = ModelConfig.from_hf(config.model.path)
     if world.is_main:
         model = EagleModel(shape)

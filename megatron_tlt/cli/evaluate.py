@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.options import add_config, output_file_problems, read_config
+from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.options import output_file_problems
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import SamplingParams
 

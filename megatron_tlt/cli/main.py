@@ -20,7 +20,7 @@ from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
 from megatron_tlt.cli.train import add_train
 from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, DataError, TltError
 from megatron_tlt.observe.attempt import note_exit
 
 _COMMANDS = (
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         # Every rank finds the same problems; one copy is enough.
         if detect_launch().rank in (0, None):
             print_problems(error)

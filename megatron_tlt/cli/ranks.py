@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import ConfigError, DataError, TltError
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
@@ -50,7 +50,7 @@ def run_on_every_rank(
         if code:
             world.leave(code)
         world.close()
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         # Usually every rank finds the same problems, but one may be alone: the first one prints them.
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
@@ -64,8 +64,11 @@ def run_on_every_rank(
     return OK
 
 
-def print_problems(error: ConfigError) -> None:
+def print_problems(error: ConfigError | DataError) -> None:
     """All problems on stderr, one a line."""
+    if isinstance(error, DataError):
+        print(f"megatron-tlt: {error}", file=sys.stderr, flush=True)
+        return
     lines = [f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:"]
     print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
 

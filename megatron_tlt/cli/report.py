@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
-from megatron_tlt.cli.options import output_file_problems
+from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.options import output_file_problems
+from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -149,6 +149,22 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return records, numbers
 
 
+def read_completions(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The {"prompt", "completion"} records of a JSONL file and their line numbers.
+
+    Raises DataError naming file and line, also where a record lacks one of the two texts or there is no record.
+    """
+    records, numbers = read_jsonl(path)
+    for record, number in zip(records, numbers, strict=True):
+        if missing := [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]:
+            raise DataError(
+                f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}"
+            )
+    if not records:
+        raise DataError(f"{path}: no records")
+    return records, numbers
+
+
 def _read_parquet(path: Path) -> Any:
     """The rows of a Parquet file, or of a directory of them."""
     import datasets

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import source_problems
+from megatron_tlt.data.sources import read_completions
 from megatron_tlt.data.tokenizer import has_tokenizer
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.rewards.build import function_problems
@@ -32,9 +33,12 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
     problems = find_problems(config, shape, num_ranks, None, positions)
-    problems += tokenizer_problems(config) + weight_problems(config, shape) + resume_problems(config)
+    problems += model_problems(config) + tokenizer_problems(config) + weight_problems(config, shape)
+    problems += resume_problems(config) + input_problems(config)
+    field, path = _written_directory(config)
+    problems += output_directory_problems(field, path, must_be_writable=False)
     if isinstance(config, Config):
-        problems += input_problems(config) + speculation_problems(config, shape)
+        problems += speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
@@ -43,12 +47,11 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
-    problems = [*found_before, *missing_files(config), *tokenizer_problems(config)]
+    problems = [*found_before, *missing_files(config), *model_problems(config), *tokenizer_problems(config)]
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems += find_problems(config, shape, world.size, device, positions)
-    if isinstance(config, Config):
-        problems += input_problems(config)
+    problems += input_problems(config)
     found = []
     if world.is_main:  # it looks into many files, which a run that goes on may be removing
         found = weight_problems(config, shape) + resume_problems(config)
@@ -66,11 +69,29 @@ def without_checkpoints(config: Config) -> Config:
 
 
 def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
-    """(shape, longest context) of the model directory; (None, None) if it is not on this machine."""
-    if not (Path(config.model.path) / "config.json").is_file():
+    """(shape, longest context) of the model directory; (None, None) if it is not here or cannot be read."""
+    if not (Path(config.model.path) / "config.json").is_file() or model_problems(config):
         return None, None
     model = ModelConfig.from_hf(config.model.path)
     return model, model.max_position_embeddings
+
+
+def model_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A model directory on this machine whose config.json cannot be read or describes no supported model."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return []
+    try:
+        ModelConfig.from_hf(config.model.path)
+    except CheckpointError as error:
+        return [ConfigProblem("model.path", config.model.path, str(error))]
+    return []
+
+
+def _written_directory(config: Config | SftConfig) -> tuple[str, str]:
+    """(field, path) of the directory that a run writes."""
+    if isinstance(config, SftConfig):
+        return "sft.out", config.sft.out
+    return "train.run_dir", config.train.run_dir
 
 
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -103,17 +124,6 @@ def resume_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     if isinstance(config, SftConfig) or not Path(config.checkpoint.resume).exists():
         return []
     return checkpoint_problems(config.checkpoint.resume)
-
-
-def run_dir_problems(run_dir: str) -> list[ConfigProblem]:
-    """A run directory that cannot be made or written to. Makes nothing."""
-    path = Path(run_dir).absolute()
-    existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
-    if not existing.is_dir():
-        return [ConfigProblem("train.run_dir", run_dir, f"{existing} is not a directory")]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [ConfigProblem("train.run_dir", run_dir, f"{existing} is not writable")]
-    return []
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -166,10 +176,24 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
     return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
 
 
-def input_problems(config: Config) -> list[ConfigProblem]:
-    """Prompts on this machine that cannot be read or generated, and users' reward functions that cannot be imported."""
+def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """Prompts or records on this machine that cannot be read, and users' reward functions that cannot be imported."""
     problems: list[ConfigProblem] = []
+    if isinstance(config, SftConfig):
+        for field in ("train_path", "eval_path"):
+            path = getattr(config.sft, field)
+            if path is not None and Path(path).exists():
+                problems += _record_problems(f"sft.{field}", path)
+        return problems
     for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if source is not None and (source.path is None or Path(source.path).exists()):
             problems += source_problems(source, name)
     return problems + function_problems(config.rewards)
+
+
+def _record_problems(field: str, path: str) -> list[ConfigProblem]:
+    try:
+        read_completions(Path(path))
+    except DataError as error:
+        return [ConfigProblem(field, path, str(error))]
+    return []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm.build import build_trtllm
+from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts
@@ -44,7 +45,7 @@ from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.idle_figures import IdleFigures
-from megatron_tlt.trainer.preflight import check_on, run_dir_problems
+from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
 from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.trainer.weight_push import WeightPush
@@ -79,7 +80,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
 
-    check_on(config, world, run_dir_problems(config.train.run_dir))
+    check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
@@ -147,7 +148,7 @@ def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
     """One rank of a fine-tuning run. Collective. Raises ConfigError with all problems at once."""
     from megatron_tlt.trainer.sft import SftTrainer
 
-    check_on(config, world)
+    check_on(config, world, output_directory_problems("sft.out", config.sft.out))
     setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config))
 

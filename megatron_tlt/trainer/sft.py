@@ -12,7 +12,7 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.data.packing import balance
-from megatron_tlt.data.sources import read_jsonl
+from megatron_tlt.data.sources import read_completions
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.errors import DataError
 from megatron_tlt.types import TrainBatch, TrainSequence
@@ -43,12 +43,7 @@ def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int)
     """
     eos, chat = tokenizer.eos_token_ids[0], chat and tokenizer.has_chat_template
     sequences = []
-    for record, number in zip(*read_jsonl(path), strict=True):
-        missing = [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]
-        if missing:
-            raise DataError(
-                f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}"
-            )
+    for record, number in zip(*read_completions(path), strict=True):
         prompt = tokenizer.encode_chat(record["prompt"]) if chat else tokenizer.encode(record["prompt"])
         tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
         if len(tokens) > max_context:
@@ -57,8 +52,6 @@ def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int)
         ones, zeros = np.ones(response, dtype=np.float32), np.zeros(response, dtype=np.float32)
         ids = np.array(tokens, dtype=np.int64)
         sequences.append(TrainSequence(number, 0, ids, len(prompt), ones, ones.copy(), zeros))
-    if not sequences:
-        raise DataError(f"{path}: no records")
     return sequences
 
 

@@ -16,7 +16,6 @@ from megatron_tlt.trainer.preflight import (
     check_report,
     input_problems,
     missing_files,
-    run_dir_problems,
     tokenizer_problems,
 )
 from tests.helpers.tiny_drafters import random_drafter
@@ -166,6 +165,39 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
         check_report(config, 1)
 
 
+def fine_tuning(folder, **sft) -> SftConfig:
+    sft = {"train_path": "no.jsonl", "out": str(folder / "out"), "tokens_per_step": 4096, **sft}
+    model = {"path": "not/here", "architecture": ARCHITECTURE}
+    return SftConfig.model_validate({"model": model, "sft": {"random_init": True, **sft}})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"{broken", "f:1: not a JSON object"),
+        (b"\xff\xfe", "f:1: not a JSON object"),
+        (b"", "no records"),
+        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "f:2: field 'completion' must be a string"),
+    ],
+)
+def test_records_of_a_fine_tuning_are_read_before_a_run(tmp_path, text, problem):
+    (tmp_path / "f").write_bytes(text)
+    for field in ("train_path", "eval_path"):
+        with pytest.raises(ConfigError, match=rf"^sft\.{field} = .*{problem}"):
+            check_report(fine_tuning(tmp_path, **{field: str(tmp_path / "f")}), 1)
+
+
+def test_a_model_whose_description_is_torn_is_found_with_the_other_problems(tmp_path):
+    config = with_drafter(tmp_path, drafter="suffix")
+    (tmp_path / "model/config.json").write_text('{"hidden')
+    (tmp_path / "model/tokenizer.json").unlink()
+    with pytest.raises(ConfigError) as caught:
+        check_report(config, 1)
+    texts = [str(problem) for problem in caught.value.problems]
+    assert len(texts) == 2 and all(text.startswith("model.path = ") for text in texts)
+    assert "not valid JSON" in texts[0] and "tokenizer" in texts[1]
+
+
 def test_missing_files_are_named_by_their_fields():
     source = {"kind": "jsonl", "path": "no/prompts.jsonl"}
     config = make(data={"train": source, "eval": {**source, "path": "no/held-out.jsonl"}})
@@ -183,7 +215,11 @@ def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
 
 def test_a_run_directory_below_a_file_is_refused_and_nothing_is_made(tmp_path):
     (tmp_path / "file").write_text("")
-    (problem,) = run_dir_problems(str(tmp_path / "file/run"))
-    assert problem.path == "train.run_dir" and problem.allowed == f"{tmp_path / 'file'} is not a directory"
-    assert run_dir_problems(str(tmp_path / "new/run")) == []
+    for config in (
+        make(train={"run_dir": str(tmp_path / "file/run")}),
+        fine_tuning(tmp_path, out=str(tmp_path / "file/model")),
+    ):
+        with pytest.raises(ConfigError, match=rf"^(train\.run_dir|sft\.out) = .*{tmp_path}/file is not a directory$"):
+            check_report(config, 4)
+    assert "Ranks: 4" in check_report(make(train={"run_dir": str(tmp_path / "new/run")}), 4)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
