@@ -20,6 +20,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_tlt.drafter.async_checkpoint import AsyncDrafterCheckpoint
 from megatron_tlt.drafter.flat_state import FlatState
+from megatron_tlt.drafter.state_file import StateSnapshot
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
@@ -58,16 +59,15 @@ def size_of(state: Any) -> int:
     return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
-def save(
-    writer: AsyncDrafterCheckpoint, file: Path, state: dict[str, Any], wait: bool
-) -> tuple[float, float]:
+def save(snapshot: StateSnapshot, file: Path, state: dict[str, Any], wait: bool) -> tuple[float, float]:
     """(blocking, on disk) seconds."""
     started = time.perf_counter()
-    writer.save(file, state)
+    thread = threading.Thread(target=snapshot.take(state), args=(file,))
+    thread.start()
     if wait:
-        writer.wait()
+        thread.join()
     blocking = time.perf_counter() - started
-    writer.wait()
+    thread.join()
     return blocking, time.perf_counter() - started
 
 
@@ -82,12 +82,12 @@ def main() -> None:
     torch.set_num_threads(1)
     full, selective = states(QUICK if args.quick else POLICY)
     kinds = {"full sync": (full, True), "full async": (full, False), "selective async": (selective, False)}
-    writers = {kind: AsyncDrafterCheckpoint() for kind in ("full", "selective")}
+    snapshots = {kind: StateSnapshot() for kind in ("full", "selective")}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for round_number in range(3 if args.quick else 4):
             for kind, (state, wait) in kinds.items():
-                taken = save(writers[kind.split()[0]], Path(folder) / "drafter.safetensors", state, wait)
+                taken = save(snapshots[kind.split()[0]], Path(folder) / "drafter.safetensors", state, wait)
                 if round_number:
                     times[kind].append(taken)
     rows, blocking = [], {}

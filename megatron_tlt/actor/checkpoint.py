@@ -11,6 +11,7 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ def start_save(
     directory: Path,
     manifest: Manifest,
     keep: int | None,
+    files_of_rank: Mapping[str, Callable[[Path], None]],
 ) -> SaveHandle:
     """Begins to save; returns when the state is copied and training may go on. Collective.
 
-    The handle must be polled or waited for by all ranks together before the next save.
+    `files_of_rank`: what else this rank's thread writes, by file name; may be called until the handle is done. The
+    handle must be polled or waited for by all ranks together before the next save.
     """
     scratch = files.scratch_of(directory)
     with together(world, f"write {directory}"):
@@ -65,7 +68,7 @@ def start_save(
             content_metadata={"format": "torch_dist"},
         )
     assert strategy.writer is not None and request is not None
-    strategy.writer.start()
+    strategy.writer.start(files_of_rank)
     return SaveHandle(world, directory, manifest, strategy.writer, request, keep)
 
 

@@ -11,7 +11,7 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,12 +225,19 @@ class MegatronPolicy:
 
     # ---- checkpoints
 
-    def start_save(self, directory: Path, extra: dict[str, Any], keep: int | None = None) -> SaveHandle:
+    def start_save(
+        self,
+        directory: Path,
+        extra: dict[str, Any],
+        keep: int | None = None,
+        files: Mapping[str, Callable[[Path], None]] | None = None,
+    ) -> SaveHandle:
         """Begins to save into `directory` (see `step_directory`); training may go on at once.
 
         `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest
-        siblings once this one is complete. All ranks must `poll` or `wait` on the handle before the next
-        save.
+        siblings once this one is complete. `files`: more files of the checkpoint, by name; this rank's writer
+        thread calls each value with the path to write. All ranks must `poll` or `wait` on the handle before
+        the next save.
         """
         manifest = Manifest(
             step=step_of(directory),
@@ -243,7 +250,7 @@ class MegatronPolicy:
         )
         with self._offload.on_device():  # `start_save` copies before it returns
             return start_save(
-                self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep
+                self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep, files or {}
             )
 
     def load(self, directory: Path) -> dict[str, Any]:

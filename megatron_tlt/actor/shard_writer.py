@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class ThreadWriter(FileSystemWriterAsync):
     """megatron's writer with the staging copy made at once and no process started.
 
     Main thread: prepare_write_data (snapshot) -> start -> ... is_done -> retrieve_write_results.
-    Writer thread: write the file, sync it, compute its checksum.
+    Writer thread: write the shard, then further files, sync them, compute their checksums.
     """
 
     def __init__(self, path: Path):
@@ -49,6 +50,7 @@ class ThreadWriter(FileSystemWriterAsync):
         self._collected: list[Any] = []
         self._results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._failure: str | None = "the writer thread died"  # replaced when it ends
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copies what this rank writes to fresh CPU memory: training may go on when this returns."""
@@ -64,12 +66,26 @@ class ThreadWriter(FileSystemWriterAsync):
             [(os.path.join(self.checkpoint_dir, name), name, (objects, tensors))] if data else []
         )
 
-    def start(self) -> None:
-        """Begins to write in the background."""
-        self._thread = threading.Thread(target=self._write, name="checkpoint-writer", daemon=True)
+    def start(self, files: Mapping[str, Callable[[Path], None]]) -> None:
+        """Begins to write in the background: the shard, then `files`, each by calling its value with its path."""
+        self._thread = threading.Thread(
+            target=self._write, args=(files,), name="checkpoint-writer", daemon=True
+        )
         self._thread.start()
 
-    def _write(self) -> None:
+    def _write(self, files: Mapping[str, Callable[[Path], None]]) -> None:
+        self._write_shard()
+        try:
+            for name, write in files.items():
+                path = Path(self.checkpoint_dir, name)
+                write(path)
+                self.records[name] = record_of(path)
+        except OSError as error:
+            self._failure = _why(error)
+        else:
+            self._failure = None
+
+    def _write_shard(self) -> None:
         for path, name, content in self.write_buckets or []:
             pending: queue.Queue[int] = queue.Queue()  # megatron's worker takes one entry when it is done
             pending.put(0)
@@ -98,7 +114,7 @@ class ThreadWriter(FileSystemWriterAsync):
                 return _why(found)
             self._collected.extend(found)
         self.write_buckets = []  # drops the snapshot
-        return None
+        return self._failure
 
     def retrieve_write_results(self) -> list[Any]:
         """What megatron's finalisation puts into the metadata."""

@@ -6,7 +6,7 @@
       manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
                                                       state (`RLTrainer._state`): step, position in the prompts,
                                                       evaluations, selector statistics, lengths of the last answers
-      drafter.safetensors                             drafter, its mean and moments (`drafter/async_checkpoint.py`)
+      drafter.safetensors                             drafter, its mean and moments (`drafter/state_file.py`)
     RUN_DIR/checkpoints/latest                        name of the newest complete one
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle
-from megatron_tlt.actor.checkpoint_files import read_latest, scratch_of, step_directory, step_of
+from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
 from megatron_tlt.checkpoint.resume import find_checkpoint
-from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, AsyncDrafterCheckpoint, load_state
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, StateSnapshot, load_state
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class CheckpointManager:
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None
-        self._drafter = AsyncDrafterCheckpoint()
+        self._snapshot = StateSnapshot()
         self._resumed: Path | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
@@ -89,11 +89,9 @@ class CheckpointManager:
         """
         if self._lock is not None:
             self._lock.check()
-        if self._pending is not None:
-            self._drafter.wait()
-            if self._pending.poll():
-                self._note(self._pending.directory)
-                self._pending = None
+        if self._pending is not None and self._pending.poll():
+            self._note(self._pending.directory)
+            self._pending = None
         every = self._section.every
         self._is_overdue |= bool(every) and (step % every == 0 or step == self._num_steps)
         if self._is_overdue and good:
@@ -128,15 +126,14 @@ class CheckpointManager:
         prune: bool = True,
     ) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
+        drafter_state = drafter() if self._world.is_main else None
+        files = {} if drafter_state is None else {DRAFTER_STATE: self._snapshot.take(drafter_state)}
         target = step_directory(self._directory, step)
-        self._pending = self._policy.start_save(target, state, self._section.keep if prune else None)
-        if self._world.is_main and (drafter_state := drafter()) is not None:
-            self._drafter.save(scratch_of(target) / DRAFTER_STATE, drafter_state)
+        self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 
     def wait(self) -> None:
         """Publishes the save under way, if there is one."""
         if self._pending is not None:
-            self._drafter.wait()
             self._pending.wait()
             self._note(self._pending.directory)
             self._pending = None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.drafter.async_checkpoint import DRAFTER_STATE, load_state
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.page import Tile

@@ -47,6 +47,7 @@ def four_ranks(place: Path, one_rank: list[dict[str, Any]]) -> list[dict[str, An
         f"save {place}/zero {SHARDED}",
         f"load {place}/zero {SHARDED}",
         f'load {place}/zero {{"distributed_optimizer":"on"}}',
+        f"full {place}/full {FOUR[0]}",
     )
 
 
@@ -81,3 +82,12 @@ def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
     assert len(loads) == 7
     assert all(r["weights"] <= 1e-5 for r in loads), loads
+
+
+def test_a_further_file_that_one_rank_cannot_write_ends_the_save_on_all(four_ranks: list[dict[str, Any]]) -> None:
+    (full,) = [r for r in four_ranks if r["case"] == "full"]
+    for first, second in full["errors"]:
+        assert "cannot write" in first and "step-000001: rank 0: OSError: [Errno 28] No space left" in first
+        assert second == ""
+    assert len(full["errors"]) == 4
+    assert full["found"] == ["latest", "step-000001"] and full["recorded"]

@@ -3,11 +3,14 @@
 save LAYOUT:   two updates, save, a third while that is under way; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
 refuse:        checkpoints of another optimizer and another model
+full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -40,9 +44,9 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     """Two updates, save, the third before the writers get going: they must write the state from before it."""
     from megatron_tlt.actor.shard_writer import ThreadWriter
 
-    held: list[ThreadWriter] = []
+    held: list[tuple[ThreadWriter, Any]] = []
     begin = ThreadWriter.start
-    ThreadWriter.start = lambda writer: held.append(writer)  # noqa: PLW0108  (a builtin does not bind)
+    ThreadWriter.start = lambda writer, files: held.append((writer, files))
     policy = build(world, root, dict(layout))
     for number in (1, 2):
         update(policy, number)
@@ -53,7 +57,7 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     third = update(policy, 3)
     weights = copy_of(policy.named_weights())
     assert not handle.poll()
-    begin(held[0])
+    begin(*held[0])
     while not handle.poll():
         time.sleep(0.005)
     total = time.perf_counter() - start
@@ -86,6 +90,28 @@ def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     )
 
 
+def full_disk(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """Rank 0's thread cannot write a further file; afterwards the same save without that error."""
+
+    def no_space(file: Path) -> None:
+        file.write_text("torn")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    policy, errors = build(world, root, dict(layout)), []
+    for write in (no_space, lambda file: file.write_text("whole")):
+        files = {"more": write} if world.is_main else {}
+        try:
+            policy.start_save(checkpoints / "step-000001", {}, None, files).wait()
+            errors.append("")
+        except CheckpointError as error:
+            errors.append(str(error))
+        world.barrier()
+        found = sorted(path.name for path in checkpoints.iterdir())
+    manifest = read_manifest(checkpoints / "step-000001")
+    everywhere = world.all_gather_object(errors)
+    say(world, case="full", errors=everywhere, found=found, recorded="more" in manifest.files)
+
+
 def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
     """Another optimizer, another model."""
     for label, policy in (
@@ -108,8 +134,8 @@ def main() -> None:
         if world.is_main:
             checkpoints.mkdir(parents=True, exist_ok=True)
         world.barrier()
-        if verb in ("save", "load"):
-            {"save": save, "load": load}[verb](world, root, checkpoints, json.loads(rest[0]))
+        if verb in ("save", "load", "full"):
+            {"save": save, "load": load, "full": full_disk}[verb](world, root, checkpoints, json.loads(rest[0]))
         else:
             refuse_other(world, root, checkpoints)
     world.close()

@@ -25,7 +25,7 @@ def test_all_in_one_collective_are_all_named_and_ended_ranks_never():
 
 
 def test_hung_against_all_cases_of_three_ranks():
-    """A rank is named if and only if it is silent, nobody works at its phase or behind, and it is the last of these."""
+    """A rank is named if it is silent, none at its phase or behind shows signs of life, and none of these is behind it."""
     ranks = [(order, silent, phase) for order in (1, 2) for silent in (0, 99) for phase in ("x", "idle")]
     for case in itertools.product(ranks, repeat=3):
         beats = [beat(i, order, silent, phase) for i, (order, silent, phase) in enumerate(case)]

@@ -42,7 +42,7 @@ def state(scheduler: Scheduler) -> tuple:
     return [a.tolist() for a in arrays], tables, order, scheduler.blocks.num_free, scheduler.num_preemptions
 
 
-def transcript(seed: int, max_running: int, num_blocks: int, drafting: bool) -> tuple[list, list]:
+def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list]:
     """States after every step of a random run, and the finished requests."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     scheduler = Scheduler(SchedulerLimits(max_running, 64, 100, V), BlockManager(num_blocks, 4))
@@ -55,7 +55,7 @@ def transcript(seed: int, max_running: int, num_blocks: int, drafting: bool) -> 
     while not scheduler.is_idle:
         batch = scheduler.schedule()
         counts = None
-        if drafting and batch.is_decode:
+        if batch.is_decode:
             rows, n = scheduler.rows, batch.num_decode
             left = rows.limit[:n] - rows.output_len[:n] - 1
             fits = scheduler.reserve(np.minimum(left, numbers.integers(0, 9, n)).astype(np.int32))
@@ -73,10 +73,9 @@ def transcript(seed: int, max_running: int, num_blocks: int, drafting: bool) -> 
     return states, answers
 
 
-@pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize(("max_running", "num_blocks"), [(1, 60), (3, 60), (8, 120), (8, 26)])
 def test_one_by_one_equals_arrays(
-    monkeypatch: pytest.MonkeyPatch, max_running: int, num_blocks: int, drafting: bool
+    monkeypatch: pytest.MonkeyPatch, max_running: int, num_blocks: int
 ) -> None:
     reasons = set()
     for seed in range(8):
@@ -84,7 +83,7 @@ def test_one_by_one_equals_arrays(
         for few in (0, 100):
             monkeypatch.setattr(rows_module, "FEW_ROWS", few)
             monkeypatch.setattr(scheduler_module, "FEW_ROWS", few)
-            got.append(transcript(seed, max_running, num_blocks, drafting))
+            got.append(transcript(seed, max_running, num_blocks))
         assert got[0] == got[1]
         assert len(got[0][1]) == 12
         reasons |= {a[3] for a in got[0][1]}

@@ -1,20 +1,15 @@
-"""The drafter's part of a run's checkpoint: only what training changes, written while training goes on.
+"""The drafter's file of a run's checkpoint: only what training changes.
 
 One safetensors file: tensors under their path in the state ("model/fc.weight"), everything else as JSON in its
-metadata, and a SHA-256 over both. No pickle. Drawn, with what waits for what:
-
-    save     wait for the save before; copy to host memory ----> thread: checksum, write, fsync
-    (next save, wait) <------------------------------------------ its end, or its error
-
-The file is in the scratch directory of a checkpoint, which gets its name when all its files are whole.
+metadata, and a SHA-256 over both. No pickle. `StateSnapshot.take` copies the state; the thread that writes the
+policy's shards (`actor/shard_writer.py`) calls what it returns, while training goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +24,22 @@ DRAFTER_STATE = "drafter.safetensors"  # in a checkpoint's directory
 _FORMAT = "1"
 
 
-class AsyncDrafterCheckpoint:
-    """Writes states (nested dictionaries of tensors and JSON values) one after the other, in a thread of its own.
+class StateSnapshot:
+    """Copies states (nested dictionaries of tensors and JSON values) to host memory, for one save at a time.
 
-    Host memory for one state is kept between saves: new memory costs more than the copy.
+    The memory is kept between saves: new memory costs more than the copy.
     """
 
     def __init__(self) -> None:
         self._host: dict[str, Tensor] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter-checkpoint")
-        self._pending: tuple[Path, Future[None]] | None = None
 
-    def save(self, file: str | Path, state: Mapping[str, Any]) -> None:
-        """Copies `state` and returns; `file` is whole after `wait`. Waits for a save under way.
+    def take(self, state: Mapping[str, Any]) -> Callable[[Path], None]:
+        """Copies `state`; returns what writes the copy as a file and may raise OSError. Call it before the next `take`.
 
-        Raises CheckpointError that names the file if the save before failed, TypeError for a value that is not JSON.
+        Raises TypeError for a value that is not JSON.
         """
-        self.wait()
         tensors: dict[str, Tensor] = {}
         about = json.dumps(_without_tensors(state, "", tensors), sort_keys=True)
-        self._snapshot(tensors)
-        self._pending = Path(file), self._pool.submit(write_state, Path(file), self._host, about)
-
-    def wait(self) -> None:
-        """Returns when the last save is on disk. Raises CheckpointError that names the file if it failed."""
-        if self._pending is None:
-            return
-        (file, writing), self._pending = self._pending, None
-        try:
-            writing.result()
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be written: {error}") from error
-
-    def _snapshot(self, tensors: Mapping[str, Tensor]) -> None:
         host: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             kept = self._host.get(name)
@@ -71,6 +49,7 @@ class AsyncDrafterCheckpoint:
         if any(t.is_cuda for t in tensors.values()):
             torch.cuda.current_stream().synchronize()
         self._host = host
+        return lambda file: write_state(file, host, about)
 
 
 def write_state(file: Path, tensors: Mapping[str, Tensor], about: str) -> None:
@@ -79,7 +58,7 @@ def write_state(file: Path, tensors: Mapping[str, Tensor], about: str) -> None:
 
 
 def load_state(file: str | Path) -> dict[str, Any]:
-    """The state that `save` was given, on the CPU. Raises CheckpointError that names a torn, altered or other file."""
+    """The state that was saved, on the CPU. Raises CheckpointError that names a torn, altered or other file."""
     path = Path(file)
     try:
         with safe_open(str(path), "pt") as stored:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.drafter import async_checkpoint
-from megatron_tlt.drafter.async_checkpoint import AsyncDrafterCheckpoint, load_state
+from megatron_tlt.drafter.state_file import StateSnapshot, load_state
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.online import everything, online_trainer
 
@@ -26,9 +23,7 @@ def same(a, b) -> bool:
 
 
 def save(file, state=STATE) -> None:
-    writer = AsyncDrafterCheckpoint()
-    writer.save(file, state)
-    writer.wait()
+    StateSnapshot().take(state)(file)
 
 
 def test_what_is_saved_is_loaded(tmp_path) -> None:
@@ -51,36 +46,14 @@ def test_a_trainers_state_survives_and_holds_only_what_is_trained(tmp_path) -> N
         assert len(file.keys()) == 4 * len(one.weights())
 
 
-def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path, monkeypatch) -> None:
-    """The writer is held back while the state changes; a second save waits for the first."""
-    gate, real, order = threading.Event(), async_checkpoint.write_state, []
-
-    def held_back(file, tensors, about):
-        assert gate.wait(20)
-        order.append(file.name)
-        real(file, tensors, about)
-
-    monkeypatch.setattr(async_checkpoint, "write_state", held_back)
-    weight, writer = torch.zeros(4), AsyncDrafterCheckpoint()
-    writer.save(tmp_path / "one", {"w": weight})
-    weight += 1
-    assert not (tmp_path / "one").exists()
-    threading.Timer(0.2, gate.set).start()
-    writer.save(tmp_path / "two", {"w": weight})
-    writer.wait()
-    assert order == ["one", "two"]
-    assert load_state(tmp_path / "one")["w"].tolist() == [0.0] * 4
-    assert load_state(tmp_path / "two")["w"].tolist() == [1.0] * 4
-
-
-def test_errors_surface_at_the_next_call_and_only_once(tmp_path) -> None:
-    writer = AsyncDrafterCheckpoint()
-    writer.save(tmp_path / "missing" / "d", STATE)
-    with pytest.raises(CheckpointError, match=r"missing/d cannot be written"):
-        writer.save(tmp_path / "d", STATE)
-    writer.save(tmp_path / "d", STATE)
-    writer.wait()
-    assert same(load_state(tmp_path / "d"), STATE)
+def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path) -> None:
+    weight, snapshot = torch.zeros(4), StateSnapshot()
+    for number in (0, 1):
+        write = snapshot.take({"w": weight, "n": number})
+        weight += 1
+        write(tmp_path / "file")
+        assert load_state(tmp_path / "file")["w"].tolist() == [number] * 4
+        assert load_state(tmp_path / "file")["n"] == number
 
 
 @pytest.mark.parametrize("part", ["tensor", "json", "name"])
