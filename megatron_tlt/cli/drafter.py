@@ -74,9 +74,9 @@ def _init(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.models.base import DTYPES
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.eagle.model import EagleModel
-    from megatron_tlt.trainer.preflight import model_problems
+    from megatron_tlt.trainer.preflight import missing_files, model_problems
 
-    if problems := model_problems(config):
+    if problems := [p for p in missing_files(config) if p.path == "model.path"] + model_problems(config):
         raise ConfigError(problems)
     shape = ModelConfig.from_hf(config.model.path)
     if world.is_main:

@@ -138,11 +138,7 @@ class SftTrainer:
     def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
         held_out = self.evaluate()
         if self._world.is_main:
-            shown = {
-                "loss": metrics["loss"],
-                "held-out": held_out,
-                "lr": metrics["lr"],
-                "tokens/s": tokens_per_s,
-            }
+            shown = {"loss": metrics["loss"]} | ({"held-out": held_out} if self._eval else {})
+            shown |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
             text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
             print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)

@@ -122,7 +122,7 @@ def _memory(
     rows.append(["at most", *[f"{stage.total / GIB:.2f}" for stage in stages]])
     limit = config.cluster.memory_gib
     of_limit = "" if limit is None else f", {limit:g} there"
-    lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape) / 1e9:.2f}e9 parameters)"]
+    lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
     lines += format_table(["", *[f"stage {stage.stage}" for stage in stages]], rows)
     if isinstance(config, Config):
         lines += _cache_line(config, shape, max(stage.total for stage in stages), device)

@@ -25,7 +25,7 @@ def test_all_in_one_collective_are_all_named_and_ended_ranks_never():
 
 
 def test_hung_against_all_cases_of_three_ranks():
-    """A rank is named if it is silent, none at its phase or behind shows signs of life, and none of these is behind it."""
+    """Named: silent ranks with no working rank at their phase or behind, and of these the furthest behind."""
     ranks = [(order, silent, phase) for order in (1, 2) for silent in (0, 99) for phase in ("x", "idle")]
     for case in itertools.product(ranks, repeat=3):
         beats = [beat(i, order, silent, phase) for i, (order, silent, phase) in enumerate(case)]
