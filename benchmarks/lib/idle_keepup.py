@@ -4,7 +4,7 @@ Answers never depend on the drafter, so that in one step the first two draft the
 
     frozen        warmed up on short sums only (`keepup-drafter.yaml`), and left so
     trained       the same file, trained in idle time
-    from random   random weights, trained in idle time
+    from random   made from a layer of the policy, no file; trained in idle time
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
 The last two run for as many steps as are needed to see whether 10 are enough, of 64 questions: a drafter that has
@@ -30,7 +30,7 @@ Launch = Callable[[int, list[str]], str]
 WORKLOAD = ROOT / "benchmarks/lib/keepup.yaml"
 WARMUP = ROOT / "benchmarks/lib/keepup-drafter.yaml"
 DEMO = ROOT / "assets/demo-drafter"
-RANDOM_OPTIONS = ["train.prompts_per_step=64", "drafter.online.hidden_state_noise=0.2"]
+RANDOM_OPTIONS = ["train.prompts_per_step=64"]
 RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
 LAST = 5  # steps that the end of a curve is a mean of
 GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps

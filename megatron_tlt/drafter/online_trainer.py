@@ -65,6 +65,7 @@ class OnlineDrafterTrainer:
         online = section.online
         self.model, self._device, self._tp = model, torch.device(device), tp or SingleRank()
         self._tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
+        self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
         window = min(section.window, online.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), window, online.max_age, section.seed)
@@ -147,7 +148,7 @@ class OnlineDrafterTrainer:
         self._trainer.set_policy(*self.tables[version])
         metrics = self._gradient(sample)
         with _memory_errors("the drafter's optimizer step"):
-            metrics |= self._trainer.apply()
+            metrics |= self._trainer.apply(1.0 + self._extra_lr * (1.0 - metrics["accept/1"]))
         self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
         return {**metrics, "policy_version": float(version)}
 

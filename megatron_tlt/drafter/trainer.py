@@ -117,15 +117,16 @@ class DrafterTrainer:
             return eagle3_loss(model, outputs, batch, layout, self.head, loss.step_decay, t)
         return eagle_loss(outputs, batch, layout, self.head, loss, t, counts)
 
-    def apply(self) -> dict[str, float]:
-        """Clips the gradient and takes an optimizer step. Mutates weights and optimizer.
+    def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate. Mutates weights and
+        optimizer.
 
         Raises DrafterError, and leaves both alone, if the gradient's norm is not finite.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._section.clip_grad or math.inf)
         if not math.isfinite(float(norm)):
             raise DrafterError(f"the drafter's gradient norm is {float(norm)} in step {self.trained_steps}")
-        rate = learning_rate(self._section, self.trained_steps)
+        rate = lr_factor * learning_rate(self._section, self.trained_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -265,9 +265,10 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
 
 
 def _starting_drafter(config: Config) -> EagleModel:
-    """The configured drafter, or, where none is named, one of random weights: the same on every rank."""
+    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank."""
     from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
@@ -277,6 +278,7 @@ def _starting_drafter(config: Config) -> EagleModel:
         model.load_state_dict(load_drafter(path, shape).weights)
     else:
         model.initialise(config.drafter.seed)
+        model.start_from_policy(weight_reader(config.model.path, shape))
     return model
 
 

@@ -22,7 +22,7 @@ def online_trainer(
     """A trainer whose buffer holds answers of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
-    options = {"lr": 3e-3, "warmup_steps": 3, "micro_step_tokens": 64} | online
+    options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
     trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), tp=tp)
     trainer.set_tables(0, *lookup_tables(CONFIG))
     trainer.begin_step(0)

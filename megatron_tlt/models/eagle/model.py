@@ -11,7 +11,7 @@ Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
+_START_SCALE = 0.3  # of what a layer of the policy adds to the residual stream of a drafter made from it
 
 
 class Norm(nn.Module):
@@ -186,6 +187,21 @@ class EagleModel(PairModel):
                     p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
             self.fc.weight.mul_(0.2)
             self.fc.weight[:, h:] += torch.eye(h, device=self.fc.weight.device)
+
+    def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
+        """Replaces the weights of `initialise` by those of the policy's second layer, which learn faster.
+
+        `read` gives the policy's tensors by their Hugging Face names. The layer reads the embedding beside the hidden
+        state; what it adds is scaled down, so that o_s is still close to h_{s-1}.
+        """
+        source = f"model.layers.{min(1, self.config.num_layers - 1)}."
+        with torch.no_grad():
+            for name, p in self.layer.named_parameters():
+                p.copy_(read(source + name))
+            for added in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+                added.weight.mul_(_START_SCALE)
+            h = self.config.hidden_size
+            self.fc.weight[:, :h] = torch.eye(h, device=self.fc.weight.device)
 
     def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all tensors. Raises CheckpointError unless they are all of `eagle_parameter_shapes`."""

@@ -26,6 +26,15 @@ def test_micro_steps_learn_and_are_bounded() -> None:
     assert t.window_tokens > 0 and t.trained_tokens == 0
 
 
+def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
+    t = online_trainer(lr=1e-3, start_lr=9e-3)
+    seen = [t.train_step() for _ in range(80)][3:]  # without warm-up
+    for m in seen:
+        assert m["lr"] == pytest.approx(1e-3 + 8e-3 * (1 - m["accept/1"]))
+    assert seen[0]["lr"] > 7e-3 and min(m["lr"] for m in seen) < 5e-3
+    assert online_trainer(lr=1e-3, start_lr=1e-4, warmup_steps=0).train_step()["lr"] == 1e-3
+
+
 def test_nothing_to_train_on() -> None:
     t = online_trainer(lengths=())
     assert t.train_step() is None

@@ -13,6 +13,7 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_models import random_tensors
 
 
 def model_of(config: ModelConfig) -> EagleModel:
@@ -82,6 +83,24 @@ def test_gradients_do_not_depend_on_the_packing() -> None:
 
     alone, packed = gradient([[s] for s in sequences]), gradient([sequences])
     torch.testing.assert_close(alone, packed, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_identity(family: str) -> None:
+    config = FAMILIES[family]
+    policy = dict(random_tensors(config.parameter_shapes(), 3))
+    model = EagleModel(config)
+    model.initialise(0)
+    model.start_from_policy(policy.__getitem__)
+    named = dict(model.named_parameters())
+    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight"):
+        assert torch.equal(named[f"layer.{name}"], policy[f"model.layers.1.{name}"])
+    added = named["layer.self_attn.o_proj.weight"]
+    assert added.norm() < policy["model.layers.1.self_attn.o_proj.weight"].norm()
+    token, hidden = torch.randn(2, 5, config.hidden_size)
+    apart = model.join(token, torch.zeros_like(token)), model.join(torch.zeros_like(hidden), hidden)
+    assert torch.equal(apart[0], token)  # the embedding as the policy's layers read it
+    assert torch.cosine_similarity(apart[1], hidden).min() > 0.9
 
 
 def test_tensors_that_do_not_fit_are_all_named() -> None:
