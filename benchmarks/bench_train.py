@@ -1,14 +1,15 @@
 """Policy update: MegatronPolicy against plain PyTorch (transformers, AdamW), same model, same sequences.
 
-    python benchmarks/bench_train.py [--quick] [--out r.json] [--threads 1 2] [--models demo 10M]
+    python benchmarks/bench_train.py [--quick] [--out r.json] [--threads 1 2] [--models demo 10M 38M 78M]
                                      [--run-dir DIR]
 
 One update = forward, GRPO loss, backward, clipping, AdamW, on one rank. Plain PyTorch gets its best form:
 right-padded batches with causal SDPA (needs no mask), the LM head on response rows only, fused
-cross-entropy. `equal` has sequences of one length, so nothing is padded and the ratio is overhead alone (this
-is `vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B); medians. With `--run-dir` of
-a finished run, `step_overhead_share` is the median share of a step that is neither rollout (with waiting for
-it) nor update, from its metrics.jsonl.
+cross-entropy and AdamW. `equal` has sequences of one length, so nothing is padded and the ratio is overhead alone (this
+is `vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B); medians. Both reuse
+freed pages (`distributed/heap.py`). Policies of 38M and 78M parameters get 4 sequences a step in place of 32.
+With `--run-dir` of a finished run, `step_overhead_share` is the median share of a step that is neither rollout
+(with waiting for it) nor update, from its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ from megatron_tlt.types import TrainBatch, TrainSequence
 MODELS = {
     "demo": ModelConfig("qwen3", 512, 128, 16, 4, 2, 32, 320, qk_norm=True, tie_word_embeddings=True),
     "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
+    "38M": ModelConfig("qwen3", 288, 512, 12, 16, 8, 32, 1536, qk_norm=True, tie_word_embeddings=True),
+    "78M": ModelConfig("qwen3", 288, 768, 12, 24, 12, 32, 2048, qk_norm=True, tie_word_embeddings=True),
 }
+SEQUENCES = {"demo": 32, "10M": 32, "38M": 4, "78M": 4}  # a step
 BUDGET = 2048
 
 
@@ -88,7 +92,9 @@ class PlainPolicy:
 
         self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").train()
         betas = (section.beta1, section.beta2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), section.lr, betas, section.eps)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), section.lr, betas, section.eps, fused=True
+        )
 
     def train_step(self, batches: list[list[TrainSequence]], denominator: float) -> dict[str, float]:
         self.optimizer.zero_grad(set_to_none=True)
@@ -141,7 +147,8 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
     sequences = make_sequences(kind, count, config.vocab_size)
     tokens, denominator = sum(s.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
     with tempfile.TemporaryDirectory() as scratch:
-        save_hf(scratch, config, random_weights(config, seed=0))
+        draw = random_weights(config, seed=0)
+        save_hf(scratch, config, ((name, draw(name)) for name in config.parameter_shapes()))
         ours = MegatronPolicy(
             world,
             ModelSection(path=scratch),
@@ -208,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--sequences", type=int, help="a step; otherwise by model")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--run-dir", type=Path, help="a finished run, for step_overhead_share")
     args = parser.parse_args()
@@ -220,7 +227,8 @@ def main() -> None:
     for model in args.models:
         for threads in args.threads:
             for kind in ("equal", "uneven"):
-                row = bench(world, model, kind, threads, args.sequences, args.repeats)
+                count = args.sequences or SEQUENCES[model]
+                row = bench(world, model, kind, threads, count, args.repeats)
                 rows.append(row)
                 print(
                     f"{model:5} {kind:6} {threads} threads  megatron {row['megatron_s'] * 1e3:8.1f} ms"
@@ -231,6 +239,9 @@ def main() -> None:
     summary = {
         "vs_torch": min(row["ratio"] for row in rows if row["kind"] == "equal"),
         "vs_torch_uneven": min(row["ratio"] for row in rows if row["kind"] == "uneven"),
+        **{
+            f"tokens_per_s_{row['model']}_{row['kind']}_{row['threads']}": row["tokens_per_s"] for row in rows
+        },
     }
     if args.run_dir:
         summary["step_overhead_share"] = step_overhead_share(args.run_dir)

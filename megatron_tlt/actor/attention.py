@@ -4,8 +4,8 @@ Legend: T packed rows, n query heads, g key/value heads (of this TP rank), d wid
 
 megatron's own DotProductAttention refuses packed sequences and asks for CUDA. One SDPA call per sequence
 makes no T x T mask and costs the sum of the squared lengths; a block-diagonal mask was 3-5 times slower on
-CPU. RoPE tables come per row (`PackedRotary`), so the layer runs its plain [T, 1, n, d] path and megatron's
-per-sequence RoPE loop, twice a layer, is not needed.
+CPU. RoPE is applied here, by rows, from tables that are computed once a micro-batch: megatron computes them in every
+layer, and for packed rows in a loop over the sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+from megatron_tlt.actor.elementwise import Rotate
 
 # isort: split
 # megatron comes after the device shim.
@@ -31,36 +32,25 @@ class PackedRows(PackedSeqParams):
     """Packed-sequence parameters with the lengths as Python ints too (no device sync in every layer).
 
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
+    `rotation` is RoPE's cos and sin of the rows, see there.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
+    rotation: tuple[Tensor, Tensor] | None = None
 
 
-class PackedRotary(nn.Module):
-    """Stands in for megatron's rotary embedding: angles for the rows of the micro-batch in `positions`.
+def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """RoPE's cos [T, 1, 1, d] and sin [T, 1, 1, d / 2] of the rows' positions [T].
 
-    `positions` ([T] int64) is set before each forward. `inv_freq` ([d / 2] fp32) already holds any RoPE
-    scaling.
+    `inv_freq` ([d / 2] fp32) already holds any RoPE scaling.
     """
-
-    def __init__(self, inv_freq: Tensor):
-        super().__init__()
-        self.inv_freq = inv_freq
-        self.positions: Tensor | None = None
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """Asked by GPTModel, not needed here."""
-        return 0
-
-    def forward(self, seq_len: int, **_: Any) -> Tensor:
-        """Angles [T, 1, 1, d]."""
-        assert self.positions is not None
-        angles = torch.outer(self.positions.float(), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    angles = torch.outer(positions.float(), inv_freq)[:, None, None, :]
+    cos = angles.cos().to(dtype)
+    return torch.cat((cos, cos), dim=-1), angles.sin().to(dtype)
 
 
 class SDPACoreAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v within each packed sequence."""
+    """softmax(q k^T / sqrt(d)) v within each packed sequence, q and k rotated by their positions (RoPE)."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any):
         super().__init__(config=config)
@@ -77,7 +67,8 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
-        assert packed_seq_params is not None
+        assert packed_seq_params is not None and packed_seq_params.rotation is not None
+        query, key = (Rotate.apply(x, *packed_seq_params.rotation) for x in (query, key))
         runs = packed_seq_params.runs
         sizes = [count * length for count, length in runs]
         grouped = query.size(2) != key.size(2)

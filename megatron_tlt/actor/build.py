@@ -6,14 +6,16 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tlt.actor.attention import PackedRotary, SDPACoreAttention
+from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
+from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
@@ -78,6 +80,8 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=not uses_transformer_engine(actor),  # takes the spec's, `swiglu`
+        gradient_accumulation_fusion=not HAS_CUDA,  # see device.py
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
         qk_layernorm=config.qk_norm,
@@ -122,7 +126,9 @@ def _local_layer(config: ModelConfig) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear, activation_func=swiglu, linear_fc2=RowParallelLinear
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
             # Checkpoints carry the names of the Transformer Engine layers, so either spec can load them.
@@ -161,7 +167,8 @@ class PolicyModel:
                 max_sequence_length=max_context,
                 pre_process=groups.is_first_stage,
                 post_process=groups.is_last_stage,
-                position_embedding_type="rope",
+                # The local layers' core attention rotates.
+                position_embedding_type="rope" if uses_transformer_engine(actor) else "none",
                 rotary_base=int(config.rope_theta),
                 share_embeddings_and_output_weights=config.tie_word_embeddings,
                 parallel_output=True,
@@ -169,11 +176,11 @@ class PolicyModel:
         mark_shards(self.module, config, groups)
         # megatron's own scaling hard-codes three of Llama 3's four numbers.
         inv_freq = inverse_frequencies(config).to(current_device())
-        self._rotary: PackedRotary | None = None
+        self._inv_freq: Tensor | None = None
         if uses_transformer_engine(actor):
             self.module.rotary_pos_emb.inv_freq = inv_freq
         else:
-            self._rotary = self.module.rotary_pos_emb = PackedRotary(inv_freq)
+            self._inv_freq = inv_freq
         if groups.is_last_stage:
             self._select_rows_before_head(actor.sequence_parallel)
 
@@ -203,6 +210,8 @@ class PolicyModel:
         `wrapped` is what the schedule passes: the module itself or its DDP wrapper.
         """
         self._rows = batch.rows
-        if self._rotary is not None:
-            self._rotary.positions = batch.positions[0]
-        return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=batch.packing)
+        packing = batch.packing
+        if self._inv_freq is not None:
+            tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
+            packing = replace(packing, rotation=tables)
+        return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)

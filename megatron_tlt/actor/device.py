@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -116,6 +118,25 @@ def _install() -> None:
     cuda.stream = lambda wanted=None: stream
 
 
+def _accumulate_weight_gradient(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """main_grad += grad_output^T rows: [out, in] fp32 from [T, out] and [T, in]. In one product, if all are fp32."""
+    if rows.dtype is main_grad.dtype:
+        main_grad.addmm_(grad_output.t(), rows)
+    else:
+        main_grad.add_(grad_output.t() @ rows)
+
+
+def _offer_gradient_fusion() -> None:
+    """Offers megatron apex's extension `fused_weight_gradient_mlp_cuda`, as far as it calls it, on the CPU.
+
+    With it (`gradient_accumulation_fusion`) a linear layer adds to the gradient buffer itself. Without, every layer
+    writes its gradient to fresh memory, and a hook adds that to the buffer.
+    """
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = _accumulate_weight_gradient  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
 def _import_without_compiler() -> None:
     """Imports megatron-core with its fused functions left as they are.
 
@@ -133,4 +154,5 @@ def _import_without_compiler() -> None:
 
 if not HAS_CUDA:
     _install()
+    _offer_gradient_fusion()
     _import_without_compiler()

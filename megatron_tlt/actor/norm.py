@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.elementwise import RMSNormFunction
 
 
 class RMSNorm(nn.Module):
@@ -27,4 +28,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as `x`."""
+        if x.dtype is torch.float32 and x.device.type == "cpu":
+            return RMSNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-any-return]
         return F.rms_norm(x, self.shape, self.weight, self.eps)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.distributed.heap import on_clean_heap
+from megatron_tlt.distributed.heap import keep_freed_pages, on_clean_heap
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import DistributedError
 
@@ -80,6 +80,8 @@ class World:
         if threads is not None:
             torch.set_num_threads(threads)
         device = _choose_device(section.device, local_rank)
+        if device.type == "cpu":
+            keep_freed_pages()
         store = _join(comm, hosts, device, section.timeout_s)
         return cls(comm.rank, comm.size, local_rank, len(local), device, section.timeout_s, store, comm)
 

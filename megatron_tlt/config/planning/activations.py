@@ -4,11 +4,10 @@ Legend: T tokens of a micro-batch on this rank, H hidden, F intermediate, V voca
 key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of an element.
 
 * One decoder layer keeps for backward, tensor by tensor as Korthikanti et al., arXiv 2205.05198, section 4, do for GPT,
-  here for GQA, SwiGLU and fused attention (no A*T*T term): `T*e*(h*H/s + (a*A + k*K)*d/t + 5*F/t + 4*d)`. Of the MLP
-  that is both halves of fc1's output, silu of the one, the other (megatron adds an offset of 0 to it), their product.
-  Local layers on CPU: h = 6 (each norm keeps its input, its normalised input and its output; in bf16 12, for the norm
-  computes in fp32), a = k = 3; with norms of queries and keys a = 5, k = 4; 4d are the rotary tables. Fused norms
-  (CUDA): h = 4, a and k less two and one.
+  here for GQA, SwiGLU and fused attention (no A*T*T term): `T*e*(h*H/s + (a*A + k*K)*d/t + 3*F/t)`. Of the MLP
+  that is both halves of fc1's output and its activation. h = 4: each norm keeps its input and its output (in bf16 on
+  CPU 12, for that norm computes in fp32, operation by operation). Local layers on CPU: a = k = 3; with norms of queries
+  and keys a = 5, k = 4. CUDA: with such norms a and k less two and one.
 * Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients while it goes back.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
 * The last stage: the final norm and the rows for the head, `4*T*e*H`; logits and their gradient, `2*T*e*V/t`; and the
@@ -47,11 +46,11 @@ def layer_bytes(shape: ModelShape, at: Slice) -> float:
     """What one layer keeps for backward."""
     normed = shape.family == "qwen3"
     fused = at.device == "cuda"
-    h = 4 if fused else 24 // at.element
+    h = 12 if at.element == 2 and not fused else 4
     a, k = (5 - 2 * fused, 4 - fused) if normed else (3, 3)
     heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
-    wide = (heads + 5 * shape.intermediate_size) / at.tp
-    return at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide + 4 * shape.head_dim)
+    wide = (heads + 3 * shape.intermediate_size) / at.tp
+    return at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide)
 
 
 def gradient_bytes(shape: ModelShape, at: Slice) -> float:
