@@ -117,6 +117,7 @@ def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: P
     is_ours = side.startswith("ours")
     python = sys.executable if is_ours else str(args.vllm_python)
     options = ["--serve", side, "--model", str(args.model), "--context", str(context)]
+    options += ["--eager"] if args.eager else []
     options += ["--drafter", str(args.drafter if is_ours else vllm_drafter)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path})
@@ -166,12 +167,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="4 requests, one short turn")
+    parser.add_argument("--quick", action="store_true", help="4 requests, one short turn, --eager")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
     parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
     parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv/peers-vllm/bin/python")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, AS_SHIPPED], default=[*SIDES, AS_SHIPPED])
+    parser.add_argument(
+        "--eager", action="store_true", help="vLLM without torch.compile: starts sooner, is slower"
+    )
     parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"multiples of {SAMPLES}")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batches", type=int, default=4, help="rollouts of a turn")
@@ -187,7 +191,7 @@ def parse_arguments() -> argparse.Namespace:
 def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Rows and summary."""
     if args.quick:
-        args.requests, args.turns, args.batches = [4], 1, 2
+        args.requests, args.turns, args.batches, args.eager = [4], 1, 2, True
     questions = Questions(args.config, args.model)
     context = questions.config.data.max_prompt_tokens + questions.config.rollout.max_tokens
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +209,7 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 def main() -> None:
     args = parse_arguments()
     if args.serve:
-        serve(lambda: load(args.serve, str(args.model), str(args.drafter), args.context))
+        serve(lambda: load(args.serve, str(args.model), str(args.drafter), args.context, args.eager))
         return
     rows, summary = run(args)
     for name, value in summary.items():

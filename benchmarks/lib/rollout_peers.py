@@ -56,9 +56,14 @@ def embedded(kind: str, model: str, drafter: str, context: int) -> Run:
 
 
 def vllm(
-    speculation: dict[str, Any] | None, is_repaired: bool, model: str, drafter: str, context: int
+    speculation: dict[str, Any] | None,
+    is_repaired: bool,
+    is_eager: bool,
+    model: str,
+    drafter: str,
+    context: int,
 ) -> Run:
-    """vLLM's engine with one of its speculation methods, in this process."""
+    """vLLM's engine with one of its speculation methods, in this process; `is_eager`: without torch.compile."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -77,6 +82,7 @@ def vllm(
         skip_tokenizer_init=True,
         max_model_len=context,
         max_num_seqs=MAX_RUNNING,
+        enforce_eager=is_eager,
         enable_prefix_caching=False,
         disable_log_stats=False,  # they count accepted drafts
         speculative_config=speculation,
@@ -166,14 +172,14 @@ def write_vllm_drafter(drafter: Path, folder: Path) -> None:
     write_directory(folder, {"model.safetensors": tensors}, {"config.json": config})
 
 
-def load(side: str, model: str, drafter: str, context: int) -> Run:
-    """The side of that name. `drafter`: the directory in the format of the side's engine."""
+def load(side: str, model: str, drafter: str, context: int, is_eager: bool) -> Run:
+    """The side of that name. `drafter`: the directory in the format of the side's engine; `is_eager`: as `vllm`."""
     engine, _, kind = side.partition(" ")
     if engine == "ours":
         return embedded({"plain": "none", "TLT": "hybrid"}[kind], model, drafter, context)
     methods = {"plain": None, "ngram": NGRAM, "suffix": SUFFIX, "eagle": EAGLE}
     method, _, state = kind.partition(" ")
-    return vllm(methods[method], state != "as-shipped", model, drafter, context)
+    return vllm(methods[method], state != "as-shipped", is_eager, model, drafter, context)
 
 
 SIDES = ("ours plain", "ours TLT", "vllm plain", "vllm ngram", "vllm suffix", "vllm eagle")
