@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart test test-all lint types imports unit docs bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit docs bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -24,6 +24,9 @@ setup-dev:  ## Make .venv with the requirements of the tests as well
 
 quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 cores)
 	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
+
+proof: setup-dev  ## TLT on against off: the same answers and weights, how much faster, and a picture (15 minutes on 2 cores)
+	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 
 test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest
 

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from lib import idle_keepup
+from lib import training_runs as runs
 from lib.bench_record import ROOT, write_record
+from lib.training_runs import Rows, launch
 
 sys.path.insert(0, str(ROOT))
 SPEC = "rollout.speculation"
@@ -38,21 +36,6 @@ OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
 TAIL = ROOT / "benchmarks/lib/tail.yaml"
 TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache
 STEALING_RUNNING = (8, 32)  # of 128 requests of a rank
-QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
-
-Rows = list[dict[str, Any]]
-
-
-def launch(ranks: int, command: list[str]) -> str:
-    """Runs `command` on ranks of one thread each; its output. Ends the benchmark if it fails."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    bind = ["-bind-to", "core"] if ranks <= (os.cpu_count() or 1) else []
-    mpiexec = str(Path(sys.executable).parent / "mpiexec")
-    whole = [mpiexec, *bind, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command]
-    done = subprocess.run(whole, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(whole)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def train(
@@ -66,20 +49,10 @@ def train(
     skip: int = 1,
 ) -> Rows:
     """A run of `steps` steps into `args.work`/NAME; its rows of metrics, the first (cold caches) left out."""
-    folder = args.work / name
-    shutil.rmtree(folder, ignore_errors=True)
-    overrides = [
-        f"train.num_steps={steps}",
-        f"train.run_dir={folder}",
-        f"checkpoint.every={every}",
-        f"cluster.ranks_per_node={args.ranks}",
-        *QUIET,
-        *args.options,
-        *options,
-    ]
-    launch(args.ranks, ["-m", "megatron_tlt", "train", str(config or args.config), *overrides])
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in lines if "time/step" in row][skip:]
+    rows = runs.train(
+        args.work / name, config or args.config, steps, args.ranks, [*args.options, *options], every=every
+    )
+    return rows[skip:]
 
 
 def windows(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:

@@ -1,0 +1,179 @@
+"""The picture of `proof.py`: step bars by phase, lanes of the ranks and running requests, TLT off above on.
+
+All on one axis of seconds: bars are means over steps and jobs; lanes and curves are of one step, the one with the
+longest rollout without TLT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_tlt import observe
+from megatron_tlt.observe.events import read_events
+from megatron_tlt.observe.jsonl import Row
+from megatron_tlt.observe.report_charts import PHASES
+from megatron_tlt.observe.runfiles import read_run
+
+WIDTH, LEFT, RIGHT = 860, 96, 56  # pixels
+TITLES = {"off": "TLT off", "on": "TLT on"}
+_CSS = (Path(observe.__path__[0]) / "page.css").read_text(encoding="utf-8")
+_COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _CSS.split("}", 1)[0]))  # of the report's light theme
+
+
+def draw(
+    runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], figures: Mapping[str, float]
+) -> str:
+    """The SVG. `runs`: run directories of "off" and "on"; `seconds`: their mean seconds of a step by phase."""
+    rows = {mode: read_run(folder).steps[1:] for mode, folder in runs.items()}
+    step = max(rows["off"], key=lambda row: row["time/rollout"] + row["time/idle"])["step"] - 1
+    lanes = {mode: _lanes(folder, step) for mode, folder in runs.items()}
+    ends = [end for of_mode in lanes.values() for lane, _ in of_mode for _, end, _ in lane]
+    scale = (WIDTH - LEFT - RIGHT) / max(*ends, *(sum(of.values()) for of in seconds.values()))
+    body = [_text(LEFT, 18, _headline(figures), weight="bold"), *_legend(seconds, 36)]
+    y = 52
+    for mode in runs:
+        body += _bar(TITLES[mode], seconds[mode], y, scale)
+        y += 30
+    body.append(_text(LEFT, y + 14, f"one step, by rank (step {step + 1})", "muted"))
+    y += 22
+    for mode in runs:
+        for rank, (lane, _) in enumerate(lanes[mode]):
+            body.append(
+                _text(LEFT - 8, y + 12, f"{'off' if mode == 'off' else 'on'}, rank {rank}", anchor="end")
+            )
+            body += [_rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
+            y += 20
+        y += 4
+    body.append(_text(LEFT, y + 14, "running requests, all ranks", "muted"))
+    y += 20
+    body += _curves({mode: [curve for _, curve in lanes[mode]] for mode in runs}, y, 70, scale)
+    y += 74
+    body += _axis(y, (WIDTH - LEFT - RIGHT) / scale, scale)
+    height = y + 34
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">\n'
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _headline(figures: Mapping[str, float]) -> str:
+    same = "same answers, rewards and weights" if figures["identical"] else "ANSWERS DIFFER"
+    return f"Rollout {figures['rollout']:.2f}x, step {figures['e2e']:.2f}x; {same}"
+
+
+def _colour(phase: str) -> str:
+    return _COLOURS[re.sub(r"^@(?=\d)", "@c", PHASES.get(phase, "@6"))[1:]]
+
+
+def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]], list[tuple[float, float]]]]:
+    """For each rank: (start, end, colour) of its phases in seconds of the step, and its running requests by time."""
+    events = {
+        rank: [e for e in read_events(folder, rank) if e["step"] == step] for rank in read_run(folder).ranks
+    }
+    begin = min(
+        e["ts"] for of in events.values() for e in of if e["name"] == "rollout" and e["kind"] == "span"
+    )
+    found = []
+    for of_rank in events.values():
+        spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASES and e["ts"] >= begin - 0.5]
+        spans = [e for e in spans if e["name"] not in ("log", "checkpoint")]
+        training = [e for e in of_rank if e["kind"] == "state" and e["name"] == "TRAINING"]
+        lane = [_interval(e, begin, _colour(e["name"])) for e in spans]
+        lane += [_interval(e, begin, _COLOURS["training"]) for e in training]
+        curve = [
+            (max(0.0, e["attrs"]["start"] + at / 1e3 - begin), running)
+            for e in of_rank
+            if e["name"] == "curve"
+            for at, running in e["attrs"]["running"]
+        ]
+        found.append((lane, curve))
+    return found
+
+
+def _interval(event: Row, begin: float, colour: str) -> tuple[float, float, str]:
+    start = max(0.0, event["ts"] - begin)
+    return start, start + event["dur"], colour
+
+
+def _bar(title: str, seconds: Mapping[str, float], y: float, scale: float) -> list[str]:
+    """A stacked bar of a step, rollout first."""
+    parts, x = [_text(LEFT - 8, y + 16, title, anchor="end")], float(LEFT)
+    for phase in sorted(seconds, key=lambda name: [*PHASES, name].index(name)):
+        width = seconds[phase] * scale
+        parts.append(_rect(x, y, width, 22, _colour(phase)))
+        if width > 60:
+            parts.append(
+                _text(x + 5, y + 15, f"{phase} {seconds[phase]:.1f} s", "card" if phase != "idle" else "ink")
+            )
+        x += width
+    return [*parts, _text(x + 5, y + 15, f"{sum(seconds.values()):.1f} s", weight="bold")]
+
+
+def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
+    longest = {
+        name: max(of.get(name, 0.0) for of in seconds.values()) for of in seconds.values() for name in of
+    }
+    total = max(sum(of.values()) for of in seconds.values())
+    names = [name for name in PHASES if longest.get(name, 0.0) > 0.01 * total]
+    entries = [(name, _colour(name)) for name in names if name != "merge"]
+    entries.append(("training and merging drafters", _COLOURS["training"]))
+    parts, x = [], float(LEFT)
+    for name, colour in entries:
+        parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, "muted")]
+        x += 28 + 7 * len(name)
+    return parts
+
+
+def _curves(
+    curves: Mapping[str, list[list[tuple[float, float]]]], y: float, height: float, scale: float
+) -> list[str]:
+    """Running requests as steps: the sum of the ranks; off grey, on coloured."""
+    sums = {mode: _summed(of_ranks) for mode, of_ranks in curves.items()}
+    most = max(running for points in sums.values() for _, running in points)
+    parts = []
+    for mode, points in sums.items():
+        path, before = [], 0.0
+        for at, running in points:
+            x = LEFT + at * scale
+            path += [f"{x:.1f},{y + height * (1 - level / most):.1f}" for level in (before, running)]
+            before = running
+        colour = _COLOURS["muted"] if mode == "off" else _COLOURS["c2"]
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(path)}"/>')
+        parts.append(f'<text x="{x + 6:.1f}" y="{y + height - 6}" fill="{colour}">{mode}</text>')
+    return [
+        *parts,
+        _text(LEFT - 8, y + 8, f"{most:.0f}", anchor="end"),
+        _text(LEFT - 8, y + height, "0", anchor="end"),
+    ]
+
+
+def _summed(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Sum of step curves, at every time at which one changes."""
+    times = sorted({at for curve in ranks for at, _ in curve})
+    return [
+        (at, sum(next((r for t, r in reversed(curve) if t <= at), 0.0) for curve in ranks)) for at in times
+    ]
+
+
+def _axis(y: float, seconds: float, scale: float) -> list[str]:
+    every = next(size for size in (0.5, 1, 2, 5, 10, 20, 50) if seconds / size <= 12)
+    parts = []
+    for tick in range(int(seconds / every) + 1):
+        x = LEFT + tick * every * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="{_COLOURS["muted"]}"/>')
+        parts.append(_text(x, y + 18, f"{tick * every:g}", "muted", anchor="middle"))
+    return [*parts, _text(WIDTH - RIGHT, y + 30, "seconds", "muted", anchor="end")]
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{max(0.3, width):.1f}" height="{height}" fill="{colour}"/>'
+
+
+def _text(
+    x: float, y: float, text: str, colour: str = "ink", anchor: str = "start", weight: str = "normal"
+) -> str:
+    where = f'x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text {where} fill="{_COLOURS[colour]}">{text}</text>'

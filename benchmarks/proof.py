@@ -1,0 +1,282 @@
+"""TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
+
+    make proof            # or: python benchmarks/proof.py [--quick] [--parts main curves peers] --out r.json
+
+- main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
+  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
+  (plain decoding of the same engine) take turns, A B A B, and `suffix` (no drafter to train) runs once. The first step
+  of each job (cold caches, and a selector that has measured nothing) is not timed.
+- curves: seconds of a step by answers, answer length, policy and ranks, TLT on (`lib/proof_curves.py`).
+- peers: TRL and vLLM, where `make bench-trl` and `make bench-peers` installed them.
+
+Summary, of the size with the best `e2e`; with `_H` after the name, of hidden size H:
+identical     1.0 if answers, rewards and final weights with optimizer are the same in all jobs of a size
+rollout       seconds of rollouts with the wait for the slowest rank, off / on
+e2e           seconds of steps, off / on; `e2e_limit`: if rollouts with TLT took no time
+recovered     share of idle seconds in which the drafter was trained
+accept_length tokens that a request gets in a speculative step
+update_saved  share of the answer tokens that need no update, their advantage being zero
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lib import proof_curves, proof_picture
+from lib.bench_record import ROOT, write_record
+from lib.larger_policy import widen, widen_drafter
+from lib.training_runs import Rows, digests, train
+
+sys.path.insert(0, str(ROOT))
+from megatron_tlt.models.config import ModelConfig
+
+CONFIG = ROOT / "benchmarks/lib/proof.yaml"
+POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
+SPEC = "rollout.speculation.drafter"
+MODES = {
+    "on": [f"{SPEC}=hybrid", "idle.train_drafter=true"],
+    "off": [f"{SPEC}=none", "idle.train_drafter=false"],
+    "suffix": [f"{SPEC}=suffix", "idle.train_drafter=false"],
+}
+MLP = {
+    128: 384,
+    256: 768,
+    512: 1536,
+    768: 2048,
+}  # units by hidden size: 2.4, 9.5, 38 and 78 million parameters
+GOALS = {"identical": 1.0, "rollout": 2.0, "e2e": 1.5}
+WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
+PEERS = {"trl": "proof_trl.py", "vllm": "proof_vllm.py"}
+STEP_KEYS = ("spec/accept_length", "idle/seconds", "idle/recovered_seconds", "update/skipped_share")
+
+
+class Bench:
+    """The widened policies, and jobs on them."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.work, self.config = args, args.work, CONFIG
+
+    def policy(self, hidden: int) -> list[str]:
+        """Options for the policy and the drafter of this hidden size; makes them the first time."""
+        model, drafter = self.work / f"policy-{hidden}", self.work / f"drafter-{hidden}"
+        if not drafter.is_dir():
+            widen(POLICY, MLP[hidden], model, hidden_size=hidden, max_positions=2048)
+            widen_drafter(DRAFTER, ModelConfig.from_hf(POLICY), ModelConfig.from_hf(model), drafter)
+        return [f"model.path={model}", f"{SPEC}_path={drafter}"]
+
+    def job(self, name: str, hidden: int, mode: str, options: list[str], **more: Any) -> Rows:
+        """Rows of the timed steps of a job into WORK/NAME."""
+        args, steps = self.args, more.pop("steps", self.args.steps)
+        ranks = more.pop("ranks", args.ranks)
+        settings = [*self.policy(hidden), *MODES[mode], *args.options, *options]
+        return train(self.work / name, self.config, steps, ranks, settings, **more)[1:]
+
+
+def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
+    """All sizes."""
+    rows, summary = [], {}
+    for hidden in bench.args.sizes:
+        found = jobs_of_size(bench, hidden)
+        figures = summarize(found)
+        print(table(found, hidden), *judge(figures), sep="\n", flush=True)
+        summary |= {f"{name}_{hidden}": value for name, value in figures.items()}
+        rows += found
+    best = max(bench.args.sizes, key=lambda hidden: summary[f"e2e_{hidden}"])
+    names = [name.removesuffix(f"_{best}") for name in summary if name.endswith(f"_{best}")]
+    chosen = {name: summary[f"{name}_{best}"] for name in names}
+    chosen["identical"] = min(summary[f"identical_{hidden}"] for hidden in bench.args.sizes)
+    if bench.args.picture is not None:
+        runs = {mode: bench.work / f"{best}-{mode}" for mode in ("off", "on")}
+        seconds = {
+            mode: mean_phases([r for r in rows if (r["hidden"], r["mode"]) == (best, mode)]) for mode in runs
+        }
+        bench.args.picture.parent.mkdir(parents=True, exist_ok=True)
+        bench.args.picture.write_text(proof_picture.draw(runs, seconds, chosen))
+    return rows, {**chosen, "hidden": float(best), **summary}
+
+
+def jobs_of_size(bench: Bench, hidden: int) -> Rows:
+    """A row for each job of one policy."""
+    rows: Rows = []
+    for turn in range(bench.args.rounds):
+        modes = ["off", "on"] if turn % 2 == 0 else ["on", "off"]
+        for mode in modes + (["suffix"] if turn == 0 and bench.args.suffix else []):
+            name, steps = f"{hidden}-{mode}", bench.args.steps
+            timed = bench.job(name, hidden, mode, [], every=steps)
+            row = {"part": "main", "hidden": hidden, "mode": mode, "round": turn, "phases": phases(timed)}
+            row["steps"] = [step_row(step) for step in timed]
+            rows.append({**row, **digests(bench.work / name, steps)})
+            took = sum(row["phases"].values())
+            print(f"hidden {hidden}, {mode}, round {turn}: {took:.2f} s a step", flush=True)
+    return rows
+
+
+def phases(timed: Rows) -> dict[str, float]:
+    """Mean seconds of a step by phase; the phases add up to the step."""
+    names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
+    names -= {
+        "step",
+        "eval",
+        "checkpoint",
+    }  # the last two are counted to the step after theirs, and not timed in it
+    found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
+    rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
+    return {**found, "other": max(0.0, rest)}
+
+
+def step_row(row: dict[str, Any]) -> dict[str, Any]:
+    """What the record keeps of a step."""
+    kept = {name: row[name] for name in STEP_KEYS if name in row}
+    return {
+        "step": row["step"],
+        "seconds": row["time/step"],
+        "rollout": sum(row[f"time/{name}"] for name in WAIT),
+        "tokens": row["engine/generated_tokens"],
+        **kept,
+    }
+
+
+def mean_phases(rows: Rows) -> dict[str, float]:
+    """Phases over several jobs."""
+    return {name: statistics.mean(row["phases"].get(name, 0.0) for row in rows) for name in rows[0]["phases"]}
+
+
+def summarize(rows: Rows) -> dict[str, float]:
+    """The summary of one size."""
+    of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
+    kinds = [len({row[key] for row in rows}) for key in ("answers", "rewards", "weights")]
+    figures = {"identical": float(max(kinds) == 1)}
+    for name, mode in (("", "on"), ("suffix_", "suffix")):
+        pairs = list(zip(of["off"], of[mode], strict=False))
+        for key, total in (("rollout", waited), ("e2e", whole)):
+            if pairs:
+                figures[name + key] = statistics.median(total(off) / total(on) for off, on in pairs)
+    on, off = mean_phases(of["on"]), mean_phases(of["off"])
+    figures["e2e_limit"] = sum(off.values()) / (sum(on.values()) - sum(on[name] for name in WAIT))
+    steps = [step for row in of["on"] for step in row["steps"]]
+    idle = sum(step["idle/seconds"] for step in steps)
+    if idle > 0:
+        figures["recovered"] = sum(step["idle/recovered_seconds"] for step in steps) / idle
+    figures["accept_length"] = statistics.mean(
+        s["spec/accept_length"] for s in steps if "spec/accept_length" in s
+    )
+    figures["update_saved"] = statistics.mean(step["update/skipped_share"] for step in steps)
+    return figures
+
+
+def waited(row: dict[str, Any]) -> float:
+    """Seconds of a step until the slowest rank's last answer."""
+    return sum(row["phases"][name] for name in WAIT)
+
+
+def whole(row: dict[str, Any]) -> float:
+    """Seconds of a step."""
+    return float(sum(row["phases"].values()))
+
+
+def table(rows: Rows, hidden: int) -> str:
+    """Seconds of a step by phase, a column a mode."""
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
+    means = {mode: mean_phases([row for row in rows if row["mode"] == mode]) for mode in modes}
+    names = sorted(means["off"], key=lambda name: -means["off"][name])
+    lines = [f"\nhidden size {hidden}: seconds of a step", f"{'':12s}" + "".join(f"{m:>10s}" for m in modes)]
+    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):10.2f}" for m in modes) for name in names]
+    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):10.2f}" for m in modes))
+    for mode in modes:
+        row = next(row for row in rows if row["mode"] == mode)
+        cells = [
+            f"{s['rollout']:.1f} s, recovered {s['idle/recovered_seconds']:.1f} of {s['idle/seconds']:.1f} s, "
+            f"accepted {s.get('spec/accept_length', 1.0):.2f}"
+            for s in row["steps"]
+        ]
+        lines.append(f"{mode}, rollouts by step: " + "; ".join(cells))
+    return "\n".join(lines)
+
+
+def judge(figures: dict[str, float]) -> list[str]:
+    """Each goal: met or missed."""
+    lines = [
+        f"{name:14s}{figures[name]:8.3f}  goal {goal:.1f}: {'met' if figures[name] >= goal else 'MISSED'}"
+        for name, goal in GOALS.items()
+    ]
+    if figures["e2e"] < GOALS["e2e"]:
+        lines.append(
+            f"end to end {figures['e2e_limit']:.2f} if rollouts took no time; the rest is in the table above"
+        )
+    return lines
+
+
+def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
+    """The comparisons with TRL and vLLM: each a script with a record of its own; one that is not installed is named."""
+    rows, summary = [], {}
+    for name, script in PEERS.items():
+        if not (ROOT / f".venv/peers-{name}/bin/python").exists():
+            print(
+                f"{name}: not installed (make bench-{'trl' if name == 'trl' else 'peers'}), left out",
+                flush=True,
+            )
+            continue
+        out = bench.work / f"{name}.json"
+        quick = ["--quick"] if bench.args.quick else []
+        command = [sys.executable, str(ROOT / "benchmarks/lib" / script), *quick, "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        found, figures = proof_curves.read_record(out)
+        rows += [{"peer": name, **row} for row in found]
+        summary |= figures
+    return rows, summary
+
+
+PARTS = {"main": main_part, "curves": proof_curves.curves, "peers": peers_part}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one size, one round of 3 steps, no suffix, no curves"
+    )
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, choices=[*MLP], default=[512, 768], help="hidden sizes"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a job; the first is not timed")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--no-suffix", dest="suffix", action="store_false")
+    parser.add_argument("--options", nargs="*", default=[], help="overrides for all jobs")
+    parser.add_argument("--work", type=Path, help="folder for the jobs; by default a temporary one")
+    parser.add_argument("--picture", type=Path, help="SVG file of part main")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.quick:
+        args.sizes, args.rounds, args.steps, args.suffix = args.sizes[:1], 1, 3, False
+        args.parts = [part for part in args.parts if part != "curves"]
+    rows: Rows = []
+    summary: dict[str, float] = {}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        args.work = (args.work or Path(scratch)).resolve()
+        bench = Bench(args)
+        for part in args.parts:
+            found, figures = PARTS[part](bench)
+            rows, summary = rows + found, summary | figures
+            write_record(args.out, rows, summary)
+    for name, value in summary.items():
+        print(f"{name:32s} {value:10.3f}")
+    print(f"{(time.monotonic() - started) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
