@@ -7,7 +7,7 @@
   (plain decoding of the same engine) take turns, A B A B, and `suffix` (no drafter to train) runs once. The first step
   of each job (cold caches, and a selector that has measured nothing) is not timed.
 - curves: seconds of a step by answers, answer length, policy and ranks, TLT on (`lib/proof_curves.py`).
-- peers: TRL and vLLM, where `make bench-trl` and `make bench-peers` installed them.
+- peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
 
 Summary, of the size with the best `e2e`; with `_H` after the name, of hidden size H:
 identical     1.0 if answers, rewards and final weights with optimizer are the same in all jobs of a size
@@ -219,7 +219,7 @@ def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     for name, script in PEERS.items():
         if not (ROOT / f".venv/peers-{name}/bin/python").exists():
             print(
-                f"{name}: not installed (make bench-{'trl' if name == 'trl' else 'peers'}), left out",
+                f"{name}: not installed (make bench-{name}), left out",
                 flush=True,
             )
             continue
