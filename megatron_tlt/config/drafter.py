@@ -33,8 +33,9 @@ class OnlineSection(Section):
     """Learning rate, after warm-up, of a drafter that drafts well: the demo drafter got worse with 1e-3 and kept its
     level with 3e-4. It does not fall with time, because the policy keeps changing."""
     start_lr: PositiveFloat = 1e-2
-    """Learning rate of a drafter that drafts nothing right; below lr: lr. In between it is
-    lr + (start_lr - lr) (1 - a), with the overlap a of drafter and policy (1 - TV, 0 to 1) at the first drafted
+    """Learning rate of a drafter that drafts nothing right, for hidden sizes up to 128; of wider ones it falls with
+    1 / hidden size (Yang et al., arXiv 2203.03466, for Adam). Below lr: lr. In between it is
+    lr + (start - lr) (1 - a), with the overlap a of drafter and policy (1 - TV, 0 to 1) at the first drafted
     position of the micro-step."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""

@@ -30,6 +30,7 @@ from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.eagle.model import EagleModel, check_eagle_tensors
 
 _MIB = 1 << 20
+_START_WIDTH = 128  # hidden size up to which `online.start_lr` is taken as it is
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
 
 
@@ -65,7 +66,8 @@ class OnlineDrafterTrainer:
         online = section.online
         self.model, self._device, self._tp = model, torch.device(device), tp or SingleRank()
         self._tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
-        self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0)  # of a useless drafter, over lr
+        start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.hidden_size)
+        self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
         window = min(section.window, online.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), window, online.max_age, section.seed)

@@ -265,7 +265,10 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
 
 
 def _starting_drafter(config: Config) -> EagleModel:
-    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank."""
+    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
+
+    A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
+    """
     from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.models.eagle.model import EagleModel
     from megatron_tlt.models.loader import weight_reader
@@ -278,7 +281,8 @@ def _starting_drafter(config: Config) -> EagleModel:
         model.load_state_dict(load_drafter(path, shape).weights)
     else:
         model.initialise(config.drafter.seed)
-        model.start_from_policy(weight_reader(config.model.path, shape))
+        if config.model.megatron_path is None:
+            model.start_from_policy(weight_reader(config.model.path, shape))
     return model
 
 
