@@ -4,8 +4,8 @@
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
   replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
-  (plain decoding of the same engine) take turns, A B A B, and `suffix` (no drafter to train) runs once. The first step
-  of each job (cold caches, and a selector that has measured nothing) is not timed.
+  (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter to train) runs
+  once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
 - curves: seconds of a step by answers, answer length, policy and ranks, TLT on (`lib/proof_curves.py`).
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
 
@@ -103,11 +103,12 @@ def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
 
 
 def jobs_of_size(bench: Bench, hidden: int) -> Rows:
-    """A row for each job of one policy."""
+    """A row for each job of one policy: of the first size in several rounds and with `suffix`, of others once."""
     rows: Rows = []
-    for turn in range(bench.args.rounds):
+    is_first = hidden == bench.args.sizes[0]
+    for turn in range(bench.args.rounds if is_first else 1):
         modes = ["off", "on"] if turn % 2 == 0 else ["on", "off"]
-        for mode in modes + (["suffix"] if turn == 0 and bench.args.suffix else []):
+        for mode in modes + (["suffix"] if is_first and turn == 0 and bench.args.suffix else []):
             name, steps = f"{hidden}-{mode}", bench.args.steps
             timed = bench.job(name, hidden, mode, [], every=steps)
             row = {"part": "main", "hidden": hidden, "mode": mode, "round": turn, "phases": phases(timed)}
@@ -247,7 +248,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", nargs="+", type=int, choices=[*MLP], default=[512, 768], help="hidden sizes"
     )
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="of the first size; of the others one, for time"
+    )
     parser.add_argument("--steps", type=int, default=4, help="of a job; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-suffix", dest="suffix", action="store_false")
