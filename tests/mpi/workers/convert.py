@@ -91,7 +91,7 @@ def foreign(world: World, root: Path, kind: str, where: str, options: dict[str, 
         state = {"model": policy.model.module.sharded_state_dict(metadata=metadata)}
         request = dist_checkpointing.save(state, where, strategy, async_sharded_save=True)
         assert strategy.writer is not None and request is not None
-        strategy.writer.start()
+        strategy.writer.start({})
         strategy.writer.join()
         assert strategy.writer.failure() is None
         for finish in request.finalize_fns:
