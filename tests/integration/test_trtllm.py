@@ -27,7 +27,8 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
                 "start_s": 120.0,
             },
         },
-        algorithm={"importance_cap": 0},
+        # With an entropy bonus answers of equal rewards are trained on, too.
+        algorithm={"importance_cap": 0, "entropy_coef": 0.001},
         train={"num_steps": 2, "deterministic": False},
         sync={"verify": True},
         checkpoint={"every": 0},
