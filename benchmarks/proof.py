@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import proof_curves, proof_picture
-from lib.bench_record import ROOT, write_record
+from lib.bench_record import ROOT, read_record, write_record
 from lib.larger_policy import widen, widen_drafter
 from lib.training_runs import Rows, digests, train
 
@@ -228,7 +228,7 @@ def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
         quick = ["--quick"] if bench.args.quick else []
         command = [sys.executable, str(ROOT / "benchmarks/lib" / script), *quick, "--out", str(out)]
         subprocess.run(command, cwd=ROOT, check=True)
-        found, figures = proof_curves.read_record(out)
+        found, figures = read_record(out)
         rows += [{"peer": name, **row} for row in found]
         summary |= figures
     return rows, summary

@@ -36,3 +36,9 @@ def write_record(
     record = {"command": sys.argv, "commit": commit(), "machine": where, "rows": rows, "summary": summary}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read_record(path: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows and summary that `write_record` of another benchmark wrote."""
+    record = json.loads(path.read_text())
+    return record["rows"], record["summary"]

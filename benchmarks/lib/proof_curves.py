@@ -7,11 +7,9 @@ share them: those points show the price of that, not of ranks.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.training_runs import Rows
@@ -71,9 +69,3 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     logs = [(math.log(x), math.log(max(y, 1e-9))) for x, y in zip(xs, ys, strict=True)]
     mean_x, mean_y = (statistics.mean(values) for values in zip(*logs, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in logs) / sum((x - mean_x) ** 2 for x, _ in logs)
-
-
-def read_record(path: Path) -> tuple[Rows, dict[str, float]]:
-    """Rows and summary that another benchmark wrote."""
-    record = json.loads(path.read_text())
-    return record["rows"], record["summary"]
