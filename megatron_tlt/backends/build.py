@@ -50,13 +50,15 @@ def build_backend(
     count_near_ties: bool = False,
     drafter: Mapping[str, Tensor] | None = None,
     keep_hidden_states: bool = False,
+    kv_cache_bytes: int | None = None,
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
     `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
     share this machine's memory. With `sync.verify` it keeps checksums. `keep_hidden_states`: hidden states of answers
-    will be collected, so the cache leaves room for them. Raises ConfigError, CheckpointError or BackendError.
+    will be collected, so the cache leaves room for them. `kv_cache_bytes`: the cache of the memory plan, where
+    `rollout.kv_cache_mib` sets none. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
@@ -73,7 +75,7 @@ def build_backend(
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
-        budget_mib=rollout.kv_cache_mib,
+        budget_bytes=kv_cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
         device=device,
         local_ranks=local_ranks,
     )

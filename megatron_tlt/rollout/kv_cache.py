@@ -9,9 +9,8 @@ import torch
 
 from megatron_tlt.errors import BackendError
 
-MIB = 1 << 20
 CPU_SHARE = 0.25  # of the memory free now, for all ranks of this machine together
-CUDA_SHARE = 0.5  # the policy and its optimizer share the device
+CUDA_SHARE = 0.5  # of what is free now, for an engine without a memory plan: what comes later needs room
 
 
 def choose_num_blocks(
@@ -20,18 +19,18 @@ def choose_num_blocks(
     block_size: int,
     max_running: int,
     max_context: int,
-    budget_mib: int | None,
+    budget_bytes: int | None,
     device: torch.device,
     local_ranks: int = 1,
 ) -> int:
     """Blocks of the pool: what `max_running` requests of `max_context` tokens need, within a memory budget.
 
-    That is `budget_mib`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
+    That is `budget_bytes`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
     Memory of blocks never used is not touched. Raises BackendError if not even one block fits.
     """
     most = max_running * -(-max_context // block_size) + 1
-    if budget_mib is not None:
-        budget = budget_mib * MIB
+    if budget_bytes is not None:
+        budget = budget_bytes
     elif device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_tlt.config.planning.memory import layer_parameters, total_parameters
+from megatron_tlt.config.planning.parameters import layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.memory import layer_parameters, total_parameters
+from megatron_tlt.config.planning.parameters import layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig, SimCostSection
 from megatron_tlt.errors import ConfigError
 

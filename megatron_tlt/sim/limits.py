@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_tlt.config.planning.memory import total_parameters
+from megatron_tlt.config.planning.parameters import total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS, cache_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_tlt.config.planning.memory import total_parameters
+from megatron_tlt.config.planning.parameters import total_parameters
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.limits import check_limits

@@ -43,6 +43,7 @@ from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
+from megatron_tlt.trainer.device_memory import planned_cache_bytes, with_device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.idle_figures import IdleFigures
 from megatron_tlt.trainer.preflight import check_on
@@ -80,6 +81,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
 
+    config = with_device_memory(config, world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
@@ -91,12 +93,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     rewards = RewardPool(config.rewards, on_verdict=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
 
-    # Engine and drafter, then the policy: the order of the memory plan.
+    # Policy, drafter, engine: the KV cache is what the memory plan leaves beside everything else, so it comes last.
     tp = tensor_parallel(world, config.rollout.tp)
-    drafter_trainer = _drafter_trainer(config, world, tp)
-    backend = open_backend(config, world, tokenizer, tp, drafter_trainer)
-    params = sampling_params(config)
     policy = _policy(config, world, algorithm)
+    drafter_trainer = _drafter_trainer(config, world, tp)
+    cache = planned_cache_bytes(config, world)
+    backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
+    params = sampling_params(config)
     metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
 
     # What happens around rollout and update.
@@ -187,11 +190,13 @@ def open_backend(
     tp: TensorParallel | None = None,
     drafter_trainer: OnlineDrafterTrainer | None = None,
     keep_hidden_states: bool = False,
+    kv_cache_bytes: int | None = None,
 ) -> RolloutBackend:
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. Collective, unless `tp` (see `tensor_parallel`) is given.
+    would start from. `kv_cache_bytes`: see `planned_cache_bytes`. Collective, unless `tp` (see `tensor_parallel`) is
+    given.
     """
     if config.rollout.backend == "trtllm":
         return build_trtllm(
@@ -208,6 +213,7 @@ def open_backend(
         load_weights=False,  # the first push brings them, in the same way as every later one
         drafter=_drafter_weights(config, drafter_trainer),
         keep_hidden_states=keep_hidden_states or drafter_trainer is not None,
+        kv_cache_bytes=kv_cache_bytes,
     )
 
 

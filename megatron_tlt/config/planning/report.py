@@ -9,14 +9,10 @@ from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.load import dump_config
-from megatron_tlt.config.planning.memory import (
-    GIB,
-    check_memory,
-    estimate_memory,
-    kv_bytes_per_token,
-    micro_batch_tokens,
-    total_parameters,
-)
+from megatron_tlt.config.planning.engine import kv_bytes_per_token
+from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory
+from megatron_tlt.config.planning.parameters import GIB, total_parameters
+from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
@@ -123,26 +119,29 @@ def _memory(
     limit = config.cluster.memory_gib
     of_limit = "" if limit is None else f", {limit:g} there"
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
-    lines += format_table(["", *[f"stage {stage.stage}" for stage in stages]], rows)
+    header = ["", *[f"stage {stage.stage}" for stage in stages]]
+    lines += format_table(header, rows)
     if isinstance(config, Config):
-        lines += _cache_line(config, shape, max(stage.total for stage in stages), device)
+        lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
+    if stages[0].host:
+        lines.append("Of the host's memory, for a rank (pinned, but for the suffix drafter)")
+        host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
+        lines += format_table(header, host)
     return lines
 
 
-def _cache_line(config: Config, shape: ModelShape, total: int, device: Device | None) -> list[str]:
-    """How many full-length requests the KV cache holds; on CUDA what is free goes to it."""
-    request = longest_request(config) * kv_bytes_per_token(config, shape)
-    limit = config.cluster.memory_gib
-    if config.rollout.kv_cache_mib is not None:
-        held = config.rollout.kv_cache_mib * 2**20 // request
-    elif resolve_device(config, device) != "cuda":
-        held = config.rollout.max_running_requests
-    elif limit is not None:
-        held = max(0, int((limit * GIB - total) // request) + 1)
-    else:
-        return []
-    length = longest_request(config)
-    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens)"]
+def full_requests(config: Config, shape: ModelShape, cache_bytes: int) -> int:
+    """Requests of full length that an engine's KV cache of `cache_bytes` a rank holds."""
+    return cache_bytes // (longest_request(config) * kv_bytes_per_token(config, shape))
+
+
+def _cache_line(config: Config, shape: ModelShape, cache_bytes: int, device: Device | None) -> list[str]:
+    """What the cache holds; on CUDA without a limit nothing is known but that one request must fit."""
+    held, length = full_requests(config, shape, cache_bytes), longest_request(config)
+    if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
+        return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
+    running = config.rollout.max_running_requests
+    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:

@@ -67,12 +67,12 @@ def test_a_decoding_step_costs_little_beside_the_forward(running: int):
 
 def test_the_cache_is_sized_by_need_and_by_budget():
     sizes = {"block_size": 16, "max_running": 4, "max_context": 100, "device": CPU}
-    assert choose_num_blocks(1000, budget_mib=None, **sizes) == 4 * 7 + 1
-    assert choose_num_blocks(1 << 20, budget_mib=5, **sizes) == 5
-    huge = choose_num_blocks(1 << 20, budget_mib=None, **(sizes | {"max_running": 10**9}))
+    assert choose_num_blocks(1000, budget_bytes=None, **sizes) == 4 * 7 + 1
+    assert choose_num_blocks(1 << 20, budget_bytes=5 << 20, **sizes) == 5
+    huge = choose_num_blocks(1 << 20, budget_bytes=None, **(sizes | {"max_running": 10**9}))
     assert 0 < huge << 20 <= free_memory() * 0.3
     with pytest.raises(BackendError, match=r"raise rollout\.kv_cache_mib"):
-        choose_num_blocks(2 << 20, budget_mib=1, **sizes)
+        choose_num_blocks(2 << 20, budget_bytes=1 << 20, **sizes)
 
 
 def native_engine(decoder: NativeDecoder, **options) -> Engine:

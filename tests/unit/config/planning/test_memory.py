@@ -3,15 +3,13 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
-from megatron_tlt.config.planning.memory import (
-    GIB,
-    check_memory,
-    estimate_memory,
-    kv_bytes_per_token,
-    total_parameters,
-)
+from megatron_tlt.config.planning.engine import kv_bytes_per_token
+from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory
+from megatron_tlt.config.planning.parameters import GIB, total_parameters
 from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.rollout import sampler
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 # Published parameter counts (model cards).
@@ -63,28 +61,57 @@ def test_drafters_are_counted():
     bf16 = "rollout.dtype=bf16"
     eagle = config_of(bf16, f"{at}.drafter=eagle", f"{at}.drafter_path=d")
     assert kv_bytes_per_token(eagle, shape) == 57344 * 29 // 28 + 2 * 3584  # a layer, and a hidden state
-    parts = {
-        name: estimate_memory(config, shape, 1, "cuda")[0].parts["drafters"]
+    found = {
+        name: estimate_memory(config, shape, 1, "cuda")[0]
         for name, config in {
             "none": config_of(bf16),
             "suffix": config_of(bf16, f"{at}.drafter=suffix", f"{at}.suffix.history_mib=100"),
             "eagle": eagle,
         }.items()
     }
-    assert parts["none"] == 0
-    assert parts["suffix"] == 200 * 2**20
     weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
-    assert parts["eagle"] == 2 * weights
+    assert {name: m.parts["drafter"] for name, m in found.items()} == {
+        "none": 0,
+        "suffix": 0,
+        "eagle": 2 * weights,
+    }
+    assert found["suffix"].host["suffix drafter"] == 200 * 2**20  # the host's memory, not the device's
+
+
+TLT = ["rollout.speculation.drafter=hybrid", "idle.train_drafter=true", "rollout.dtype=bf16"]
 
 
 def test_training_the_drafter_is_counted():
-    shape, at = shape_of("qwen2.5-7b"), "rollout.speculation"
-    on = ["idle.train_drafter=true", f"{at}.drafter=eagle", "drafter.online.buffer_mib=100"]
-    parts = [estimate_memory(config_of(*o), shape, 1, "cuda")[0].parts for o in ([], on)]
+    shape = shape_of("qwen2.5-7b")
+    off, on = (estimate_memory(config_of(*o), shape, 2, "cuda")[0] for o in ([], TLT))
     weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
-    tables = 4 * 2 * 152064 * 3584  # of a version, embedding and head
-    assert parts[0]["drafter training"] == 0
-    assert parts[1]["drafter training"] == 68 * weights + 5 * tables + 100 * 2**20
+    assert off.parts["drafter training"] == off.parts["drafter step"] == 0
+    assert on.parts["drafter training"] == 18 * weights  # 2 + master 4, mean 4, moments 8
+    more = on.of_phase("idle window") - on.of_phase("rollout")
+    assert more == on.parts["drafter step"] - on.parts["rollout step"]
+
+
+def test_the_kv_cache_is_what_remains_of_a_gpu():
+    """At most what all running requests need, at least one request; elsewhere nothing changes."""
+    shape = shape_of("qwen2.5-7b")
+    sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]
+    config = config_of(*TLT, *sizes)
+    need = (64 * 512 + 1) * 16 * kv_bytes_per_token(config, shape)
+    found = {g: estimate_memory(config, shape, 2, "cuda", g)[0] for g in (500, 120, 110, 10)}
+    assert found[500].parts[KV] == need
+    for limit in (120, 110):
+        assert found[limit].total == limit * GIB  # full, by the fullest phase that the cache is there in
+    others = [{k: v for k, v in m.parts.items() if k not in (KV, "fragments")} for m in found.values()]
+    assert all(parts == others[0] for parts in others)
+    assert found[10].parts[KV] == (512 + 1) * 16 * kv_bytes_per_token(config, shape)  # one request: too much
+    assert found[10].total > 10 * GIB
+    released = config_of(*TLT, *sizes, "rollout.release_cache=true", "actor.offload_optimizer=true")
+    more = estimate_memory(released, shape, 2, "cuda", 110)[0]
+    assert more.parts[KV] > found[110].parts[KV] + found[110].parts["activations"]
+
+
+def test_the_sampler_draws_from_so_many_logits_at_a_time():
+    assert engine._SAMPLED_AT_ONCE == sampler._ELEMENTS_AT_ONCE
 
 
 def test_reference_is_counted_only_with_a_kl_term():

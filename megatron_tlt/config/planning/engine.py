@@ -1,0 +1,98 @@
+"""Memory of the embedded rollout engine on one rank: weights, KV cache, a step's temporaries, graphs, drafters.
+
+Legend: T rows of a forward, R rows whose logits are computed, H hidden, F intermediate, V vocabulary, d head width, K
+key-value heads, L layers, t = rollout.tp; e bytes of an element.
+
+* Weights: the embedding whole on every rank, layers over t; in C a packed LM head, whole on every rank; in PyTorch the
+  head over t, and a head of its own where it is sharded (t > 1), even if the model ties it.
+* KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
+  adds its one layer with all K heads, and `H*e` for the policy's hidden states, which it reads; every rank holds both.
+* On CUDA the KV cache is what remains of the device (`memory.py`); on CPU what all running requests need.
+"""
+
+from __future__ import annotations
+
+from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.planning.parameters import (
+    MIB,
+    drafter_parameters,
+    element_bytes,
+    layer_parameters,
+)
+from megatron_tlt.config.root import Config
+from megatron_tlt.interfaces import ModelShape
+
+_VERIFY_ROWS = 512  # of `rollout.graph_pool.PoolSizes`
+_SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
+_SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
+
+
+def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
+    heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
+    keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
+    return (keys_values + shape.hidden_size * trained) * element_bytes(config.rollout.dtype)
+
+
+def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:
+    """A cache for so many requests of the longest context, in whole blocks."""
+    blocks = requests * -(-config.model.max_context // config.rollout.block_size) + 1
+    return blocks * config.rollout.block_size * kv_bytes_per_token(config, shape)
+
+
+def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Weights of one rank of an engine. The native decoder (packed weights) holds the whole LM head on every rank."""
+    rollout = config.rollout
+    table = shape.vocab_size * shape.hidden_size
+    packed = device == "cpu" and rollout.kernels != "torch"
+    has_head = packed or rollout.tp > 1 or not shape.tie_word_embeddings
+    count = shape.num_layers * layer_parameters(shape) // rollout.tp
+    count += table + has_head * table // (1 if packed else rollout.tp)
+    return count * element_bytes(rollout.dtype)
+
+
+def drafter_weight_bytes(config: Config, shape: ModelShape) -> int:
+    """The engine's own copy of the eagle drafter, whole on every rank."""
+    section = config.rollout.speculation
+    return section.uses_eagle * drafter_parameters(shape) * element_bytes(config.rollout.dtype)
+
+
+def suffix_bytes(config: Config) -> int:
+    """The suffix drafter's tries and as much for earlier answers, once both are full; in the host's memory."""
+    section = config.rollout.speculation
+    return 2 * section.suffix.history_mib * MIB * section.uses_suffix
+
+
+def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Temporaries of the largest forward, or of drawing tokens, whichever is more.
+
+    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products. On
+    CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R rows its logits in
+    the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the sampler takes.
+    """
+    rollout, element = config.rollout, element_bytes(config.rollout.dtype)
+    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
+    forward = rollout.max_batched_tokens * row * element
+    if device == "cpu":
+        return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
+    logits = verified_rows(config) * shape.vocab_size
+    each = element + 4 if rollout.tp == 1 else 8 + (element + 4) / rollout.tp
+    return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
+
+
+def verified_rows(config: Config) -> int:
+    """R: rows of the largest forward whose logits are all computed."""
+    rollout, section = config.rollout, config.rollout.speculation
+    drafted = section.draft_len * section.topk if section.drafter != "none" else 0
+    return min(rollout.max_running_requests * (1 + drafted), rollout.max_batched_tokens)
+
+
+def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Captured graphs (`rollout.graph_pool`), where there are any: their budget; without one their output buffers."""
+    rollout = config.rollout
+    if device != "cuda" or not rollout.cuda_graphs or rollout.tp > 1 or rollout.numerics != "default":
+        return 0
+    if rollout.graph_memory_mib is not None:
+        return rollout.graph_memory_mib * MIB
+    rows = max(rollout.max_running_requests, _VERIFY_ROWS)
+    return rows * (4 * shape.vocab_size + element_bytes(rollout.dtype) * shape.hidden_size)

@@ -1,0 +1,41 @@
+"""Parameters of a model, of a layer, of a pipeline stage's rank, and of the drafter; bytes of their elements."""
+
+from __future__ import annotations
+
+from megatron_tlt.config.dims import Dims
+from megatron_tlt.interfaces import ModelShape
+
+GIB = 2**30
+MIB = 2**20
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of "fp32" or "bf16"."""
+    return {"fp32": 4, "bf16": 2}[dtype]
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Parameters of one decoder layer; biases and head norms (well under 1 %) are left out."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    return attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model."""
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    return shape.num_layers * layer_parameters(shape) + embeddings + shape.hidden_size
+
+
+def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> int:
+    """P: parameters of one rank of a pipeline stage. A tied head on another stage is a second copy."""
+    count = shape.num_layers * layer_parameters(shape) // dims.pp
+    embedding = shape.vocab_size * shape.hidden_size
+    first, last = stage == 0, stage == dims.pp - 1
+    count += embedding * first
+    count += embedding * (last and not (shape.tie_word_embeddings and first))
+    return count // dims.tp
+
+
+def drafter_parameters(shape: ModelShape) -> int:
+    """Parameters of the eagle drafter: one layer and `fc` (2H x H)."""
+    return layer_parameters(shape) + 2 * shape.hidden_size**2

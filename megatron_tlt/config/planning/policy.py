@@ -1,0 +1,73 @@
+"""Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a push and of a save.
+
+Legend: P parameters on this rank, V vocabulary, H hidden, F intermediate, e bytes of an element, d data parallel size.
+
+* Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced
+  in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
+  last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
+  optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
+* Activations, the LM head and what backward takes: `activations.py`.
+* A push gathers one tensor after the other: its parts and their join, and the bucket that collects them.
+"""
+
+from __future__ import annotations
+
+from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.checks.rollout import longest_request
+from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.planning.activations import Slice, update_bytes
+from megatron_tlt.config.planning.parameters import MIB, element_bytes
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.interfaces import ModelShape
+
+_SAVE_BUCKET = 512 * MIB  # what a checkpoint gathers on the device at a time
+
+
+def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
+    """Whether the optimizer's state is divided over data parallel ranks."""
+    choice = config.actor.distributed_optimizer
+    return choice == "on" or (choice == "auto" and device == "cuda")
+
+
+def optimizer_bytes(config: Config | SftConfig, parameters: int, dims: Dims, device: Device) -> int:
+    """Master weights and moments of one rank."""
+    master = 4 if config.actor.dtype == "bf16" else 0
+    moments = 8 if config.optimizer.name == "adam" else 0
+    return parameters * (master + moments) // (dims.dp * dims.cp if shards_optimizer(config, device) else 1)
+
+
+def micro_batch_tokens(config: Config | SftConfig) -> int:
+    """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
+    longest = longest_request(config) if isinstance(config, Config) else config.model.max_context
+    return -(-max(config.actor.micro_batch_tokens, longest) // config.actor.cp)
+
+
+def activation_bytes(
+    config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device = "cpu"
+) -> int:
+    """What an update takes on one rank of a stage beside its state; see `activations.py`."""
+    actor = config.actor
+    at = Slice(
+        tokens=micro_batch_tokens(config),
+        element=element_bytes(actor.dtype),
+        tp=dims.tp,
+        sequence=dims.tp if actor.sequence_parallel else 1,
+        layers=shape.num_layers / dims.pp,
+        in_flight=dims.pp - stage,
+        is_last=stage == dims.pp - 1,
+        device=device,
+    )
+    return update_bytes(shape, at, actor.recompute)
+
+
+def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:
+    """A bucket of full tensors, and the parts and the join of the largest one where ranks hold parts."""
+    table, gate_up = shape.vocab_size * shape.hidden_size, 2 * shape.intermediate_size * shape.hidden_size
+    largest = max(table, gate_up) * element_bytes(config.actor.dtype)
+    bucket = max(config.sync.bucket_mib * MIB, largest)
+    return bucket if dims.tp * dims.pp == 1 else bucket + 2 * largest
+
+
+def save_bytes(device: Device) -> int:
+    """What a checkpoint takes on the device beside the optimizer's state."""
+    return _SAVE_BUCKET if device == "cuda" else 0
