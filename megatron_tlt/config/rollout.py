@@ -44,7 +44,8 @@ class RolloutSection(Section):
     block_size: PositiveInt = 16
     """Tokens in one KV-cache block."""
     kv_cache_mib: PositiveInt | None = None
-    """KV-cache memory of one rank; default: on CPU what max_running_requests need, on CUDA what is free."""
+    """KV-cache memory of one rank; default: what max_running_requests need, on CUDA at most what the memory plan leaves
+    of cluster.memory_gib (`check` prints it)."""
     release_cache: bool = False
     """Give the memory of the KV cache, and of graphs, back whenever no rollout runs (embedded engine; answers stay the
     same, and graphs are captured again in every rollout). For TensorRT-LLM: rollout.trtllm.sleep."""
