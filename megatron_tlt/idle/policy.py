@@ -74,16 +74,24 @@ class IdlePolicy:
     """Most micro-steps of one window; 0: no limit."""
     min_samples: int = 1
     """Fewest sequences worth training on."""
+    min_steps_per_window: int = 0
+    """Micro-steps of one window even where no rank is waited for."""
 
     @classmethod
     def of(cls, section: IdleSection) -> IdlePolicy:
         """The policy of a configuration."""
         return cls(
-            section.train_drafter, section.min_tail_seconds, section.max_steps_per_window, section.min_samples
+            section.train_drafter,
+            section.min_tail_seconds,
+            section.max_steps_per_window,
+            section.min_samples,
+            section.min_steps_per_window,
         )
 
     def decide(self, view: IdleView) -> Action:
-        """STOP when every rank is done; TRAIN where a micro-step is possible and worth it; else WAIT."""
+        """TRAIN where a micro-step is possible and due, or worth it; STOP when every rank is done; else WAIT."""
+        if view.steps < self.min_steps_per_window and self._can_train(view):
+            return Action.TRAIN
         if view.is_over:
             return Action.STOP
         is_worth_it = self._can_train(view) and self._is_wait_long_enough(view)

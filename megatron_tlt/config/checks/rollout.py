@@ -74,12 +74,17 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
             f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {section.drafter!r} has nothing to train"
         )
         yield ConfigProblem("idle.train_drafter", True, allowed)
-    elif num_ranks // config.rollout.tp == 1 and section.drafter_path is None:
+    elif _never_trains(config, num_ranks) and section.drafter_path is None:
         allowed = (
             "is required with one rollout replica: it has no idle time, so random weights would stay random (or "
-            "rollout.speculation.drafter=suffix or none, with idle.train_drafter=false)"
+            "idle.min_steps_per_window above 0, or rollout.speculation.drafter=suffix or none with "
+            "idle.train_drafter=false)"
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
+    idle = config.idle
+    if 0 < idle.max_steps_per_window < idle.min_steps_per_window:
+        allowed = f"must be <= idle.max_steps_per_window ({idle.max_steps_per_window})"
+        yield ConfigProblem("idle.min_steps_per_window", idle.min_steps_per_window, allowed)
     if online.fp8 in ("te", "torchao") and device == "cpu":
         allowed = "must be 'off' or 'emulate' on CPU"
         yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
@@ -89,6 +94,11 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         if online.buffer_mib < needed:
             allowed = f"must be >= {needed:.2f}, or no long answer fits"
             yield ConfigProblem("drafter.online.buffer_mib", online.buffer_mib, allowed)
+
+
+def _never_trains(config: Config, num_ranks: int) -> bool:
+    """One replica waits for none, and no micro-steps are asked of it."""
+    return num_ranks // config.rollout.tp == 1 and config.idle.min_steps_per_window == 0
 
 
 def check_context(config: Config, max_positions: int | None) -> Problems:

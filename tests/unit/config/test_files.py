@@ -6,7 +6,9 @@ import pytest
 
 from megatron_tlt.config.docs import render
 from megatron_tlt.config.load import build_config, load_config
-from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.config.planning.memory import KV, estimate_memory
+from megatron_tlt.config.planning.parameters import GIB
+from megatron_tlt.config.planning.report import find_problems, full_requests, render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.sim import SimConfig, check_sim
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
@@ -15,11 +17,14 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 # Parts are for `defaults:` of others; alone they say nothing about ranks or prompts.
 PARTS = ("models", "algorithms", "data")
+RECIPES = [path for path in FILES if path.parent.name == "recipes"]
+# GiB of a rank that training the drafter may take, all in, by hidden size (7B, 32B, 70B).
+TRAINING_GIB = {3584: 6, 4096: 6, 5120: 10, 8192: 16}
 SIMULATIONS = [path for path in FILES if path.parent.name == "sim"]
 
 
 def is_part(path: Path) -> bool:
-    return path.parent.name in PARTS
+    return path.parent.name in PARTS or path.name == "tlt.yaml"
 
 
 def label(path: Path) -> str:
@@ -28,6 +33,7 @@ def label(path: Path) -> str:
 
 def test_there_are_recipes_for_1_8_and_32_nodes():
     names = [path.stem for path in FILES if path.parent.name == "recipes"]
+    assert {"1n1g", "1n2g"} <= {name.rsplit("-", 1)[-1] for name in names}  # and for one GPU, and for two
     for algorithm in ("grpo", "dapo"):
         for nodes in (1, 8, 32):
             assert any(n.startswith(algorithm) and n.endswith(f"-{nodes}n8g") for n in names), (
@@ -62,7 +68,29 @@ def test_runnable_files_pass_every_check(path):
     assert "Ranks:" in render_check(config, None, ranks)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "recipes"], ids=label)
+@pytest.mark.parametrize("path", RECIPES, ids=label)
+def test_recipes_draft_and_train_their_drafter_and_fit(path):
+    config = load_config(path)
+    shape, limit = config.model.architecture, config.cluster.memory_gib
+    assert config.rollout.speculation.drafter == "hybrid"
+    assert config.idle.train_drafter
+    assert config.rollout.dtype == config.actor.dtype == "bf16"
+    assert limit is not None
+    assert find_problems(config, None, config.cluster.num_ranks) == []
+    stages = estimate_memory(config, shape, config.cluster.num_ranks)
+    assert max(stage.total for stage in stages) <= limit * GIB
+    assert full_requests(config, shape, stages[0].parts[KV]) >= 16
+    training = stages[0].parts["drafter training"] + stages[0].parts["drafter step"]
+    assert training <= TRAINING_GIB.get(shape.hidden_size, 2) * GIB
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "models"], ids=label)
+def test_models_bring_tlt_with_them(path):
+    config = build_config(read_config_file(path))
+    assert (config.rollout.speculation.drafter, config.idle.train_drafter) == ("hybrid", True)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=label)
 def test_recipe_names_match_their_contents(path):
     config = load_config(path)
     algorithm, *model, size = path.stem.split("-")

@@ -55,9 +55,31 @@ def test_decisions(change, action):
     assert POLICY.decide(replace(GOOD, **change)) is action
 
 
+@pytest.mark.parametrize(
+    ("change", "action"),
+    [
+        ({"is_over": True}, TRAIN),
+        ({"is_over": True, "steps": 1}, TRAIN),
+        ({"is_over": True, "steps": 2}, STOP),
+        ({"is_over": True, "is_disabled": True}, STOP),
+        ({"is_over": True, "samples_available": 1}, STOP),
+        ({"expected_wait": 0.0}, TRAIN),  # too short a wait for more than what is due
+        ({"expected_wait": 0.0, "steps": 2}, WAIT),
+    ],
+)
+def test_steps_that_are_due_whether_a_rank_waits_or_not(change, action):
+    assert replace(POLICY, min_steps_per_window=2).decide(replace(GOOD, **change)) is action
+
+
 def test_the_policy_of_a_configuration():
-    section = IdleSection(train_drafter=True, min_tail_seconds=0.3, max_steps_per_window=7, min_samples=3)
-    assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 7, 3)
+    section = IdleSection(
+        train_drafter=True,
+        min_tail_seconds=0.3,
+        max_steps_per_window=7,
+        min_samples=3,
+        min_steps_per_window=2,
+    )
+    assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 7, 3, 2)
     assert IdlePolicy.of(IdleSection()).decide(GOOD) is WAIT  # training is off
     assert IdlePolicy(max_steps_per_window=0).decide(replace(GOOD, steps=10**6)) is TRAIN
 

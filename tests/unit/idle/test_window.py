@@ -128,6 +128,15 @@ def test_an_idle_rank_steals_until_no_replica_has_a_queue(clock):
     assert report.training_seconds == pytest.approx(report.spans[-1].seconds)
 
 
+def test_the_only_replica_takes_the_steps_that_are_due(clock):
+    coordinator = FakeCoordinator(clock, over_at=clock.time)
+    calls = []
+    policy = IdlePolicy(min_tail_seconds=0.0, min_steps_per_window=3)
+    report = run(make(coordinator, clock, policy), stepper(clock, calls=calls))
+    assert report.steps == len(calls) == 3
+    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING]
+
+
 def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     coordinator = FakeCoordinator(clock, over_at=13.02, knows_wait=False)
     window = make(coordinator, clock)
