@@ -20,8 +20,8 @@ class IdleSection(Section):
     max_steps_per_window: NonNegativeInt = 0
     """Most training micro-steps of one wait; 0: no limit."""
     min_steps_per_window: NonNegativeInt = 0
-    """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts so
-    much longer. For runs of one rollout replica, where no rank ever waits."""
+    """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
+    so much longer. For runs of one rollout replica, where no rank ever waits."""
     min_samples: PositiveInt = 1
     """Fewest kept sequences that a rank trains on."""
     poll_ms: float = Field(default=2.0, ge=0.1, le=1000)

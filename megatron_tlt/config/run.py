@@ -88,8 +88,8 @@ class ClusterSection(Section):
     ranks_per_node: PositiveInt = 1
     """Ranks of one node (GPUs, or CPU processes)."""
     memory_gib: PositiveFloat | None = None
-    """Memory of one rank's device, which the memory plan may fill: a config that needs more is refused. Default: on CUDA
-    what the GPU has, known in a run only."""
+    """Memory of one rank's device, which the memory plan may fill: a config that needs more is refused. Default: on
+    CUDA what the GPU has, known in a run only."""
 
     @property
     def num_ranks(self) -> int:
