@@ -50,7 +50,7 @@ def eagle_loss(
     total = torch.zeros((), device=head.device)
     parts: LossParts = {"hidden": [], "ce": [], "accept": []}
     for step, output in enumerate(outputs):
-        valid = layout.valid(step)
+        valid = layout.existing(step)
         rows = layout.bases[valid] + step
         target, drafted = batch.hidden[rows], output[valid].float()
         count = max(1, len(rows) if counts is None else counts[step])

@@ -65,7 +65,7 @@ def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
             "no triton here: attention gathers keys and values at every step, which costs memory and time"
         )
         return None
-    from megatron_tlt.models.torch.kernels import attend
+    from megatron_tlt.models.torch.kernels.attention import attend
 
     return attend
 

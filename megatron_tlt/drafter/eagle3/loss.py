@@ -44,7 +44,7 @@ def eagle3_loss(
     parts: LossParts = {"known": [], "ce": [], "accept": []}
     ids, hidden = model.token_ids(), batch.hidden[:, -head.shape[1] :]
     for step, output in enumerate(outputs):
-        valid = layout.valid(step)
+        valid = layout.existing(step)
         target = hidden[layout.bases[valid] + step]
         ce, accept, known = checkpoint(
             _step_loss, model, output[valid], target, head, ids, temperature or 1.0, use_reentrant=False

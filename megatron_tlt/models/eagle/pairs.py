@@ -6,10 +6,11 @@ kv heads, G = Hq / Hkv, j steps of a draft.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,37 +29,40 @@ class PairBatch:
     first: list[int]  # [B], first base of each sequence, >= 1
     offsets: list[int]  # [B], position of each sequence's first token: > 0 for windows of long sequences
 
+_MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of a block of queries
+
 
 class PairLayout:
-    """Index tensors of a `PairBatch`: attention is computed on padded sequences, everything else on packed rows."""
+    """Index tensors of a `PairBatch`: attention is computed on padded sequences, everything else on packed rows.
+
+    All of it is computed on the host: no value comes back from the device.
+    """
 
     def __init__(self, batch: PairBatch):
-        device = batch.tokens.device
-        lengths = [b - a for a, b in pairwise(batch.starts)]
-        counts = [max(0, n - 1 - f) for n, f in zip(lengths, batch.first, strict=True)]
-        k, q = max(lengths), max(counts)
-        start = torch.tensor(batch.starts[:-1], device=device)
-        length, first, count = (torch.tensor(x, device=device) for x in (lengths, batch.first, counts))
-        runs = zip(batch.offsets, lengths, strict=True)
-        self.positions = torch.cat([torch.arange(a, a + n, device=device) for a, n in runs])  # [T]
-        self.longest = max(a + n for a, n in zip(batch.offsets, lengths, strict=True))
-        query = torch.arange(q, device=device)
-        real = query < count[:, None]  # [B, Q]
-        place = first[:, None] + query  # [B, Q], of each base
-        self.bases = (start[:, None] + place)[real]  # [N], rows of the T
-        self.last = (start + length - 2)[:, None].expand(-1, q)[
-            real
-        ]  # [N], last row with something to predict
-        self.packed = torch.arange(real.numel(), device=device).view(real.shape)[
-            real
-        ]  # [N], padded -> packed
-        order = real.flatten().cumsum(0).sub(1).clamp(min=0)
-        self.padded = order.view(real.shape)  # [B, Q], packed -> padded; padding repeats a real row
-        key = torch.arange(k, device=device)
-        self.keys = (start[:, None] + key).clamp(max=len(self.positions) - 1)  # [B, K], rows of the T
-        seen = (key >= 1) & (key <= place[..., None]) & (key < length[:, None, None])  # [B, Q, K]
-        self.bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-        self.bias[..., 1] = torch.where(real, self.bias[..., 1], 0.0)  # a padding row sees something: no NaN
+        starts, first = np.array(batch.starts), np.array(batch.first)
+        lengths = np.diff(starts)
+        counts = np.maximum(0, lengths - 1 - first)
+        query, key = np.arange(counts.max()), np.arange(lengths.max())
+        real = query < counts[:, None]  # [B, Q]
+        order = np.maximum(0, real.ravel().cumsum() - 1)
+        runs = [np.arange(a, a + n) for a, n in zip(batch.offsets, lengths, strict=True)]
+        self._bases = ((starts[:-1] + first)[:, None] + query)[real]
+        self._last = np.broadcast_to((starts[1:] - 2)[:, None], real.shape)[real]
+        self.longest = int(max(a + n for a, n in zip(batch.offsets, lengths, strict=True)))
+        self.latest = int(first.max())  # base of the first query, of any sequence
+
+        def here(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(
+                batch.tokens.device, non_blocking=True
+            )
+
+        self.positions = here(np.concatenate(runs))  # [T]
+        self.first = here(first)  # [B]
+        self.bases = here(self._bases)  # [N], rows of the T
+        self.last = here(self._last)  # [N], last row with something to predict
+        self.packed = here(np.flatnonzero(real))  # [N], padded -> packed
+        self.padded = here(order.reshape(real.shape))  # [B, Q], packed -> padded; padding repeats a real row
+        self.keys = here(np.minimum(starts[:-1, None] + key, starts[-1] - 1))  # [B, K], rows of the T
 
     def rows(self, step: int) -> Tensor:
         """Rows [N] of the T that step `step` reads at each base; beyond a sequence's end its last row."""
@@ -67,6 +71,11 @@ class PairLayout:
     def valid(self, step: int) -> Tensor:
         """Bool [N]: bases that have step `step`."""
         return self.bases + step <= self.last
+
+    def existing(self, step: int) -> Tensor:
+        """The same as indices of the N."""
+        there = np.flatnonzero(self._bases + step <= self._last)
+        return torch.from_numpy(there).to(self.bases.device, non_blocking=True)
 
 
 def take(packed: Tensor, index: Tensor) -> Tensor:
@@ -81,14 +90,13 @@ def attend(
     n, heads, d = q.shape
     b, kv, group, wide = *keys.shape[:2], heads // keys.shape[1], layout.padded.shape[1]
     q = q * d**-0.5
-    query = take(q, layout.padded).view(b, wide, kv, group, d)
-    folded = query.permute(0, 2, 3, 1, 4).reshape(b, kv, group * wide, d)
-    out, norm = PrefixAttention.apply(folded, keys, values, layout.bias)
-    flat = out.view(b, kv, group, wide, d).permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, d)
+    query = take(q, layout.padded).view(b, wide, kv, group, d).permute(0, 2, 3, 1, 4)
+    out, norm = PrefixAttention.apply(query, keys, values, layout.first, layout.latest)  # type: ignore[no-untyped-call]
+    flat = out.permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, d)
     far = flat.index_select(0, layout.packed)  # [N, kv, G, D]
     if not chain:
         return far.reshape(n, heads, d)
-    weight = norm.view(b, kv, group, wide).permute(0, 3, 1, 2).reshape(b * wide, kv, group)
+    weight = norm.permute(0, 3, 1, 2).reshape(b * wide, kv, group)
     own_keys, own_values = (torch.stack(t, dim=2) for t in zip(*chain, strict=True))  # [N, kv, j, D]
     own = (q.view(n, kv, group, d) @ own_keys.transpose(2, 3)).float()  # [N, kv, G, j]
     scores = torch.cat([weight.index_select(0, layout.packed).unsqueeze(-1), own], dim=-1)
@@ -97,31 +105,78 @@ def attend(
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Attention that also gives its log normaliser, so that it can be merged with attention to other keys.
+    """Attention to a sequence's beginning that also gives its log normaliser n, so that it can be merged with attention
+    to other keys.
 
-    With P = softmax(S) and upstream gradients dO and dn: dS = P (dO V^T - rowsum(dO O) + dn). Saves P only, and works
-    in place: most of a training step's memory traffic is here.
+    Scores S live for a block of queries at a time and are computed again on the way back, as in FlashAttention
+    (2205.14135, section 3): what is saved grows with T, not with T^2. With P = exp(S - n) and upstream gradients dO and
+    dn: dS = P (dO V^T - rowsum(dO O) + dn).
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, kv, G Q, D] scaled, keys and values [B, kv, K, D], bias [B, Q, K] (0 or -inf, no row all -inf) ->
-        out [B, kv, G Q, D], log normaliser float32 [B, kv, G Q].
+    def forward(
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, first: Tensor, latest: int
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, kv, G, Q, D] scaled, keys and values [B, kv, K, D]; query i of sequence b attends to places 1 ..
+        first[b] + i, where first [B] <= `latest` -> out like q, n float32 [B, kv, G, Q].
         """
-        scores = (q @ keys.transpose(2, 3)).float()
-        scores.unflatten(2, (-1, bias.shape[1])).add_(bias[:, None, None])
-        top = scores.amax(-1, keepdim=True)
-        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-        out = (scores.to(values.dtype) @ values) / total.to(values.dtype)
-        ctx.save_for_backward(q, keys, values, out, scores, total)
-        return out, (top + total.log()).squeeze(-1)
+        out, norm = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for block, seen in _blocks(q, keys, latest):
+            scores = _scores(q[..., block, :], keys[:, :, seen], first, block.start)
+            top = scores.amax(-1, keepdim=True)
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+            attended = _by_head(scores.to(values.dtype), values[:, :, seen])
+            out[..., block, :] = attended / total.to(values.dtype)
+            norm[..., block] = (top + total.log()).squeeze(-1)
+        ctx.save_for_backward(q, keys, values, first, out, norm)
+        ctx.latest = latest
+        return out, norm
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_norm: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, d_out: Tensor, d_norm: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Gradients of q, keys and values."""
-        q, keys, values, out, scores, total = ctx.saved_tensors
-        shift = ((d_out * out).sum(-1).float() - d_norm).unsqueeze(-1) / total
-        d_out = d_out / total.to(d_out.dtype)
-        d_values = scores.to(d_out.dtype).transpose(2, 3) @ d_out
-        d_scores = (d_out @ values.transpose(2, 3)).float().sub_(shift).mul_(scores).to(q.dtype)
-        return d_scores @ keys, d_scores.transpose(2, 3) @ q, d_values, None
+        q, keys, values, first, out, norm = ctx.saved_tensors
+        shift = (d_out * out).sum(-1).float() - d_norm
+        d_q = torch.empty_like(q)
+        d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
+        for block, seen in _blocks(q, keys, ctx.latest):
+            query, upstream = q[..., block, :], d_out[..., block, :]
+            p = _scores(query, keys[:, :, seen], first, block.start)
+            p.sub_(norm[..., block].unsqueeze(-1)).exp_()
+            d_values[:, :, seen] += _by_key(p.to(values.dtype), upstream)
+            d_scores = _by_head(upstream, values[:, :, seen].transpose(2, 3)).float()
+            d_scores = d_scores.sub_(shift[..., block].unsqueeze(-1)).mul_(p).to(q.dtype)
+            d_q[..., block, :] = _by_head(d_scores, keys[:, :, seen])
+            d_keys[:, :, seen] += _by_key(d_scores, query)
+        return d_q, d_keys.to(keys.dtype), d_values.to(values.dtype), None, None
+
+
+def _blocks(q: Tensor, keys: Tensor, latest: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries of [B, kv, G, Q, D], with the places that any of them attends to."""
+    b, kv, group, queries, _ = q.shape
+    places = keys.shape[2]
+    size = max(1, _MAX_SCORES // (b * kv * group * places))
+    for begin in range(0, queries, size):
+        end = min(begin + size, queries)
+        yield slice(begin, end), slice(0, min(places, latest + end))
+
+
+def _scores(q: Tensor, keys: Tensor, first: Tensor, begin: int) -> Tensor:
+    """Scores float32 [B, kv, G, q, K] of queries `begin` ..; -inf where a query does not attend."""
+    scores = _by_head(q, keys.transpose(2, 3)).float()
+    place = first[:, None] + torch.arange(begin, begin + q.shape[3], device=q.device)  # [B, q]
+    key = torch.arange(keys.shape[2], device=q.device)
+    unseen = (key > place[..., None]) | (key < 1)  # padding behind a sequence attends to anything
+    return scores.masked_fill_(unseen[:, None, None], float("-inf"))
+
+
+def _by_head(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows [B, kv, G, q, X] times matrix [B, kv, X, Y], one product a kv head: [B, kv, G, q, Y]."""
+    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+
+
+def _by_key(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over queries of left [B, kv, G, q, K] by right [B, kv, G, q, D]: [B, kv, K, D]."""
+    return left.flatten(2, 3).transpose(2, 3) @ right.flatten(2, 3)

@@ -1,7 +1,7 @@
 """Paged attention that reads keys and values in place: the inputs of the kernel for one batch.
 
 The cache is walked block by block, so nothing is gathered and a step's work follows the real context, not the longest
-one of the batch or the bucket of a graph. `kernels.attend` is the kernel, chosen in `models/factory.py`.
+one of the batch or the bucket of a graph. `kernels.attention` is the kernel, chosen in `models/factory.py`.
 
     keys of row i of a sequence:  cached positions [low, first)  by its block table
                                   rows j of the sequence         by their slots, where `sees`[i, j] (chains: j <= i)

@@ -39,7 +39,7 @@ def runs():
 def run_of(name: str):
     if name == "rows":
         return attend_rows
-    from megatron_tlt.models.torch.kernels import attend
+    from megatron_tlt.models.torch.kernels.attention import attend
 
     return attend
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of paged attention (see `paged.py`): flash decoding over block tables, for chains and draft trees.
+"""The Triton kernel of paged attention: flash decoding over block tables, for chains and draft trees (`paged.py`).
 
 Scores are folded block by block with a running maximum and sum in float32 (Milakov and Gimelshein, arXiv 1805.02867);
 splits of the context are combined afterwards by the same rule. Products are of the cache's type, summed in float32;
