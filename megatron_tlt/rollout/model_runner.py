@@ -304,11 +304,15 @@ class ModelRunner:
     def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` [R, V]."""
         tokens, logprobs = self.sampler.sample(logits, rows)
+        if self.tp.size == 1 and self.device.type == "cpu":
+            return tokens.numpy(), logprobs.numpy()
+        both = torch.stack((tokens, logprobs.view(torch.int32)))
         if self.tp.size > 1:
-            # Ranks may round differently: one rank decides, so that they cannot drift apart.
-            both = self.tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
-            tokens, logprobs = both[0], both[1].view(torch.float32)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+            self.tp.broadcast(
+                both
+            )  # ranks may round differently: one decides, so that they cannot drift apart
+        drawn = both.cpu().numpy()  # the step's one wait for the device
+        return drawn[0], drawn[1].view(np.float32)
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
         running = self._running_rows(slice(batch.num_decode))
