@@ -31,7 +31,7 @@ from megatron_tlt.models.torch.invariant import (
     rowwise,
     tiles,
 )
-from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rms_norm, rope_table
+from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -159,7 +159,7 @@ class TorchDecoder:
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
         """See `base.Decoder.forward`. Raises BackendError before all weights were loaded."""
         self._require_weights()
-        longest = max(batch.context_lens.tolist())
+        longest = max(batch.context_lens.tolist()) if batch.lengths is None else batch.lengths.longest
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
         aux: list[Tensor] = []
@@ -288,7 +288,7 @@ class TorchDecoder:
 
     def _norm_final(self, x: Tensor) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
-            return rms_norm(rows, self._final_norm, self.config.rms_norm_eps)
+            return self._ops.add_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[1]
 
         return by_tiles(norm, x) if self.invariant else norm(x)
 
@@ -296,11 +296,12 @@ class TorchDecoder:
         return linear(hidden, self._head)
 
     def _reduce(self, part: Tensor) -> Tensor:
+        """Sums over the ranks: on CPU in float32, in the order of the ranks; on a GPU in the model's type."""
         if self.tp is None:
             return part
-        wide = part.float().contiguous()
-        self.tp.all_reduce(wide)
-        return wide.to(part.dtype)
+        summed = part.float().contiguous() if part.device.type == "cpu" else part.contiguous()
+        self.tp.all_reduce(summed)
+        return summed.to(part.dtype)
 
     def _check_rows_alike(self) -> None:
         """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""
