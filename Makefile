@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit docs bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit gpu-check gpu-wheels docs bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -44,6 +44,18 @@ unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k confi
 
 test-all: setup-dev lint types imports  ## Run also the tests marked nightly (half an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
+	$(BIN)/python benchmarks/gpu_check.py --out runs/gpu-check.json $(ARGS)
+
+# For a machine without network that has torch and transformers of its own: docs/gpu_check.md.
+WHEELS := megatron-core|mpi4py|mpich|pydantic|pydantic_core|annotated-types|typing-inspection
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
+gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without network (Python 3.12)
+	grep -E '^($(WHEELS))==' requirements.txt > .wheels.txt
+	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(foreach p,$(PLATFORMS),--platform $(p)) -d .whl -r .wheels.txt
+	rm .wheels.txt
 
 docs: setup  ## Regenerate docs/config.md
 	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md

@@ -101,3 +101,12 @@ def bound(shape: Shape, device: Device, batch: int, context: float, element: int
 def mean_context(prompt: int, new_tokens: int) -> float:
     """Cached tokens of an average step of a request: step i of n has the prompt and i - 1 tokens in its cache."""
     return prompt + (new_tokens - 1) / 2
+
+
+def train_flops(shape: Shape, sequences: int, length: int) -> float:
+    """Operations of a forward and a backward pass over packed causal sequences, nothing recomputed.
+
+    A token sees (length + 1) / 2 positions on average; the backward pass has two products for each of the forward's.
+    """
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * (length + 1) / 2
+    return float(3 * sequences * length * (2 * matrix_elements(shape) + attention))

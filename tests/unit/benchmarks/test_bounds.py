@@ -12,6 +12,7 @@ from benchmarks.gpu.bounds import (
     matrix_elements,
     step_bytes,
     step_flops,
+    train_flops,
 )
 from megatron_tlt.models.config import ModelConfig
 
@@ -53,3 +54,10 @@ def test_bytes_and_operations_of_a_step_grow_as_they_must():
     assert step_flops(SEVEN, 8, 500) == 8 * step_flops(SEVEN, 1, 500)
     # Attention of one cached token: a multiplication and an addition for q k and for p v, each head and layer.
     assert step_flops(SEVEN, 1, 501) - step_flops(SEVEN, 1, 500) == 4 * 28 * 28 * 128
+
+
+def test_a_training_step_has_six_operations_an_element_and_token():
+    short, long = (train_flops(SEVEN, 1, n) / n for n in (1, 8001))
+    assert short == pytest.approx(6 * matrix_elements(SEVEN), rel=1e-3)
+    # 4000 more positions on average: two products of a multiplication and an addition, forward and twice backward.
+    assert long - short == 4000 * 3 * 4 * 28 * 28 * 128

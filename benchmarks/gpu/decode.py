@@ -1,0 +1,135 @@
+"""Plain decoding of the recipe's policy with random weights: tokens a second of the engine against the device's bounds,
+and where the rest of a step goes.
+
+engine   `Engine.step` until all answers are done, one token an answer and step
+forward  one captured decoding forward of that batch at the mean context, alone
+sampler  drawing one row of logits a sequence, alone
+host     the engine's step without the two: scheduling, staging, what Python costs
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.batches import BLOCK, blocks_for, chains
+from benchmarks.gpu.bounds import bound, mean_context
+from benchmarks.gpu.check import Check, Result, Row
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.rollout.graph_pool import GraphPool, PooledDecoder, PoolSizes
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from megatron_tlt.types import SamplingParams
+
+
+def open_engine(check: Check, policy: Any, batch: int, context: int, **speculation: Any) -> EmbeddedBackend:
+    """An engine whose decoding and verifying steps go through a graph pool, without graphs on a CPU."""
+    rollout = RolloutSection.model_validate(
+        {
+            "dtype": check.dtype_name,
+            "kernels": "auto" if check.is_cuda else "torch",
+            "max_running_requests": batch,
+            "max_batched_tokens": max(8192, batch * context),  # all prompts in one step, which is not timed
+            "kv_cache_mib": _cache_mib(check, batch, context) if check.is_cuda else 64,
+            "order": "arrival",
+            "speculation": speculation,
+        }
+    )
+    section = ModelSection(path=str(policy), max_context=context)
+    backend = build_backend(rollout, section, device=check.device, load_weights=True)
+    runner = backend.engine.runner
+    if not isinstance(runner.decoder, PooledDecoder):
+        runner.decoder = PooledDecoder(
+            runner.decoder, runner.kv, PoolSizes(batch, context, rollout.block_size)
+        )
+    return backend
+
+
+def _cache_mib(check: Check, batch: int, context: int) -> int:
+    """Room for every sequence at full length, and a quarter more for pages of hidden states and forks."""
+    c = check.shape()
+    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * check.dtype.itemsize
+    return 64 + batch * (context + BLOCK) * token * 5 // 4 // 2**20
+
+
+def pool_of(backend: EmbeddedBackend) -> GraphPool:
+    """The graph pool of an engine."""
+    decoder = backend.engine.runner.decoder
+    assert isinstance(decoder, PooledDecoder)
+    return decoder.pool
+
+
+def run(check: Check) -> Result:
+    """All batch sizes, the smallest first."""
+    batches = [1, 4] if check.smoke else [1, 8, 32, 128]
+    prompt, tokens, repeats = (8, 8, 2) if check.smoke else (128, 256, 3)
+    found, peaks, config = Result(), check.peaks(), check.shape()
+    backend = open_engine(check, check.random_policy(), max(batches), prompt + tokens)
+    for batch in batches:
+        row = measure(check, backend, batch, prompt, tokens, repeats)
+        limit = bound(config, peaks, batch, mean_context(prompt, tokens), check.dtype.itemsize)
+        row |= {"of_bandwidth": row["tokens_per_s"] / limit.by_bandwidth}
+        row |= {"forward_of_bandwidth": batch / (row["forward_ms"] / 1e3) / limit.by_bandwidth}
+        found.rows.append(row)
+        found.summary[f"tokens_per_s_{batch}"] = row["tokens_per_s"]
+        found.summary[f"of_bandwidth_bound_{batch}"] = row["of_bandwidth"]
+        found.summary[f"forward_of_bound_{batch}"] = row["forward_of_bandwidth"]
+        found.summary[f"host_ms_{batch}"] = row["host_ms"]
+    if check.is_cuda and not pool_of(backend).stats().replays:
+        found.failures.append("no decoding step was a captured graph")
+    return found
+
+
+def measure(
+    check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tokens: int, repeats: int
+) -> Row:
+    """One batch size: medians of `repeats` rounds after one that warms up and captures."""
+    rng, vocab = np.random.default_rng(batch), check.shape().vocab_size
+    seconds, engine = [], backend.engine
+    for _ in range(repeats + 1):
+        for at in range(batch):
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            engine.add(rng.integers(3, vocab, prompt).tolist(), params, at)
+        engine.step()  # prefill and first tokens
+        check.synchronize()
+        started = time.perf_counter()
+        finished = engine.run()
+        seconds.append(time.perf_counter() - started)
+        assert {len(r.output) for r in finished} == {tokens}, "an answer of another length"
+    step = statistics.median(seconds[1:]) / (tokens - 1)
+    forward = forward_seconds(check, backend, batch, prompt + tokens // 2)
+    sampler = sampler_seconds(check, batch, vocab)
+    return {
+        "batch": batch,
+        "tokens_per_s": batch / step,
+        "step_ms": 1e3 * step,
+        "forward_ms": 1e3 * forward,
+        "sampler_ms": 1e3 * sampler,
+        "host_ms": 1e3 * (step - forward - sampler),
+        "min_ms": 1e3 * min(seconds[1:]) / (tokens - 1),
+        "max_ms": 1e3 * max(seconds[1:]) / (tokens - 1),
+    }
+
+
+def forward_seconds(check: Check, backend: EmbeddedBackend, batch: int, context: int) -> float:
+    """One decoding forward through the pool (which overwrites the cache's first blocks: nothing runs meanwhile)."""
+    pool, room = pool_of(backend), backend.engine.runner.kv.num_blocks
+    assert blocks_for(batch, 1, context) <= room, "the cache is smaller than the batch"
+    inputs = chains(batch, 1, context, check.shape().vocab_size)
+    return statistics.median(check.seconds(lambda: pool.run(inputs, 1), repeats=20))
+
+
+def sampler_seconds(check: Check, batch: int, vocab: int) -> float:
+    """Drawing one token a row, without masks."""
+    logits = torch.randn(batch, vocab, device=check.device)
+    keys = np.random.default_rng(0).integers(0, 1 << 63, batch, dtype=np.uint64)
+    ones, off = np.ones(batch, np.float32), np.zeros(batch, np.int32)
+    rows = SamplingRows(keys, ones, off, np.ones(batch), np.zeros(batch, np.float32), False)
+    sampler = Sampler(check.device)
+    return statistics.median(check.seconds(lambda: sampler.sample(logits, rows), repeats=20))

@@ -1,0 +1,129 @@
+"""Captured graphs of the recipe's policy: the same results as eager forwards, their cost, memory, and what they save.
+
+launches    kernels of one decoding forward outside a graph, and of them those of one layer (torch's profiler)
+graph / eager   milliseconds of a forward by sequences and rows of each
+memory      for one verifying strategy; for naive many (a pool for each strategy with every batch size); for ours
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.batches import BLOCK, blocks_for, chains
+from benchmarks.gpu.check import Check, Result, Row
+from benchmarks.gpu.kernels import LIMITS, distance
+from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
+
+CONTEXT = 256
+# Rows of each sequence when verifying, by largest batch: long drafts for few requests and short ones for many.
+VERIFY = {2: (4, 8, 16), 8: (4, 8, 16), 32: (2, 4, 8), 128: (2, 4)}
+
+
+def open_decoder(check: Check) -> TorchDecoder:
+    """The recipe's policy with random weights, as the engine builds it."""
+    folder = check.random_policy()
+    config = ModelConfig.from_hf(folder)
+    decoder = build_decoder(config, check.device, check.dtype, "auto" if check.is_cuda else "torch")
+    assert isinstance(decoder, TorchDecoder)
+    decoder.load_weights(iter_weights(folder, config))
+    return decoder
+
+
+def run(check: Check) -> Result:
+    """Equality first, then times and memory."""
+    batches = [1, 4] if check.smoke else [1, 8, 32, 128]
+    decoder, found = open_decoder(check), Result()
+    kv = decoder.new_kv_cache(blocks_for(max(batches), max(VERIFY[2]), CONTEXT), BLOCK)
+    sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK)
+    pool = GraphPool(decoder, kv, sizes)
+    for batch in batches:
+        for tokens in (1, *strategies_of(batch)):
+            row = compare(check, decoder, pool, kv, batch, tokens)
+            found.rows.append(row)
+            if row["error"] > LIMITS[check.dtype]:  # another split of the context rounds otherwise
+                found.failures.append(f"batch {batch}, {tokens} rows each: off by {row['error']:.1e}")
+    stats = pool.stats()
+    found.summary |= {
+        f"speedup_{r['batch']}": r["eager_ms"] / r["graph_ms"] for r in found.rows if r["rows"] == 1
+    }
+    found.summary |= {"captures": float(stats.captures), "capture_s": stats.capture_seconds}
+    found.summary |= launches(check, decoder, kv)
+    del pool
+    memory = [graph_memory(decoder, kv, batches, name) for name in ("one strategy", "naive many", "ours")]
+    found.rows += memory
+    found.summary |= {f"mib_{m['pool'].replace(' ', '_')}": m["mib"] for m in memory}
+    if check.is_cuda and not stats.captures:
+        found.failures.append("nothing was captured")
+    return found
+
+
+def strategies_of(batch: int) -> tuple[int, ...]:
+    """Rows of each sequence that verifying steps of such a batch have."""
+    return next(rows for most, rows in VERIFY.items() if batch <= most)
+
+
+def compare(
+    check: Check, decoder: TorchDecoder, pool: GraphPool, kv: KVCache, batch: int, tokens: int
+) -> Row:
+    """One shape: the pool's result against an eager static forward, and the time of both."""
+    inputs = chains(batch, tokens, CONTEXT, decoder.config.vocab_size)
+    moved = chains(batch, tokens, CONTEXT, decoder.config.vocab_size, check.device)
+    got = pool.run(inputs, tokens).logits.clone()
+    want = decoder.forward_static(moved, kv, tokens).logits
+    graph = check.seconds(lambda: pool.run(inputs, tokens))
+    eager = check.seconds(lambda: decoder.forward_static(moved, kv, tokens))
+    row = {"batch": batch, "rows": tokens, "error": distance(got, want)}
+    return row | {"graph_ms": 1e3 * statistics.median(graph), "eager_ms": 1e3 * statistics.median(eager)}
+
+
+def launches(check: Check, decoder: TorchDecoder, kv: KVCache) -> dict[str, float]:
+    """Kernels of an eager decoding forward of one sequence; on a CPU, where nothing is launched, operators."""
+    moved = chains(1, 1, CONTEXT, decoder.config.vocab_size, check.device)
+    decoder.forward_static(moved, kv, 1)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if check.is_cuda else [])
+    with profile(activities=activities) as profiled:
+        decoder.forward_static(moved, kv, 1)
+        check.synchronize()
+    wanted = "CUDA" if check.is_cuda else "CPU"
+    count = sum(str(event.device_type).endswith(wanted) for event in profiled.events())
+    layers = decoder.config.num_layers
+    return {"launches": float(count), "launches_per_layer": count / layers}
+
+
+def graph_memory(decoder: TorchDecoder, kv: KVCache, batches: list[int], name: str) -> dict[str, Any]:
+    """MiB of graphs with their buffers for all batch sizes, plain decoding included."""
+    plain = [(b, 1) for b in batches]
+    every = sorted({k for b in batches for k in strategies_of(b)})
+    shapes: dict[str, list[list[tuple[int, int]]]] = {
+        "one strategy": [[*plain, *((b, every[-1]) for b in batches)]],
+        "naive many": [[*plain, *((b, k) for b in batches)] for k in every],
+        "ours": [plain + [(b, k) for b in batches for k in strategies_of(b)]],
+    }
+    kept, count, total, seconds = [], 0, 0, 0.0
+    for pairs in shapes[name]:
+        sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK, verify_rows=max(b * k for b, k in pairs))
+        pool = GraphPool(decoder, kv, sizes)
+        for batch, tokens in pairs:
+            inputs: DecoderInput = chains(batch, tokens, CONTEXT, decoder.config.vocab_size)
+            logits = pool.run(inputs, tokens).logits
+            assert bool(logits.isfinite().all())  # waits: the next run writes the same host memory
+        stats = pool.stats()
+        count, total, seconds = (
+            count + stats.graphs,
+            total + stats.memory_bytes,
+            seconds + stats.capture_seconds,
+        )
+        kept.append(pool)  # all of them stay, as in an engine
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {"pool": name, "mib": total / 2**20, "graphs": count, "capture_s": seconds}

@@ -1,0 +1,177 @@
+"""Kernels against references: every case is an error and its limit, and none stops the others.
+
+`tests/gpu/test_kernels.py` runs the same cases one by one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.batches import BLOCK, blocks_for, chains
+from benchmarks.gpu.check import TINY, Check, Result, reason
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.torch.attention import AttentionPlan
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 6, 128  # Qwen2.5-1.5B's attention
+# Error over the largest value of the reference.
+FP32, BF16 = torch.float32, torch.bfloat16
+LIMITS = {FP32: 2e-5, BF16: 2e-2}
+
+
+class Found(NamedTuple):
+    """How far off, and how far it may be."""
+
+    error: float
+    limit: float
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest value of `want`; NaN counts as infinity."""
+    got, want = got.double().cpu(), want.double().cpu()
+    off = float((got - want).abs().max() / want.abs().max())
+    return off if math.isfinite(off) else math.inf
+
+
+def attention(
+    check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype, tree: bool = False
+) -> Found:
+    """Triton's paged attention against gathered attention in float64."""
+    from megatron_tlt.models.torch.kernels.attention import attend
+
+    if check.smoke:
+        context = min(context, 40)
+    dtype = dtype if check.is_cuda else FP32  # Triton's interpreter multiplies no bf16
+    batch = chains(sequences, tokens, context, 1000, check.device, tree)
+    q, keys, values = _cache(check, sequences, tokens, context, dtype)
+    plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
+    want = AttentionPlan(batch, BLOCK).attend(q.double(), keys.double(), values.double())
+    return Found(distance(plan.attend(q, keys, values), want), LIMITS[dtype])
+
+
+def _cache(check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values."""
+    generator = torch.Generator(check.device).manual_seed(1)
+    slots, rows = blocks_for(sequences, tokens, context) * BLOCK, sequences * tokens
+    shapes = ((rows, KV_HEADS * GROUP), (slots, KV_HEADS), (slots, KV_HEADS))
+    made = [torch.randn(n, h, HEAD_DIM, generator=generator, device=check.device) for n, h in shapes]
+    return [t.to(dtype) for t in made]
+
+
+def decoder(check: Check, dtype: torch.dtype, tokens: int, static: bool) -> Found:
+    """The whole decoder as rollouts use it here, against float32 on the CPU without Triton."""
+    from megatron_tlt.models.torch.kernels.attention import attend
+
+    dtype = dtype if check.is_cuda else FP32
+    config = replace(TINY, hidden_size=256, num_heads=8, head_dim=32, intermediate_size=512)
+    generator, sequences, context = torch.Generator().manual_seed(2), 4, 40
+    weights = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)
+        for name, shape in config.parameter_shapes().items()
+    }
+    logits = []
+    for device, kind, paged in ((torch.device("cpu"), FP32, None), (check.device, dtype, attend)):
+        made = TorchDecoder(config, device, kind, paged=paged)
+        made.load_weights(weights.items())
+        kv = made.new_kv_cache(blocks_for(sequences, tokens, context), BLOCK)
+        batch = chains(sequences, tokens, context, config.vocab_size, device)
+        made.forward(_before(batch, sequences, context, config.vocab_size), kv)
+        run = made.forward_static(batch, kv, tokens) if static and paged else made.forward(batch, kv)
+        logits.append(run.logits)
+    return Found(distance(logits[1], logits[0]), 1e-4 if dtype == FP32 else 0.1)
+
+
+def _before(batch: DecoderInput, sequences: int, context: int, vocab: int) -> DecoderInput:
+    """The prefill of the positions that `batch` has behind it."""
+    device, at = batch.positions.device, torch.arange(context, device=batch.positions.device)
+    made = chains(sequences, context, 0, vocab, device)
+    made.block_tables = batch.block_tables
+    slots = batch.block_tables.long()[:, at // BLOCK] * BLOCK + at % BLOCK
+    made.slot_mapping = slots.flatten().int()
+    return made
+
+
+def noise(check: Check) -> Found:
+    """Keyed Gumbel noise here against the CPU's: the logarithms of two devices differ by rounding only."""
+    keys = np.random.default_rng(0).integers(0, 1 << 63, 64, dtype=np.uint64)
+    here, there = (gumbel_noise(key_tensor(keys, d), 2000) for d in (check.device, "cpu"))
+    return Found(distance(here, there), 1e-6)
+
+
+def sampled(check: Check, masked: bool) -> Found:
+    """Share of rows whose token differs from the CPU's."""
+    rng, rows, vocab = np.random.default_rng(1), 256, 1000
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
+    ones = np.ones(rows, np.float32)
+    how = SamplingRows(
+        rng.integers(0, 1 << 63, rows, dtype=np.uint64),
+        np.where(np.arange(rows) % 8 == 0, 0, ones).astype(np.float32),
+        np.where(np.arange(rows) % 3 == 0, 20, 0).astype(np.int32) * masked,
+        np.where(np.arange(rows) % 3 == 1, 0.9, 1.0) if masked else ones.astype(np.float64),
+        np.where(np.arange(rows) % 3 == 2, 0.05, 0.0).astype(np.float32) * masked,
+        masked,
+    )
+    here, _ = Sampler(check.device).sample(logits.to(check.device), how)
+    there, _ = Sampler(torch.device("cpu")).sample(logits, how)
+    return Found(float((here.cpu() != there).float().mean()), 0.0)
+
+
+CASES: dict[str, Callable[[Check], Found]] = {
+    "attention decode fp32": lambda c: attention(c, 3, 1, 700, FP32),
+    "attention decode bf16": lambda c: attention(c, 3, 1, 700, BF16),
+    "attention long context, split": lambda c: attention(c, 1, 1, 8000, BF16),
+    "attention wide batch": lambda c: attention(c, 128 if c.is_cuda else 4, 1, 300, BF16),
+    "attention prefill": lambda c: attention(c, 2, 500 if c.is_cuda else 40, 0, BF16),
+    "attention verify chain": lambda c: attention(c, 4, 12, 333, BF16),
+    "attention verify tree": lambda c: attention(c, 4, 15, 333, BF16, tree=True),
+    "attention verify tree fp32": lambda c: attention(c, 4, 15, 333, FP32, tree=True),
+    "decoder decode fp32": lambda c: decoder(c, FP32, 1, static=False),
+    "decoder decode bf16": lambda c: decoder(c, BF16, 1, static=False),
+    "decoder static verify fp32": lambda c: decoder(c, FP32, 5, static=True),
+    "keyed noise": noise,
+    "sampled tokens": lambda c: sampled(c, masked=False),
+    "sampled tokens, masks": lambda c: sampled(c, masked=True),
+}
+
+
+def attention_speed(check: Check) -> dict[str, float]:
+    """Bytes of keys and values a second that attention of one layer reads, as a share of the device's bandwidth."""
+    from megatron_tlt.models.torch.kernels.attention import attend
+
+    summary, bandwidth = {}, check.peaks().bandwidth
+    for sequences, context in ((1, 8000), (32, 2000), (128, 2000)) if check.is_cuda else ((2, 64),):
+        batch = chains(sequences, 1, context, 1000, check.device)
+        q, keys, values = _cache(check, sequences, 1, context, check.dtype)
+        plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
+        taken = statistics.median(check.seconds(lambda q=q, k=keys, v=values, p=plan: p.attend(q, k, v)))
+        read = 2 * sequences * context * KV_HEADS * HEAD_DIM * keys.element_size()
+        summary[f"attention_of_bandwidth_{sequences}x{context}"] = read / taken / bandwidth
+    return summary
+
+
+def run(check: Check) -> Result:
+    """All cases, then the speed of attention."""
+    found = Result()
+    for name, case in CASES.items():
+        try:
+            error, limit = case(check)
+        except Exception as error_:  # noqa: BLE001 - the edge: one kernel that does not compile must not hide the others
+            found.failures.append(f"{name}: {reason(error_)}")
+            continue
+        found.rows.append({"case": name, "error": error, "limit": limit})
+        if error > limit:
+            found.failures.append(f"{name}: error {error:.2e}, limit {limit:.0e}")
+    found.summary |= {"cases": float(len(CASES)), "failed": float(len(found.failures))}
+    found.summary |= attention_speed(check)
+    return found

@@ -1,0 +1,194 @@
+"""Steps of the one-GPU recipe on random weights, with TLT on and off: the same answers, and the cost of a step.
+
+Each run is a job of its own, `megatron_tlt train` on one rank. Random weights accept few drafts, so the ratio of
+steps says what TLT costs where it cannot help; part `speculation` says what it gives. In the recipe's bf16 the shape
+of a forward rounds, and answers part now and then; on a GPU a second pair of runs with float32, invariant numerics
+and `train.deterministic` must have the same answers in every step, as every run on a CPU must.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.check import ROOT, Check, Result, Row
+
+OFF = {"rollout": {"speculation": {"drafter": "none"}}, "idle": {"train_drafter": False}}
+# Always drafts, so that agreement is no accident.
+FIXED = {"speculation": {"selector": "fixed", "draft_len": 4}}
+EXACT = {
+    "actor": {"dtype": "fp32", "micro_batch_tokens": 4096},  # twice the bytes of the recipe's activations
+    "rollout": {"dtype": "fp32", "numerics": "invariant", "max_tokens": 64, **FIXED},
+    "train": {"deterministic": True, "prompts_per_step": 4},
+}
+PROMPTS, SAMPLES = 8, 8
+WORDS = ("sort", "add", "reverse", "count")
+LAST_LINES = 4  # of a job that failed, in the table
+PHASES = ("rollout", "idle", "update", "merge", "push")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs that differ in TLT only."""
+
+    name: str
+    steps: int
+    changes: dict[str, Any]
+    must_agree: bool
+
+
+def run(check: Check) -> Result:
+    """Both pairs on a GPU, one on a CPU."""
+    steps = 2 if check.smoke else 10
+    pairs = [Pair("recipe", steps, {}, must_agree=not check.is_cuda)]
+    if check.is_cuda:
+        pairs.append(Pair("exact", 3, EXACT, must_agree=True))
+    found = Result()
+    for pair in pairs:
+        judge(check, pair, found)
+    return found
+
+
+def judge(check: Check, pair: Pair, found: Result) -> None:
+    """Runs a pair. Mutates `found`."""
+    rows = {}
+    for mode, changes in (("off", OFF), ("on", {})):
+        folder = check.work / f"rl-{pair.name}-{mode}"
+        launch(check, folder, pair.steps, merged(pair.changes, changes))
+        rows[mode] = read(folder)
+        found.rows.append({"pair": pair.name, "mode": mode, **phases(rows[mode])})
+    same = [a["answers"] == b["answers"] for a, b in zip(rows["off"], rows["on"], strict=True)]
+    on, off = (found.rows[-1]["step_s"], found.rows[-2]["step_s"])
+    prefix = "" if pair.name == "recipe" else f"{pair.name}_"
+    found.summary |= {f"{prefix}same_answers": same_share(rows), f"{prefix}off_over_on": off / on}
+    found.summary |= {f"{prefix}step_s_on": on, f"{prefix}step_s_off": off}
+    trained = sum(row.get("drafter/steps", 0.0) for row in rows["on"])
+    found.summary[f"{prefix}accept_length"] = rows["on"][-1].get("spec/accept_length", 0.0)
+    found.summary[f"{prefix}drafter_steps"] = trained
+    if len(same) != pair.steps:
+        found.failures.append(f"{pair.name}: {len(same)} of {pair.steps} steps are in the metrics")
+    if pair.must_agree and not all(same):
+        found.failures.append(f"{pair.name}: answers differ with TLT in step {same.index(False) + 1}")
+    if not trained:
+        found.failures.append(f"{pair.name}: the drafter was not trained")
+    if not any(row.get("policy/grad_norm", 0.0) > 0 for row in rows["on"]):
+        found.failures.append(f"{pair.name}: no update had a gradient")
+
+
+def same_share(rows: dict[str, list[Row]]) -> float:
+    """Share of the answers that both runs gave word for word."""
+    off, on = ([text for row in rows[mode] for text in row["texts"]] for mode in ("off", "on"))
+    return sum(a == b for a, b in zip(off, on, strict=True)) / len(off)
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """`second` over `first`, section by section."""
+    joined = dict(first)
+    for name, value in second.items():
+        known = joined.get(name)
+        joined[name] = merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return joined
+
+
+def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> None:
+    """One job. Raises RuntimeError with its last lines if it fails."""
+    folder.mkdir(parents=True)
+    lines = [
+        {"prompt": f"{WORDS[i % 4]} {i} {i * 7 % 13} {i * 3 % 11}", "answer": str(i)} for i in range(256)
+    ]
+    for name in ("train", "eval"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = folder / "run.yaml"
+    config.write_text(yaml.safe_dump(merged(settings(check, folder, steps), changes)))
+    threads = os.environ.get("OMP_NUM_THREADS", "1" if not check.is_cuda else "4")
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": threads,
+    }
+    command = [sys.executable, "-m", "megatron_tlt", "train", str(config)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:]
+        raise RuntimeError(f"train ended with {done.returncode}: {' | '.join(last)}")
+
+
+def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
+    """The recipe, shortened: few answers, prompts and a reward that need nothing, no checkpoints."""
+    tree: dict[str, Any] = {
+        "defaults": [str(check.recipe.resolve())],
+        "model": {"path": str(check.random_policy().resolve()), "architecture": None},
+        "rollout": {"samples_per_prompt": SAMPLES, "max_tokens": 256},
+        "data": {
+            "train": {"kind": "jsonl", "path": str(folder / "train.jsonl")},
+            "eval": {"kind": "jsonl", "path": str(folder / "eval.jsonl")},
+        },
+        "rewards": {
+            "workers": 1,
+            "functions": [{"name": "python", "path": f"{ROOT}/benchmarks/gpu/rewards.py:reward"}],
+        },
+        "train": {"num_steps": steps, "prompts_per_step": PROMPTS, "run_dir": str(folder / "run")},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 0, "resume": "never"},
+        "observe": {"tensorboard": False, "progress": "none", "samples_per_step": SAMPLES * PROMPTS},
+    }
+    if check.is_cuda:
+        return tree
+    small = {
+        "actor": {"dtype": "fp32", "micro_batch_tokens": 512, "recompute": "none"},
+        "rollout": {
+            "dtype": "fp32",
+            "max_tokens": 24,
+            "samples_per_prompt": 4,
+            "max_running_requests": 8,
+            **FIXED,
+        },
+        "model": {"max_context": 256},
+        "data": {"max_prompt_tokens": 128},
+        "drafter": {
+            "dtype": "fp32",
+            "window": 64,
+            "online": {"micro_step_tokens": 64, "buffer_mib": 16, "share_mib": 4},
+        },
+        "train": {"prompts_per_step": 4},
+        "distributed": {"device": "cpu"},
+        "cluster": {"memory_gib": 4},
+    }
+    return merged(tree, small)
+
+
+def read(folder: Path) -> list[Row]:
+    """The steps of a job, with their digests."""
+    run_dir = folder / "run"
+    metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    digests = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
+    steps = [row for row in metrics if "time/step" in row]
+    texts: dict[int, dict[tuple[int, int], str]] = {}
+    for line in map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()):
+        texts.setdefault(line["step"], {})[line["prompt_id"], line["sample_index"]] = line["response"]
+    return [
+        {
+            **step,
+            "answers": digest["answers"],
+            "texts": [text for _, text in sorted(texts[step["step"]].items())],
+        }
+        for step, digest in zip(steps, digests, strict=True)
+    ]
+
+
+def phases(rows: list[Row]) -> Row:
+    """Medians of seconds by phase, without the first step, which captures and compiles."""
+    timed = rows[1:] or rows
+    found = {"step_s": statistics.median(row["time/step"] for row in timed)}
+    for name in PHASES:
+        found[f"{name}_s"] = statistics.median(row.get(f"time/{name}", 0.0) for row in timed)
+    found["tokens"] = statistics.median(row["engine/generated_tokens"] for row in timed)
+    return found

@@ -1,0 +1,190 @@
+"""First contact with a GPU: what only a GPU can say, in at most ten minutes. `make gpu-check` runs it.
+
+    python benchmarks/gpu_check.py [--parts kernels decode ...] [--out r.json]     # one GPU
+    python benchmarks/gpu_check.py --device cpu --smoke           # every line, tiny
+
+Each part is a process of its own, so that a crash, a hang or a poisoned CUDA context costs this part only. Figures
+are printed before failures; the exit code is 1 if a part failed or a figure is one that must not be. docs/gpu_check.md
+says what the figures should be and how to carry the program to a machine without network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.lib.bench_record import write_record  # noqa: E402
+
+# The most telling first: what comes behind a part that takes too long is cut.
+PARTS = ("versions", "kernels", "decode", "graphs", "speculation", "drafter", "update", "rl")
+RECIPE = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml"
+MINUTES = 10.0
+LAST_LINES = 6  # of a part that died, in the record
+
+Found = dict[str, Any]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that every line runs")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS)
+    )
+    parser.add_argument(
+        "--recipe", type=Path, default=RECIPE, help="the one-GPU recipe, whose model is measured"
+    )
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all parts")
+    parser.add_argument("--work", type=Path, help="folder for policies and runs; by default a temporary one")
+    parser.add_argument("--out", type=Path, help="the record, as JSON; written anew after each part")
+    # Where a part's own process writes.
+    parser.add_argument("--in-process", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def run_part(args: argparse.Namespace, part: str, work: Path, seconds: float) -> Found:
+    """One part in its own process. An error or the end of its time is a failure in what it returns."""
+    out = work / f"{part}.json"
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).resolve()),
+        "--parts",
+        part,
+        "--device",
+        args.device,
+    ]
+    command += ["--recipe", str(args.recipe.resolve()), "--work", str(work), "--in-process", str(out)]
+    command += ["--smoke"] if args.smoke else []
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if args.device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}  # triton reads it at its import
+    started = time.monotonic()
+    with (work / f"{part}.log").open("w+") as log:
+        process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # also what the part started
+                process.wait()
+        log.seek(0)
+        last = [line for line in log.read().strip().splitlines() if line.strip()][-LAST_LINES:]
+    found = empty(part, time.monotonic() - started)
+    if code == 0 and out.is_file():
+        return found | json.loads(out.read_text())
+    what = f"ended with {code}: {last[-1] if last else 'no output'}"
+    what = f"no end after {seconds:.0f} s" if code is None else what
+    return found | {"failures": [what], "log": last}
+
+
+def empty(part: str, seconds: float) -> Found:
+    """A part without figures."""
+    return {"part": part, "seconds": seconds, "rows": [], "summary": {}, "failures": []}
+
+
+def in_process(args: argparse.Namespace) -> None:
+    """The part itself, in a process that `run_part` started."""
+    import torch
+
+    from benchmarks.gpu.check import Check
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    elif not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: --device cpu --smoke rehearses without one")
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    part = importlib.import_module(f"benchmarks.gpu.{args.parts[0]}")
+    result = part.run(Check(device, args.smoke, args.recipe, args.work))
+    args.in_process.write_text(json.dumps(asdict(result)))
+
+
+def figures(found: Found) -> str:
+    """A part's figures, a line each."""
+    lines = [f"\n{found['part']}  ({found['seconds']:.0f} s)"]
+    for name, value in found["summary"].items():
+        shown = f"{value:14.4g}" if isinstance(value, float | int) else f"{value:>14s}"
+        lines.append(f"  {name:32s}{shown}")
+    for row in found["rows"]:
+        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        lines.append("    " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def failures(every: list[Found]) -> list[str]:
+    """What failed, a line each, with the part's name."""
+    return [f"{found['part']}: {text}" for found in every for text in found["failures"]]
+
+
+def run_all(args: argparse.Namespace, work: Path) -> list[Found]:
+    """All parts in order, figures printed as they come."""
+    every: list[Found] = []
+    end = time.monotonic() + 60 * args.minutes
+    for part in args.parts:
+        left = end - time.monotonic()
+        if left <= 1:
+            every.append({**empty(part, 0.0), "failures": ["no time was left"]})
+            continue
+        every.append(run_part(args, part, work, left))
+        print(figures(every[-1]), flush=True)
+        record(args, every)
+    record(args, every)
+    return every
+
+
+def record(args: argparse.Namespace, every: list[Found]) -> None:
+    """One JSON: rows and summary of all parts so far, and the failures."""
+    rows = [{"part": found["part"], **row} for found in every for row in found["rows"]]
+    rows += [{"part": found["part"], "failure": text} for found in every for text in found["failures"]]
+    summary: dict[str, Any] = {f"{f['part']}/{k}": v for f in every for k, v in f["summary"].items()}
+    summary |= {f"{found['part']}/seconds": found["seconds"] for found in every}
+    summary["failures"] = len(failures(every))
+    device = str(summary.get("versions/gpu", args.device)) + (", smoke" if args.smoke else "")
+    write_record(args.out, rows, summary, device=device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs, prints, writes; the exit code."""
+    args = parse_arguments(argv)
+    if args.in_process is not None:
+        in_process(args)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        work = (args.work or Path(scratch)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        every = run_all(args, work)
+    failed = failures(every)
+    print(f"\n{len(args.parts)} parts in {time.monotonic() - started:.0f} s; {len(failed)} failures")
+    for line in failed:
+        print(f"FAILED  {line}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""benchmarks/gpu_check.py: the whole of it in small, without a GPU; and what a part that fails becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_check
+from benchmarks.gpu.rl import merged, same_share
+
+
+@pytest.mark.slow
+def test_every_line_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Equal kernels, the same answers with TLT on and off, a drafter that was trained: or there would be failures."""
+    out = tmp_path / "r.json"
+    assert gpu_check.main(["--device", "cpu", "--smoke", "--out", str(out)]) == 0, capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert {row["part"] for row in record["rows"]} == {*gpu_check.PARTS} - {"versions"}
+    summary = record["summary"]
+    assert summary["failures"] == 0 and summary["rl/same_answers"] == 1.0 and summary["rl/accept_length"] > 1
+    assert summary["speculation/accept_length"] > 1 and summary["kernels/cases"] == len(
+        [row for row in record["rows"] if row["part"] == "kernels"]
+    )
+    assert {f"{part}/seconds" for part in gpu_check.PARTS} <= summary.keys()
+
+
+def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A recipe that is not there ends one part; the other still has its figures."""
+    out = tmp_path / "r.json"
+    arguments = ["--device", "cpu", "--smoke", "--recipe", str(tmp_path / "none.yaml")]
+    assert gpu_check.main([*arguments, "--parts", "update", "versions", "--out", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.index("copy_gb_s") < printed.index("FAILED  update: ended with 1: ")
+    assert "none.yaml" in printed.partition("FAILED")[2]
+    record = json.loads(out.read_text())
+    assert record["summary"]["failures"] == 1 and record["summary"]["versions/copy_gb_s"] > 0
+    assert next(row for row in record["rows"] if "failure" in row)["part"] == "update"
+
+
+def test_a_part_without_end_is_killed_and_the_rest_has_no_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--device", "cpu", "--smoke", "--minutes", "0.02", "--parts", "rl", "versions"]
+    assert gpu_check.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED  rl: no end after 1 s" in printed and "FAILED  versions: no time was left" in printed
+
+
+def test_sums():
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}, "e": 4}) == {
+        "a": {"b": 5, "c": 2},
+        "d": 3,
+        "e": 4,
+    }
+    rows = {
+        "off": [{"texts": ["x", "y"]}, {"texts": ["z", "w"]}],
+        "on": [{"texts": ["x", "q"]}, {"texts": ["z", "w"]}],
+    }
+    assert same_share(rows) == 0.75
