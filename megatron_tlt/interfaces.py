@@ -141,8 +141,8 @@ class RolloutBackend(Protocol):
         """
 
     @property
-    def wants_history(self) -> bool:
-        """Whether the engine keeps a history for `remember`."""
+    def history_answers(self) -> int | None:
+        """Answers of a question whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""
 
     def remember(self, answers: Sequence[PastAnswer]) -> None:
         """Keeps scored answers for later visits of their questions; never changes an answer.

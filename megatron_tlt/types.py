@@ -83,9 +83,14 @@ class PastAnswer:
     """A scored answer as the next visit of its question may use it: for drafts, and to expect a length."""
 
     dataset_id: str
-    token_ids: np.ndarray  # int32 [R]
+    token_ids: np.ndarray  # int32 [R]; empty where only the length is read
     score: float
     visit: int  # prompt id of the visit: later visits have greater ones
+    length: int = -1  # R; by default as many as are given
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            self.length = len(self.token_ids)
 
 
 @dataclass(slots=True)

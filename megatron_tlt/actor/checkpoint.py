@@ -2,9 +2,11 @@
 
 One save, drawn (all lines are collective, except the threads):
 
-    start_save   plan together, snapshot to CPU ----> a thread on every rank writes and syncs its file
+    start_save   plan together, copy this rank's share to the host ---> a thread on every rank writes and syncs its file
     poll / wait  has every rank's thread ended? --> metadata --> rank 0: manifest, sync, rename, `latest`
 
+Replicas divide what they have in common; state that the distributed optimizer divides stays where it is (see
+`optimizer_shards.py`). So a save takes no memory on the device, and on the host what this rank writes.
 Reading goes through megatron's `load`, so another TP x PP x DP can read what this one wrote.
 """
 
@@ -18,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_tlt.actor import checkpoint_files as files
-from megatron_tlt.actor import distributed_optimizer
+from megatron_tlt.actor import distributed_optimizer, optimizer_shards
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
@@ -35,7 +38,9 @@ from megatron_tlt.models.config import ModelConfig
 # isort: split
 # megatron comes after the device shim.
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 
 def start_save(
@@ -47,21 +52,23 @@ def start_save(
     manifest: Manifest,
     keep: int | None,
     files_of_rank: Mapping[str, Callable[[Path], None]],
+    values_of: Callable[[Tensor], Tensor],
 ) -> SaveHandle:
     """Begins to save; returns when the state is copied and training may go on. Collective.
 
-    `files_of_rank`: what else this rank's thread writes, by file name; may be called until the handle is done. The
-    handle must be polled or waited for by all ranks together before the next save.
+    `values_of`: where the values of a tensor of the state are to be read, on any device. `files_of_rank`: what else
+    this rank's thread writes, by file name; may be called until the handle is done. The handle must be polled or waited
+    for by all ranks together before the next save.
     """
     scratch = files.scratch_of(directory)
     with together(world, f"write {directory}"):
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-    strategy = ThreadSaveStrategy()
+    strategy = ThreadSaveStrategy(groups.dp)
     with cpu_as_cuda():
         request = dist_checkpointing.save(
-            sharded_state(module, optimizer, groups, loading=False),
+            sharded_state(module, optimizer, groups, values_of),
             str(scratch),
             strategy,
             async_sharded_save=True,
@@ -124,21 +131,27 @@ class SaveHandle:
         self.done = True
 
 
-def sharded_state(module: Any, optimizer: Any, groups: ActorGroups, loading: bool) -> dict[str, Any]:
-    """megatron's description of which part of which global tensor this rank holds."""
-    metadata = _metadata(groups)
+def sharded_state(
+    module: Any, optimizer: Any, groups: ActorGroups, values_of: Callable[[Tensor], Tensor] | None
+) -> dict[str, Any]:
+    """megatron's description of which part of which global tensor this rank holds.
+
+    `values_of`: see `start_save`; None to load, into the state itself.
+    """
+    metadata, loading = _metadata(groups), values_of is None
+    read = values_of or (lambda tensor: tensor)
     distributed_optimizer.prime(optimizer)
+    optimizer_shards.describe_in_place(optimizer, read)
     model = module.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
-    }
+    state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in nested_values(extract_sharded_tensors_and_factories(state)[0]):
+        part.data = read(part.data)
+    return {"model": model, "optimizer": state}
 
 
 def _metadata(groups: ActorGroups) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "non_homogeneous_layers": False,
@@ -152,9 +165,8 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
     Nothing in it is unpickled. Raises CheckpointError.
     """
     with cpu_as_cuda(), no_pickles(directory):
-        distributed_optimizer.skip_step_when_loading(optimizer)
         state = dist_checkpointing.load(
-            sharded_state(module, optimizer, groups, loading=True), str(directory)
+            sharded_state(module, optimizer, groups, None), str(directory)
         )
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

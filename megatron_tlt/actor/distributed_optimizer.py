@@ -1,17 +1,15 @@
 """What megatron-core 0.16.1's distributed optimizer needs to be saved and loaded over torch's AdamW.
 
 With Transformer Engine or apex (on GPUs) their FusedAdam is underneath and nothing here acts. torch's AdamW
-keeps a `step` tensor per parameter, which megatron's code does not expect in three places:
+keeps a `step` tensor per parameter, which megatron's code does not expect in two places:
 
 1. sharded_state_dict before the first step asserts that a state exists  -> `prime`
-2. loading copies every entry of the state, also `step`, which is not in the file  -> `skip_step_when_loading`
-3. after loading all parameters share one step tensor, which AdamW then increments once per parameter
+2. after loading all parameters share one step tensor, which AdamW then increments once per parameter
    (silently wrong by 2.5e-4 after one step)  -> `separate_steps`
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,21 +42,6 @@ def prime(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
-
-
-def skip_step_when_loading(optimizer: Any) -> None:
-    """Makes loading copy what is in the file and leave `step` to the common state. Mutates the optimizer."""
-
-    def fill(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        main = self.optimizer.param_groups[group]["params"][order]
-        targets = {"param": main, **self.optimizer.state[main]}
-        for name, value in tensors.items():
-            if name != "step":
-                targets[name].copy_(value)
-
-    for part in _parts(optimizer):
-        part._set_main_param_and_optimizer_states = types.MethodType(fill, part)
 
 
 def separate_steps(optimizer: Any) -> None:

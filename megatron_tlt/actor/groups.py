@@ -16,7 +16,7 @@ from megatron_tlt.errors import ConfigError
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-_open: tuple[Dims, bool] | None = None  # what megatron's globals hold now
+_open: Dims | None = None  # what megatron's globals hold now
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,27 @@ class ActorGroups:
     pipeline: tuple[int, ...]  # global ranks of this rank's pipeline, first stage first
 
     @classmethod
-    def create(cls, world: World, dims: Dims, gloo_twins: bool = False) -> ActorGroups:
+    def create(cls, world: World, dims: Dims) -> ActorGroups:
         """Opens megatron's groups over the whole world. Collective.
 
         megatron keeps its layout in module globals, so a process holds one layout at a time; a second call
         with the same layout shares the groups (opening them takes seconds), with another one replaces them.
-        `gloo_twins` opens a gloo group beside every one, which only the distributed optimizer's checkpoints
-        need.
         """
         if world.device.type == "cpu" and device.HAS_CUDA:
             allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
             raise ConfigError.of("distributed.device", "cpu", allowed)
         global _open  # noqa: PLW0603  (mirrors megatron's own globals)
-        if _open != (dims, gloo_twins):
+        if _open != dims:
             if parallel_state.model_parallel_is_initialized():
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp,
                 pipeline_model_parallel_size=dims.pp,
                 context_parallel_size=dims.cp,
-                create_gloo_process_groups=gloo_twins,
+                create_gloo_process_groups=False,
                 distributed_timeout_minutes=max(1, round(world.timeout_s / 60)),
             )
-            _open = (dims, gloo_twins)
+            _open = dims
         # No dropout anywhere, so the tracker's fork (which needs CUDA random states) may be a no-op.
         initialize_rng_tracker(inference_rng_tracker=True)
         return cls(

@@ -42,6 +42,15 @@ class OptimizerOffload:
         with cpu_as_cuda():
             self._ddp.offload_grad_buffers()
 
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """Where the values of a tensor are to be read: itself, or its part of the host copy."""
+        for storage, host in self._host_copies or ():
+            if storage._cdata == tensor.untyped_storage()._cdata:
+                return host.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
+        return tensor
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """The state is on the device inside, and afterwards where it was."""

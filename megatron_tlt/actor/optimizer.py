@@ -59,7 +59,7 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
     )
     with cpu_as_cuda():
-        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=distributed)
+        optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         if part.init_state_fn is None:  # SGD: megatron calls it before loading, whether there is one or not
             part.init_state_fn = lambda optimizer, config=None: None

@@ -85,7 +85,7 @@ class MegatronPolicy:
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
         self.config = ModelConfig.from_hf(model.path)
         self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
-        self.groups = ActorGroups.create(world, self.dims, gloo_twins=self.shards_optimizer)
+        self.groups = ActorGroups.create(world, self.dims)
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
         # Attempted ones, skipped ones included: the position on the learning-rate schedule.
@@ -248,10 +248,17 @@ class MegatronPolicy:
             training=self._training_record(),
             extra=extra,
         )
-        with self._offload.on_device():  # `start_save` copies before it returns
-            return start_save(
-                self.world, self.model.module, self.optimizer, self.groups, directory, manifest, keep, files or {}
-            )
+        return start_save(
+            self.world,
+            self.model.module,
+            self.optimizer,
+            self.groups,
+            directory,
+            manifest,
+            keep,
+            files or {},
+            self._offload.values_of,
+        )
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes weights, optimizer and schedule position from a checkpoint of any layout.

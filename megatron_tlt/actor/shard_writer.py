@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 import megatron_tlt.actor.device  # noqa: F401  (before megatron)
@@ -23,8 +24,14 @@ from megatron_tlt.actor.checkpoint_files import FileRecord, record_of
 
 # isort: split
 # megatron comes after the device shim.
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
@@ -133,12 +140,16 @@ def _why(error: BaseException) -> str:
 class ThreadSaveStrategy(TorchDistSaveShardedStrategy):
     """megatron's torch_dist strategy, writing through a `ThreadWriter`. One strategy object per save."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        """`replicas`: the data-parallel group, which divides among itself what all of it hold."""
         super().__init__("torch_dist", 1)
         self.writer: ThreadWriter | None = None
+        self._replicas = replicas
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Plans with the other ranks and takes the snapshot. Collective."""
+        shares = determine_main_replica_uniform_distribution(sharded_state_dict, self._replicas)
+        distribute_main_replicas_with_precomputed_distribution(sharded_state_dict, self._replicas, shares)
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )

@@ -33,9 +33,9 @@ class BaseBackend:
         return dict(self._weights.checksums)
 
     @property
-    def wants_history(self) -> bool:
-        """Whether `remember` has a use."""
-        return self._history is not None
+    def history_answers(self) -> int | None:
+        """Answers of a question whose tokens `remember` keeps; 0: lengths only; None: it has no use."""
+        return None if self._history is None else self._history.most_answers
 
     def remember(self, answers: Sequence[PastAnswer]) -> None:
         """Keeps scored answers for later visits of their questions. Ranks of one engine must pass the same."""

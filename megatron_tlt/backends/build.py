@@ -14,7 +14,7 @@ from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.factory import build_decoder, build_eagle, sample_kernel
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -98,6 +98,7 @@ def build_backend(
         drafting=Drafting(rollout.speculation, eagle, history),
         graphs=_graphs(rollout, decoder),
     )
+    engine.runner.sampler.kernel = sample_kernel(rollout.kernels, device)
     return EmbeddedBackend(
         engine,
         config.parameter_shapes(),

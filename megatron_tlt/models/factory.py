@@ -13,9 +13,9 @@ from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.keyed_noise import SampleKernel
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.paged import PagedRun
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def build_decoder(
 ) -> Decoder:
     """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
-    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's paged
-    attention, which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's
+    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's kernels,
+    which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's
     bits do not depend on its batch (always so in the native decoder). Raises ConfigError for a choice that does not
     exist or cannot run on `device`, BackendError when `kernels` is "native" and cannot be built.
     """
@@ -52,22 +52,31 @@ def build_decoder(
 
         return NativeDecoder(config, dtype, threads, tp)
     is_invariant = numerics == "invariant"
-    paged = None if is_invariant else _paged(kernels, device)
-    return TorchDecoder(config, device, dtype, tp, is_invariant, paged)
-
-
-def _paged(kernels: Kernels, device: torch.device) -> PagedRun | None:
-    """Attention that reads the cache in place; None: every step gathers what it attends to."""
-    if kernels != "auto" or device.type != "cuda":
-        return None
-    if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch bring it on Linux
-        _log.warning(
-            "no triton here: attention gathers keys and values at every step, which costs memory and time"
-        )
-        return None
+    if is_invariant or not _has_triton(kernels, device):
+        return TorchDecoder(config, device, dtype, tp, is_invariant)
     from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.torch.kernels.layers import FUSED
 
-    return attend
+    return TorchDecoder(config, device, dtype, tp, paged=attend, ops=FUSED)
+
+
+def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None:
+    """The kernel that draws tokens (`rollout.sampler`); None: PyTorch draws them."""
+    if not _has_triton(kernels, device):
+        return None
+    from megatron_tlt.models.torch.kernels.sampling import draw
+
+    return draw
+
+
+def _has_triton(kernels: Kernels, device: torch.device) -> bool:
+    """Whether Triton's kernels run. Logs their absence on CUDA."""
+    if kernels != "auto" or device.type != "cuda":
+        return False
+    if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch bring it on Linux
+        _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
+        return False
+    return True
 
 
 def build_eagle(policy: Decoder, threads: int = 1) -> EagleDecoder:

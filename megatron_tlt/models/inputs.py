@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What the host knows of a batch on the device, so that it need not wait for the device to read it."""
+
+    rows: Sequence[int]  # [S], rows of each sequence
+    longest: int  # the largest of `context_lens`
+
+
 @dataclass(slots=True)
 class DecoderInput:
     """One ragged batch: prefill chunks and decode tokens are the same thing to the model.
@@ -36,11 +44,12 @@ class DecoderInput:
     # None: rows of a sequence follow each other.
     parents: Tensor | None = None
     all_hidden: bool = False  # also return the final hidden state of all T rows
+    lengths: HostLengths | None = None  # where the batch is not in the host's memory
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
         """From the first seven fields in order, or eight: `parents`, too."""
-        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the flag
+        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the last two
 
 
 @dataclass(slots=True)

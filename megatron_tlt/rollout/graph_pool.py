@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.base import KVCache, NamedTensors
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import (
     Capturer,
@@ -235,6 +235,7 @@ def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
         tensors.append(batch.parents)
     moved = DecoderInput.of([t.to(device) for t in tensors])
     moved.all_hidden = batch.all_hidden
+    moved.lengths = HostLengths(batch.query_start.diff().tolist(), int(batch.context_lens.max()))
     return moved
 
 

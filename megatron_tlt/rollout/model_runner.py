@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.step import NativeStep, RowArrays
@@ -287,9 +287,12 @@ class ModelRunner:
         """A `DecoderInput` of seven or eight arrays: views, or one copy to the device, valid until the next."""
         if upload is None:
             return DecoderInput.of([torch.from_numpy(a) for a in arrays])
-        lens, tables = arrays[4:6]
-        arrays[5] = tables[:, : -(-int(lens.max()) // self._block_size)]
-        return DecoderInput.of(upload(tuple(arrays)))
+        starts, lens, tables = arrays[3:6]
+        longest = int(lens.max())
+        arrays[5] = tables[:, : -(-longest // self._block_size)]
+        made = DecoderInput.of(upload(tuple(arrays)))
+        made.lengths = HostLengths(np.diff(starts).tolist(), longest)
+        return made
 
     def _sample(self, batch: Batch, output: DecoderOutput) -> StepResult:
         logits = output.logits
@@ -304,11 +307,15 @@ class ModelRunner:
     def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` [R, V]."""
         tokens, logprobs = self.sampler.sample(logits, rows)
+        if self.tp.size == 1 and self.device.type == "cpu":
+            return tokens.numpy(), logprobs.numpy()
+        both = torch.stack((tokens, logprobs.view(torch.int32)))
         if self.tp.size > 1:
-            # Ranks may round differently: one rank decides, so that they cannot drift apart.
-            both = self.tp.broadcast(torch.stack((tokens, logprobs.view(torch.int32))))
-            tokens, logprobs = both[0], both[1].view(torch.float32)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+            self.tp.broadcast(
+                both
+            )  # ranks may round differently: one decides, so that they cannot drift apart
+        drawn = both.cpu().numpy()  # the step's one wait for the device
+        return drawn[0], drawn[1].view(np.float32)
 
     def _sampling_rows(self, batch: Batch) -> SamplingRows:
         running = self._running_rows(slice(batch.num_decode))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keyed_noise import SampleKernel, gumbel_noise, key_tensor
 from megatron_tlt.rollout.masks import apply_masks
 
 NEAR_TIE = 1e-5
@@ -78,12 +78,18 @@ class Sampler:
     """Samples rows of logits on `device`. With `count_near_ties` counts draws that rounding may decide."""
 
     def __init__(
-        self, device: torch.device, native: NativeSample | None = None, count_near_ties: bool = False
+        self,
+        device: torch.device,
+        native: NativeSample | None = None,
+        count_near_ties: bool = False,
+        kernel: SampleKernel | None = None,
     ):
         self.device = device
         self.near_ties = 0
         self._native = native if device.type == "cpu" else None
         self._count = count_near_ties
+        self.kernel = kernel  # draws on CUDA, unless near ties are counted
+        self._staging = _Staging(device)
 
     @property
     def is_native(self) -> bool:
@@ -101,6 +107,9 @@ class Sampler:
             if rows.is_masked:
                 self._resample_masked(logits, rows, token, logprob)
             return token, logprob
+        if self.kernel is not None and not self._count:
+            both = self.kernel(logits, *self._staging.upload(rows), rows.is_masked)
+            return both[0], both[1].view(torch.float32)
         step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         parts = [
             self._sample_part(logits[i : i + step], rows.part(slice(i, i + step)))
@@ -148,3 +157,42 @@ class Sampler:
             best = perturbed.topk(min(2, perturbed.shape[1]), dim=-1).values
             self.near_ties += int((best[:, 0] - best[:, -1] <= NEAR_TIE).sum()) if best.shape[1] > 1 else 0
         return perturbed.argmax(dim=-1)
+
+
+class _Staging:
+    """How rows are sampled, in one pinned buffer that crosses to the device in one copy."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._width = device, 0
+        self._resize(64)
+
+    def _resize(self, width: int) -> None:
+        self._width = width
+        self._host = torch.zeros(6 * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._on_device = torch.zeros_like(self._host, device=self._device)
+
+    def upload(self, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R], valid until the next call.
+
+        The host's buffer is written again by the next call: by then this one's draws must have come to the host.
+        """
+        count = len(rows.keys)
+        if count > self._width:
+            self._resize(2 * count)
+        for column, values in zip(_columns(self._host, count), _as_uploaded(rows), strict=True):
+            column.numpy()[:] = values
+        self._on_device[: 6 * count].copy_(self._host[: 6 * count], non_blocking=True)
+        return _columns(self._on_device, count)
+
+
+def _as_uploaded(rows: SamplingRows) -> tuple[np.ndarray, ...]:
+    # 1 - p in double, rounded once, as in `masks.py`
+    drop = (1 - rows.top_p).astype(np.float32)
+    return rows.keys.view(np.int64), rows.temperature, rows.top_k, drop, rows.min_p
+
+
+def _columns(buffer: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Views of int32 [6 count]: the keys first, where 8 bytes are aligned."""
+    keys, heat, top_k, drop, min_p = buffer[: 6 * count].split([2 * count, count, count, count, count])
+    temperature, dropped, least = (part.view(torch.float32) for part in (heat, drop, min_p))
+    return keys.view(torch.int64), temperature, top_k, dropped, least

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
+from megatron_tlt.rollout.spec.history import readable_tokens
 from megatron_tlt.types import PastAnswer, SampleGroup, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
@@ -49,25 +50,25 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
 
 def share_answers(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
     """Adds all ranks' scored answers, also those that are not trained on, to the history of every engine: any of them
-    may answer the question the next time.
+    may answer the question the next time. Tokens that no history keeps stay where they are.
 
     Collective where the engines keep a history (all of them do or none: they share one configuration).
     """
-    if not backend.wants_history:
+    most = backend.history_answers
+    if most is None:
         return
-    mine = [
-        PastAnswer(
-            group.prompt.dataset_id,
-            np.asarray(sample.token_ids, np.int32),
-            reward.value,
-            group.prompt.prompt_id,
-        )
-        for group in groups
-        for sample, reward in zip(group.samples, group.rewards, strict=True)
-    ]
+    mine = [answer for group in groups for answer in readable_tokens(_past_answers(group), most)]
     answers = [answer for part in world.all_gather_object(mine) for answer in part]
     answers.sort(key=lambda a: a.visit)  # the order must not depend on the number of ranks
     backend.remember(answers)
+
+
+def _past_answers(group: SampleGroup) -> list[PastAnswer]:
+    name, visit = group.prompt.dataset_id, group.prompt.prompt_id
+    return [
+        PastAnswer(name, np.asarray(sample.token_ids, np.int32), reward.value, visit)
+        for sample, reward in zip(group.samples, group.rewards, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

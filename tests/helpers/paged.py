@@ -13,9 +13,10 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Ten
     out = torch.full_like(q, float("nan"))
     group = q.shape[1] // keys.shape[1]
     starts, firsts = plan.starts.tolist(), plan.first.tolist()
-    for sequence, row0 in plan.tiles.tolist():
+    tiles = [(*place, t.rows) for t in plan.tiles for place in t.at.tolist()]
+    for sequence, row0, most in tiles:
         start, count = starts[sequence], starts[sequence + 1] - starts[sequence]
-        for row in range(row0, min(count, row0 + plan.rows_each_tile)):
+        for row in range(row0, min(count, row0 + most)):
             assert out[start + row].isnan().all(), "a row of two tiles"
             slots = _slots(plan, sequence, row, start, count, firsts[sequence])
             k = keys[slots].repeat_interleave(group, 1).double()

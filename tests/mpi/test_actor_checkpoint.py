@@ -51,6 +51,38 @@ def four_ranks(place: Path, one_rank: list[dict[str, Any]]) -> list[dict[str, An
     )
 
 
+ZERO = '{"dtype":"bf16","distributed_optimizer":"on"}'
+HOST = '{"dtype":"bf16","distributed_optimizer":"on","offload_optimizer":true}'
+
+
+@pytest.fixture(scope="module")
+def two_ranks(place: Path) -> list[dict[str, Any]]:
+    return launch(
+        2,
+        f"gather {place}/gathered {ZERO}",
+        f"load {place}/gathered {ZERO}",
+        f"count {place}/counted {ZERO}",
+        f"count {place}/host {HOST}",
+    )
+
+
+def test_megatrons_own_form_of_the_distributed_optimizer_is_read_bit_for_bit(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    (loaded,) = [r for r in two_ranks if r["case"] == "load"]
+    assert loaded["same_bits"] and loaded["grad_norm"] == 0.0
+
+
+def test_a_save_takes_one_share_of_the_state_and_moves_no_gradients(two_ranks: list[dict[str, Any]]) -> None:
+    """Host and device are one here: a share on the host leaves nothing for the device."""
+    for counted in [r for r in two_ranks if r["case"] == "count"]:
+        share = (2 + 12) * counted["parameters"] / 2  # bf16 weights; fp32 master weights and two moments
+        for rank in counted["ranks"]:
+            assert 0.9 * share < rank["peak"] < 1.1 * share, counted
+            assert 0.9 * share < rank["written"] < 1.2 * share + 64 * 1024, counted
+            assert (rank["gradients"] == 0) == ("offload_optimizer" in counted["layout"])
+
+
 @pytest.mark.parametrize("which", range(len(VARIANTS)))
 def test_resumed_equals_uninterrupted_bit_for_bit(one_rank: list[dict[str, Any]], which: int) -> None:
     loaded = [r for r in one_rank if r["case"] == "load"][which]

@@ -31,7 +31,7 @@ from megatron_tlt.models.torch.invariant import (
     rowwise,
     tiles,
 )
-from megatron_tlt.models.torch.layers import gated_silu, rms_norm, rope_table, rotate
+from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -54,15 +54,18 @@ class TorchDecoder:
         invariant: bool = False,
         paged: PagedRun | None = None,
         aux_layers: tuple[int, ...] = (),
+        ops: LayerOps = PLAIN,
     ):
         """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
 
-        `aux_layers` (ascending, from 0): `all_hidden` of `forward` is [T, (len(aux_layers) + 1) H], the outputs of
-        these layers before the state after the final norm. Not with `invariant`.
+        `ops` is what layers do between their products. `aux_layers` (ascending, from 0): `all_hidden` of `forward` is
+        [T, (len(aux_layers) + 1) H], the outputs of these layers before the state after the final norm. Not with
+        `invariant`.
         """
         assert not (aux_layers and invariant)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self._aux_layers = invariant, paged, aux_layers
+        self._ops = ops
         self._checked = False  # whether this machine was seen to compute rows alike
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
@@ -156,7 +159,7 @@ class TorchDecoder:
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
         """See `base.Decoder.forward`. Raises BackendError before all weights were loaded."""
         self._require_weights()
-        longest = max(batch.context_lens.tolist())
+        longest = max(batch.context_lens.tolist()) if batch.lengths is None else batch.lengths.longest
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
         aux: list[Tensor] = []
@@ -250,14 +253,17 @@ class TorchDecoder:
     ) -> Tensor:
         """The residual stream behind the last layer, [T, H]; behind each of `aux_layers` it is appended to `aux`."""
         rope, x = self._rope[positions], self._embed[token_ids]
+        eps, add_norm = self.config.rms_norm_eps, self._ops.add_norm
+        part: Tensor | None = None  # of the residual stream, not added yet
         for index, (layer, cache) in enumerate(zip(self._layers, kv.data, strict=True)):
-            h = rms_norm(x, layer["input_layernorm"], self.config.rms_norm_eps)
-            x = x + self._attention(layer, h, cache, rope, slots, plan)
-            h = rms_norm(x, layer["post_attention_layernorm"], self.config.rms_norm_eps)
-            x = x + self._mlp(layer, h)
+            x, h = add_norm(x, part, layer["input_layernorm"], eps)
+            part = self._attention(layer, h, cache, rope, slots, plan)
+            x, h = add_norm(x, part, layer["post_attention_layernorm"], eps)
+            part = self._mlp(layer, h)
             if aux is not None and index in self._aux_layers:
+                x, part = x + part, None
                 aux.append(x)
-        return x
+        return x if part is None else x + part
 
     def _attention(
         self,
@@ -268,25 +274,21 @@ class TorchDecoder:
         slots: Tensor,
         plan: Plan,
     ) -> Tensor:
-        d, eps = self.config.head_dim, self.config.rms_norm_eps
-        q, k, v = (
-            t.unflatten(-1, (-1, d))
-            for t in linear(h, layer["qkv"], layer.get("qkv_bias")).split(self._qkv_sizes, -1)
-        )
+        norms: HeadNorms | None = None
         if self.config.qk_norm:
-            q, k = rms_norm(q, layer["q_norm"], eps), rms_norm(k, layer["k_norm"], eps)
-        cache[0][slots], cache[1][slots] = rotate(k, rope), v
-        attended = plan.attend(rotate(q, rope), cache[0], cache[1])
+            norms = layer["q_norm"], layer["k_norm"], self.config.rms_norm_eps
+        qkv = linear(h, layer["qkv"], layer.get("qkv_bias"))
+        q = self._ops.rotate_into(qkv, norms, rope, slots, cache)
+        attended = plan.attend(q, cache[0], cache[1])
         return self._reduce(linear(attended.flatten(1), layer["o_proj"]))
 
     def _mlp(self, layer: dict[str, Tensor], h: Tensor) -> Tensor:
-        both = linear(h, layer["gate_up"])
-        gated = rowwise(gated_silu, both) if self.invariant else gated_silu(both)
-        return self._reduce(linear(gated, layer["down_proj"]))
+        both, gate = linear(h, layer["gate_up"]), self._ops.gated_silu
+        return self._reduce(linear(rowwise(gate, both) if self.invariant else gate(both), layer["down_proj"]))
 
     def _norm_final(self, x: Tensor) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
-            return rms_norm(rows, self._final_norm, self.config.rms_norm_eps)
+            return self._ops.add_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[1]
 
         return by_tiles(norm, x) if self.invariant else norm(x)
 
@@ -294,11 +296,12 @@ class TorchDecoder:
         return linear(hidden, self._head)
 
     def _reduce(self, part: Tensor) -> Tensor:
+        """Sums over the ranks: on CPU in float32, in the order of the ranks; on a GPU in the model's type."""
         if self.tp is None:
             return part
-        wide = part.float().contiguous()
-        self.tp.all_reduce(wide)
-        return wide.to(part.dtype)
+        summed = part.float().contiguous() if part.device.type == "cpu" else part.contiguous()
+        self.tp.all_reduce(summed)
+        return summed.to(part.dtype)
 
     def _check_rows_alike(self) -> None:
         """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""

@@ -1,11 +1,16 @@
 """The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate.
 
-Legend: T rows, H hidden size, D head size, P positions.
+`LayerOps` is what a layer does between its matrix products: in PyTorch (`PLAIN`), or one kernel each on CUDA
+(`kernels.layers`).
+
+Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,3 +62,38 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope[:, None].chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, epsilon
+
+
+class LayerOps(NamedTuple):
+    """Three functions. Where they write, they write into the cache only."""
+
+    # x [T, H], part [T, H] or None, weight [H], epsilon -> x + part, and its norm
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    # qkv [T, (Hq + 2 Hkv) D], norms, rope [T, D], slots [T], one layer's cache [2, slots, Hkv, D] -> q [T, Hq, D].
+    # Queries and keys are normed and rotated; keys and values go into the cache.
+    rotate_into: Callable[[Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
+    # [T, 2I] holding gate then up -> silu(gate) * up, [T, I]
+    gated_silu: Callable[[Tensor], Tensor]
+
+
+def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `LayerOps.add_norm`."""
+    total = x if part is None else x + part
+    return total, rms_norm(total, weight, eps)
+
+
+def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+    """See `LayerOps.rotate_into`."""
+    kv_heads, d = cache.shape[-2:]
+    kv = kv_heads * d
+    q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split([qkv.shape[1] - 2 * kv, kv, kv], -1))
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    cache[0][slots], cache[1][slots] = rotate(k, rope), v
+    return rotate(q, rope)
+
+
+PLAIN = LayerOps(add_norm, rotate_into, gated_silu)

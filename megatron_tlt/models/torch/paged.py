@@ -6,15 +6,17 @@ one of the batch or the bucket of a graph. `kernels.attention` is the kernel, ch
     keys of row i of a sequence:  cached positions [low, first)  by its block table
                                   rows j of the sequence         by their slots, where `sees`[i, j] (chains: j <= i)
 
-One program has the rows of one *tile* (all query heads of one kv head folded in) and one *split* of the cached
-positions; the last split also takes the rows' own keys. Splits keep a GPU busy where sequences are few and long.
+One program has the rows of one *tile* and one *split* of the cached positions; the last split also takes the rows' own
+keys. Tiles of few rows (decoding, verifying) have all query heads of a kv head folded in, so that its keys are read
+once; a prefill chunk's have 64 rows of one query head. Splits keep a GPU busy where sequences are few and long.
 
 Legend: T packed rows, S sequences, W most rows of a sequence, P tiles, M blocks of a table, G query heads a kv head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -24,13 +26,27 @@ from torch import Tensor
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.attention import ancestors
 
-_MOST_FOLDED = 64  # rows times query heads of one tile
+_MOST_FOLDED = 64  # rows times query heads of one tile; sequences of so many rows have tiles of one head
 _LEAST_FOLDED = 16  # of a matrix product
 _SPLIT_TOKENS = 256  # cached positions that are worth a program of their own
 _MOST_SPLITS = 32
 
 # q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat), the batch's plan -> [T, Hq, D]
 PagedRun = Callable[[Tensor, Tensor, Tensor, "PagedPlan"], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of one size, one launch."""
+
+    at: Tensor  # [P, 2] int32: sequence, its first row
+    folded: int  # rows times query heads of a tile, a power of two
+    heads: int  # query heads folded in: G or 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.folded // self.heads
 
 
 class PagedPlan:
@@ -62,21 +78,16 @@ class PagedPlan:
         self.first = _ints(batch.positions[batch.query_start[:-1].long().clamp(max=last)])  # [S]
         self.low = None if first_visible is None else _ints(first_visible)
         counts = _counts(batch, rows_each)
-        self.folded = min(_MOST_FOLDED, max(_LEAST_FOLDED, _power_of_two(max(counts) * group)))
-        self.folded = max(self.folded, _power_of_two(group))
-        self.rows_each_tile = self.folded // group
-        tiles = [(s, at) for s, n in enumerate(counts) for at in range(0, n, self.rows_each_tile)]
-        if rows_each is None:
-            self.tiles = torch.tensor(
-                tiles, dtype=torch.int32, device=device
-            )  # [P, 2]: sequence, its first row
-        else:  # a tensor made from a list would cross from the host, which a capture forbids
-            each = -(-rows_each // self.rows_each_tile)
-            at = torch.arange(len(tiles), dtype=torch.int32, device=device)
-            self.tiles = torch.stack((at // each, at % each * self.rows_each_tile), 1)
+        few = [n if n < _MOST_FOLDED else 0 for n in counts]
+        many = [n - short for n, short in zip(counts, few, strict=True)]
+        least = max(_LEAST_FOLDED, _power_of_two(group))
+        folded = max(least, min(_MOST_FOLDED, _power_of_two(max(few) * group)))
+        kinds = ((few, folded, group), (many, _MOST_FOLDED, 1))
+        self.tiles = [_tiles(self.starts, *kind, rows_each is not None) for kind in kinds if any(kind[0])]
+        programs = sum(len(t.at) * kv_heads * (group // t.heads) for t in self.tiles)
         self.sees = None if batch.parents is None else _sees(batch, max(counts), rows_each)
         longest = self.tables.shape[1] * block_size
-        self.splits = splits or _splits(len(tiles) * kv_heads, longest, _processors(device))
+        self.splits = splits or _splits(programs, longest, _processors(device))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `attention.Plan.attend`."""
@@ -87,11 +98,30 @@ def _ints(tensor: Tensor) -> Tensor:
     return tensor.to(torch.int32).contiguous()
 
 
-def _counts(batch: DecoderInput, rows_each: int | None) -> list[int]:
-    """Rows of every sequence; for ragged batches the host waits for the device."""
+def _counts(batch: DecoderInput, rows_each: int | None) -> Sequence[int]:
+    """Rows of every sequence; of ragged batches without `lengths` the host waits for the device."""
     if rows_each is not None:
         return [rows_each] * batch.context_lens.shape[0]
+    if batch.lengths is not None:
+        return batch.lengths.rows
     return [b - a for a, b in pairwise(batch.query_start.tolist())]
+
+
+def _tiles(starts: Tensor, rows: Sequence[int], folded: int, heads: int, is_static: bool) -> Tiles:
+    """Tiles of sequences of `rows` rows (0: of another kind). Made on the device: what is copied from a list on the
+    host is waited for, and a capture forbids it.
+    """
+    each = folded // heads
+    numbers = [-(-n // each) for n in rows]
+    if is_static:
+        at = torch.arange(sum(numbers), dtype=torch.int32, device=starts.device)
+        return Tiles(torch.stack((at // numbers[0], at % numbers[0] * each), 1), folded, heads)
+    counts = starts[1:] - starts[:-1]
+    is_mine = (counts >= _MOST_FOLDED) == (max(rows) >= _MOST_FOLDED)
+    tiles = torch.where(is_mine, (counts + each - 1) // each, 0)
+    sequence = torch.repeat_interleave(tiles, output_size=sum(numbers))
+    nth = torch.arange(sum(numbers), device=starts.device) - (tiles.cumsum(0) - tiles)[sequence]
+    return Tiles(torch.stack((sequence, nth * each), 1).to(torch.int32), folded, heads)
 
 
 def _sees(batch: DecoderInput, width: int, rows_each: int | None) -> Tensor:
@@ -103,7 +133,7 @@ def _sees(batch: DecoderInput, width: int, rows_each: int | None) -> Tensor:
         local = torch.where(shaped < 0, -1, shaped - starts[:-1, None])
     else:
         counts = starts[1:] - starts[:-1]
-        owner = torch.repeat_interleave(torch.arange(len(counts), device=parents.device), counts)
+        owner = torch.repeat_interleave(counts, output_size=len(parents))
         local = torch.full((len(counts), width), -1, device=parents.device)
         within = torch.arange(len(parents), device=parents.device) - starts[owner]
         local[owner, within] = torch.where(parents < 0, -1, parents - starts[owner])

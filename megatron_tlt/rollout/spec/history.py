@@ -39,6 +39,11 @@ class AnswerHistory:
         self._bytes = 0
 
     @property
+    def most_answers(self) -> int:
+        """Most answers of a question whose tokens are kept; 0: lengths only."""
+        return self._answers
+
+    @property
     def num_bytes(self) -> int:
         """Memory of questions and kept answers, about."""
         return self._bytes
@@ -53,9 +58,9 @@ class AnswerHistory:
             old = self._forget(name)
             everything = new + (old.answers if old is not None else [])
             visits = sorted({a.visit for a in everything})[-self._epochs :]
-            latest = [len(a.token_ids) for a in new if a.visit == visits[-1]]
+            latest = [a.length for a in new if a.visit == visits[-1]]
             mean = sum(latest) / len(latest) if latest else (old.mean_length if old is not None else 0.0)
-            kept = [a for a in everything if a.visit in visits]
+            kept = [a for a in everything if a.visit in visits and len(a.token_ids) == a.length]
             kept.sort(key=_worst_last)  # stable: equals stay in the order given
             self._keep(name, kept[: self._answers], mean)
         while self._bytes > self._most_bytes:
@@ -105,6 +110,13 @@ class AnswerHistory:
         if question is not None:
             self._bytes -= question.size
         return question
+
+
+def readable_tokens(answers: Sequence[PastAnswer], most: int) -> list[PastAnswer]:
+    """The answers of one visit, without the tokens of those that a history of `most` answers a question cannot keep."""
+    best = sorted(range(len(answers)), key=lambda i: _worst_last(answers[i]))[:most]
+    none = np.empty(0, np.int32)
+    return [a if i in best else replace(a, token_ids=none) for i, a in enumerate(answers)]
 
 
 def _worst_last(answer: PastAnswer) -> tuple[float, int]:

@@ -2,6 +2,8 @@
 
 save LAYOUT:   two updates, save, a third while that is under way; leaves the outcome in after.pt
 load LAYOUT:   load what save left, do the third update, compare
+gather LAYOUT: save in megatron's own form for the distributed optimizer, which gathers its state
+count LAYOUT:  bytes of tensors that a save takes, and of the files that the ranks write
 refuse:        checkpoints of another optimizer and another model
 full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
 """
@@ -22,6 +24,7 @@ from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
+from tests.helpers.live_bytes import live_bytes
 from tests.mpi.workers.actor_common import WeightedNll, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy
 
@@ -64,6 +67,29 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     if world.is_main:
         torch.save({"weights": weights, "metrics": third}, checkpoints / "after.pt")
     say(world, case="save", layout=layout, blocking=blocking, total=total, version=policy.policy_version)
+
+
+def gather(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """`save` without what `optimizer_shards` puts in the place of megatron's method."""
+    from megatron_tlt.actor import optimizer_shards
+
+    ours, optimizer_shards.describe_in_place = optimizer_shards.describe_in_place, lambda optimizer, values_of: None
+    save(world, root, checkpoints, layout)
+    optimizer_shards.describe_in_place = ours
+
+
+def count(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """What the ranks hold, what they allocate in `start_save`, and what each writes."""
+    policy = build(world, root, dict(layout))
+    update(policy, 1)
+    with live_bytes() as taken:
+        handle = policy.start_save(checkpoints / "step-000001", {})
+    handle.wait()
+    written = (checkpoints / "step-000001" / f"__{world.rank}_0.distcp").stat().st_size
+    gradients = sum(b.grad_data.untyped_storage().nbytes() for b in policy.ddp.buffers)
+    parameters = sum(p.numel() for p in policy.model.module.parameters())
+    ranks = world.all_gather_object({"peak": taken.peak, "written": written, "gradients": gradients})
+    say(world, case="count", layout=layout, ranks=ranks, parameters=parameters)
 
 
 def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
@@ -124,6 +150,9 @@ def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
             say(world, case="refuse", label=label, error=str(error))
 
 
+VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count}
+
+
 def main() -> None:
     """Verbs separated by '+', each with its arguments: `save DIR {} + load DIR {}`."""
     world = World.start(DistributedSection(device="cpu"), threads=1)
@@ -134,10 +163,10 @@ def main() -> None:
         if world.is_main:
             checkpoints.mkdir(parents=True, exist_ok=True)
         world.barrier()
-        if verb in ("save", "load", "full"):
-            {"save": save, "load": load, "full": full_disk}[verb](world, root, checkpoints, json.loads(rest[0]))
-        else:
+        if verb == "refuse":
             refuse_other(world, root, checkpoints)
+        else:
+            VERBS[verb](world, root, checkpoints, json.loads(rest[0]))
     world.close()
 
 

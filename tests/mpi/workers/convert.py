@@ -85,7 +85,7 @@ def foreign(world: World, root: Path, kind: str, where: str, options: dict[str, 
     if world.is_main:
         Path(where).mkdir(parents=True)
     world.barrier()
-    strategy = ThreadSaveStrategy()
+    strategy = ThreadSaveStrategy(policy.groups.dp)
     metadata = {**options["flags"], "dp_cp_group": policy.groups.dp}
     with cpu_as_cuda():
         state = {"model": policy.model.module.sharded_state_dict(metadata=metadata)}

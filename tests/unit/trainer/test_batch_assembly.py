@@ -1,5 +1,6 @@
 """The assembler on one rank, and the placement rule for many."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place
-from megatron_tlt.types import Prompt, RewardResult, Sample
+from megatron_tlt.observe.rollouts import own_figures
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place, share_answers
+from megatron_tlt.types import EngineStats, PastAnswer, Prompt, RewardResult, Sample
 
 POLICY = SimpleNamespace(dims=Dims())
 
@@ -136,3 +139,75 @@ def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
     assert table.metrics()["update/skipped_tokens"] == skipped
     assert table.metrics()["update/skipped_share"] == pytest.approx(skipped / lengths.sum())
     assert table.metrics()["rollout/samples"] == 12
+
+
+class Metered(OneRank):
+    """Counts what a rank sends to every other one."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def all_gather_object(self, value):
+        self.sent += len(pickle.dumps(value))
+        return [value]
+
+
+def scored(tokens, prompts=4, samples=6):
+    """Groups whose answers have `tokens` tokens and one more each."""
+    found = [Prompt(10 + p, f"q{p}", (1, 2), "?") for p in range(prompts)]
+    rows = [(p.prompt_id, i) for p in found for i in range(samples)]
+    answers = [Sample(at, i, list(range(tokens + i)), None, "", "stop", 3) for at, i in rows]
+    groups = group_samples(found, answers)
+    for group in groups:
+        group.rewards = [RewardResult(float(s.sample_index % 3 == 1), True) for s in group.samples]
+    return groups
+
+
+def sent(history_answers, tokens):
+    """Bytes to every rank, and what the history then keeps."""
+    world = Metered()
+    history = AnswerHistory(2, history_answers or 0, mib=64)
+    backend = SimpleNamespace(history_answers=history_answers, remember=history.remember)
+    share_answers(world, backend, scored(tokens))
+    return world.sent, history
+
+
+def test_only_tokens_that_a_history_keeps_go_to_every_rank():
+    assert sent(None, 5000)[0] == 0
+    few, many = (sent(0, tokens)[0] for tokens in (50, 5000))
+    assert many <= few + 2 * 24  # a length may take two bytes more
+    assert few / 24 < 120
+    kept, everything = sent(2, 5000)[0], 4 * 6 * 4 * 5000
+    assert kept < everything / 3 + 24 * 120 + 1000
+
+
+@pytest.mark.parametrize("most", [0, 2, 8])
+def test_a_history_is_the_same_as_from_all_tokens(most):
+    _, history = sent(most, 30)
+    whole = AnswerHistory(2, most, mib=64)
+    whole.remember(
+        [
+            PastAnswer(g.prompt.dataset_id, np.asarray(s.token_ids, np.int32), r.value, g.prompt.prompt_id)
+            for g in scored(30)
+            for s, r in zip(g.samples, g.rewards, strict=True)
+        ]
+    )
+    assert history.state_dict() == whole.state_dict()
+    for name in ("q0", "q3"):
+        found, wanted = history.of(name), whole.of(name)
+        assert [a.token_ids.tolist() for a in found] == [a.token_ids.tolist() for a in wanted]
+        assert len(wanted) == min(most, 6)
+
+
+def test_the_table_and_the_figures_of_a_step_do_not_grow_with_tokens():
+    """What every rank sends to every other beside `share_answers`: rows of samples, figures of a rank."""
+    sizes = []
+    for tokens in (50, 5000):
+        world, groups = Metered(), scored(tokens)
+        algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
+        assembler = BatchAssembler(world, POLICY, algorithm, temperature=1.0)
+        assembler._gather_table(groups)
+        world.all_gather_object(own_figures(EngineStats(), groups, longest=8192))
+        sizes.append(world.sent)
+    assert sizes[1] <= sizes[0] + 100
+    assert sizes[0] < 24 * 100 + 1000

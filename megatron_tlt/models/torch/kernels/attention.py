@@ -5,7 +5,8 @@ splits of the context are combined afterwards by the same rule. Products are of 
 of float32 inputs they are float32 throughout (no TF32). It runs without a GPU in Triton's interpreter
 (TRITON_INTERPRET=1), which is how its tests run where there is none.
 
-Legend: T packed rows, S sequences, P tiles, N cached positions of one fold, G query heads a kv head, D head size.
+Legend: T packed rows, S sequences, P tiles, N cached positions of one fold, M rows times query heads of a tile, D head
+size.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     low = plan.first if plan.low is None else plan.low
     sees = plan.starts if plan.sees is None else plan.sees
     padded = triton.next_power_of_2(d)
-    _attend[(len(plan.tiles), kv_heads, splits)](
-        *(q, keys, values, out, part, tops, totals, plan.tiles, plan.starts, plan.first, low),
-        *(plan.tables, plan.slots, sees, d**-0.5, rows, plan.tables.shape[1], sees.shape[-1]),
-        HAS_LOW=plan.low is not None,
-        IS_TREE=plan.sees is not None,
-        G=heads // kv_heads,
-        HEADS=heads,
-        D=d,
-        D_PADDED=padded,
-        PAGE=plan.block_size,
-        FOLDED=plan.folded,
-        N=_FOLD,
-        SPLITS=splits,
-    )
+    for tiles in plan.tiles:
+        _attend[(len(tiles.at), heads // tiles.heads, splits)](
+            *(q, keys, values, out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
+            *(plan.tables, plan.slots, sees, d**-0.5, rows, plan.tables.shape[1], sees.shape[-1]),
+            HAS_LOW=plan.low is not None,
+            IS_TREE=plan.sees is not None,
+            FOLD=tiles.heads,
+            HEADS=heads,
+            KV=kv_heads,
+            D=d,
+            D_PADDED=padded,
+            PAGE=plan.block_size,
+            M=tiles.folded,
+            N=_FOLD,
+            SPLITS=splits,
+        )
     if splits > 1:
         _combine[(rows, heads)](
             part, tops, totals, out, rows, HEADS=heads, D=d, D_PADDED=padded, SPLITS=splits
@@ -93,28 +96,29 @@ def _fold(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 @jit
 def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, tables, slots, sees, scale,
-    num_rows, table_width, sees_width, HAS_LOW: tl.constexpr, IS_TREE: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr, FOLDED: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr,
+    num_rows, table_width, sees_width, HAS_LOW: tl.constexpr, IS_TREE: tl.constexpr, FOLD: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One tile, one kv head, one split."""
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    KV: tl.constexpr = HEADS // G
-    EACH: tl.constexpr = FOLDED // G
+    """One tile of FOLD query heads of one kv head, one split."""
+    tile, split = tl.program_id(0), tl.program_id(2)
+    first_head = tl.program_id(1) * FOLD
+    EACH: tl.constexpr = M // FOLD
     sequence, row0 = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     start, end_row = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     count, first = end_row - start, tl.load(firsts + sequence)
     low = tl.load(lows + sequence) if HAS_LOW else 0
-    m, at, n = tl.arange(0, FOLDED), tl.arange(0, D_PADDED), tl.arange(0, N)
-    row = row0 + m // G
-    is_row = (m // G < EACH) & (row < count)
-    where = (start + row).to(tl.int64) * HEADS + head * G + m % G  # [M], rows of [T, Hq]
+    m, at, n = tl.arange(0, M), tl.arange(0, D_PADDED), tl.arange(0, N)
+    row = row0 + m // FOLD
+    is_row = (m // FOLD < EACH) & (row < count)
+    where = (start + row).to(tl.int64) * HEADS + first_head + m % FOLD  # [M], rows of [T, Hq]
     mask = is_row[:, None] & (at < D)[None, :]
     query = tl.load(q + where[:, None] * D + at[None, :], mask=mask, other=0.0)
+    head = first_head // (HEADS // KV)
     k, v = keys + head * D, values + head * D
-    top = tl.full((FOLDED,), -1.0e30, tl.float32)
-    total = tl.zeros((FOLDED,), tl.float32)
-    mixed = tl.zeros((FOLDED, D_PADDED), tl.float32)
+    top = tl.full((M,), -1.0e30, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    mixed = tl.zeros((M, D_PADDED), tl.float32)
 
     each = (tl.cdiv(first, SPLITS) + N - 1) // N * N
     begin, end = split * each, tl.minimum(split * each + each, first)

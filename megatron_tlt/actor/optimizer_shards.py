@@ -1,0 +1,162 @@
+"""The distributed optimizer's state in checkpoints: every rank writes and reads its own range, and nothing is gathered.
+
+megatron's distributed optimizer gives a data-parallel rank one range of each bucket, so of the row-major elements of a
+parameter it holds one range too. A checkpoint knows parts of a tensor as boxes (offset and size along each dimension):
+a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The boxes are views
+of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them in place.
+
+megatron-core 0.16.1 has three forms of its own: `fully_reshardable` gathers the state of all replicas (on every rank
+over NCCL, or on the first over gloo), `dp_reshardable` can be read under the same TP x PP only, and
+`fully_sharded_model_space` can no longer be saved. Names and shapes in the file are those of `fully_reshardable`:
+megatron reads these checkpoints, and checkpoints that it wrote are read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+
+# isort: split
+# megatron comes after the device shim.
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size along each dimension
+
+
+def describe_in_place(optimizer: Any, values_of: Callable[[Tensor], Tensor]) -> None:
+    """Replaces `fully_reshardable`'s gathering in the distributed optimizers, until the next call. Mutates them.
+
+    `values_of`: where the values of a tensor of the state are.
+    """
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part.sharded_param_state_fully_reshardable = partial(_described, part, values_of)
+            part.load_parameter_state_from_fully_reshardable = partial(_filled, part)
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of a tensor that its row-major elements [start, stop) make up, in their order."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, size in boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *size)
+
+
+def _described(
+    self: Any,
+    values_of: Callable[[Tensor], Tensor],
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: Any = None,
+) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
+    """Boxes by parameter, name of the state, number: what this rank holds. `self` is a DistributedOptimizer."""
+    bases, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    of_parameter = {base.data: base for base in nested_values(bases)}
+    described = {}
+    for index, (parameter, start, stop) in enumerate(_ranges(self)):
+        base = of_parameter[parameter]
+        described[index] = {
+            name: dict(enumerate(_shards(base, f"optimizer.state.{name}", values_of(tensor), start, stop)))
+            for name, tensor in _state_of(self, parameter).items()
+        }
+    return described
+
+
+def _filled(self: Any, state_dict: dict[int, dict[str, dict[int, Tensor]]]) -> None:
+    """Copies what was read to where the state is now: loading its common part may have moved it."""
+    for index, (parameter, _, _) in enumerate(_ranges(self)):
+        for name, tensor in _state_of(self, parameter).items():
+            read = state_dict[index][name]
+            parts = tensor.split([read[number].numel() for number in sorted(read)])
+            for number, part in enumerate(parts):
+                if part.data_ptr() != read[number].data_ptr():
+                    part.copy_(read[number].flatten())
+
+
+def _ranges(optimizer: Any) -> Iterator[tuple[Any, int, int]]:
+    """Parameters of which this rank holds state, with the range of their elements."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, at in bucket["param_map"].items():
+                    yield parameter, at["param"].start, at["param"].end
+
+
+def _state_of(optimizer: Any, parameter: Any) -> dict[str, Tensor]:
+    """Master weights and moments of this rank's range, flat; torch's step counter is saved with the groups."""
+    state = optimizer._get_main_param_and_optimizer_states(parameter)
+    return {name: tensor.detach() for name, tensor in state.items() if name != "step"}
+
+
+def _shards(
+    base: ShardedTensor | ShardedTensorFactory, prefix: str, flat: Tensor, start: int, stop: int
+) -> Iterator[ShardedTensor]:
+    """Elements [start, stop) of a parameter as shards of the tensors that `base` stores it in; `flat` are the values.
+
+    A factory stores one parameter in several tensors (gate and up of an MLP). It is applied to a tensor without memory;
+    where the results' elements lie in the parameter, their storage offsets tell.
+    """
+    assert base.data is not None
+    stand_in = torch.empty(base.data.shape, dtype=flat.dtype, device="meta")
+    for whole in _tensors_of(base, stand_in):
+        assert whole.data is not None and whole.data.is_contiguous()
+        begin = whole.data.storage_offset()
+        low, high = max(start, begin), min(stop, begin + whole.data.numel())
+        values = flat[max(0, low - start) : max(0, high - start)]
+        for offset, size in boxes(tuple(whole.local_shape), low - begin, high - begin):
+            count = math.prod(size)
+            yield _shard(whole, f"{prefix}.{whole.key}", values[:count], offset, size)
+            values = values[count:]
+
+
+def _tensors_of(base: ShardedTensor | ShardedTensorFactory, data: Tensor) -> list[ShardedTensor]:
+    """What a parameter is stored as, if its values were `data`."""
+    if isinstance(base, ShardedTensorFactory):
+        return list(nested_values(base.build_fn(base.key, data, base.replica_id, base.flattened_range)))
+    return [replace(base, data=data, dtype=data.dtype)]
+
+
+def _shard(
+    whole: ShardedTensor, key: str, values: Tensor, offset: tuple[int, ...], size: tuple[int, ...]
+) -> ShardedTensor:
+    """One box of `whole`; axes that megatron puts in front (the layer) become dimensions of the box."""
+    front = whole.prepend_axis_num
+    shape = (1,) * front + size
+    assert isinstance(whole.replica_id, tuple)
+    return replace(
+        whole,
+        key=key,
+        data=values.view(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        global_offset=tuple(a + b for a, b in zip(whole.global_offset, (0,) * front + offset, strict=True)),
+        axis_fragmentations=None,  # no regular grid
+        prepend_axis_num=0,
+        replica_id=(*whole.replica_id[:2], 0),  # (PP, TP, DP): each replica has other elements
+    )

@@ -1,0 +1,124 @@
+"""Budgets of a step on a GPU, with the real code on meta tensors: launches, bytes written, waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.inputs import DecoderInput, HostLengths
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.sampler import SamplingRows, _Staging
+from tests.helpers.budget import Cost, cost
+
+META = torch.device("meta")
+CONFIG = ModelConfig("qwen2", 4096, 256, 4, 14, 2, 64, 512, qkv_bias=True, max_position_embeddings=512)
+
+
+class CountingTp:
+    """Two ranks whose collectives only count."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.reduced: list[torch.Tensor] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.reduced.append(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(self.size, *tensor.shape)
+
+
+def decoder_of(config: ModelConfig, tp: CountingTp | None = None) -> TorchDecoder:
+    from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.torch.kernels.layers import FUSED
+
+    decoder = TorchDecoder(config, META, torch.bfloat16, tp, paged=attend, ops=FUSED)
+    decoder.load_weights(
+        (name, torch.empty(shape, device=META)) for name, shape in config.parameter_shapes().items()
+    )
+    return decoder
+
+
+def batch_of(counts: list[int], is_tree: bool = False) -> DecoderInput:
+    rows = torch.empty(sum(counts), dtype=torch.int32, device=META)
+    lengths, tables = rows.new_empty(len(counts)), rows.new_empty(len(counts), 16)
+    starts = rows.new_empty(len(counts) + 1)
+    batch = DecoderInput(rows, rows, rows, starts, lengths, tables, lengths, rows if is_tree else None)
+    batch.lengths = HostLengths(counts, 200)
+    return batch
+
+
+def static(config: ModelConfig, sequences: int, rows_each: int, tp: CountingTp | None = None) -> Cost:
+    decoder = decoder_of(config, tp)
+    kv = decoder.new_kv_cache(64, 16)
+    batch = batch_of([rows_each] * sequences, rows_each > 1)
+    with cost() as counted:
+        decoder.forward_static(batch, kv, rows_each)
+    return counted
+
+
+@pytest.mark.parametrize("rows_each", [1, 6], ids=["decode", "verify"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_captured_step_launches_at_most_twelve_kernels_a_layer(family: str, rows_each: int) -> None:
+    is_qwen3 = family == "qwen3"
+    config = replace(CONFIG, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
+    deep, shallow = (static(replace(config, num_layers=n), 8, rows_each) for n in (4, 2))
+    assert (
+        deep.launches - shallow.launches
+    ) / 2 == 9  # twelve where contexts are split, with two collectives
+    assert shallow.launches <= 2 * 9 + (17 if rows_each == 1 else 36)
+    assert deep.copies == 0
+
+
+def test_tensor_parallel_ranks_reduce_twice_a_layer_in_the_models_type() -> None:
+    tp = CountingTp()
+    deep, shallow = (static(replace(CONFIG, num_layers=n), 8, 1, tp) for n in (4, 2))
+    assert len(tp.reduced) == 2 * (4 + 2)
+    assert {t.dtype for t in tp.reduced} == {torch.bfloat16}
+    assert (deep.launches - shallow.launches) / 2 == 9
+
+
+def test_a_layer_writes_each_of_its_activations_once() -> None:
+    """The stream and its norm before attention and MLP, qkv, rotated queries, attention, and three more products."""
+    rows, c = 8, CONFIG
+    deep, shallow = (static(replace(c, num_layers=n), rows, 1) for n in (4, 2))
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    row = 4 * c.hidden_size + (q + 2 * kv) + 2 * q + 2 * c.hidden_size + 3 * c.intermediate_size
+    assert (deep.written - shallow.written) / 2 == 2 * rows * row
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 1, 100, 70], [5, 1, 3]], ids=["decode", "mixed", "verify"])
+def test_a_ragged_step_waits_for_nothing(counts: list[int]) -> None:
+    """Lengths are the host's own: a value that is read, or an input made on the host, fails here."""
+    decoder = decoder_of(CONFIG)
+    kv = decoder.new_kv_cache(64, 16)
+    with cost() as counted:
+        decoder.forward(batch_of(counts, counts[0] == 5), kv)
+    assert counted.copies == 0
+    assert counted.launches <= CONFIG.num_layers * 10 + 60
+    tiles = [n.arguments for n in counted.kernels if n.name == "_attend"]
+    if max(counts) >= 64:
+        assert 64 in {a["M"] // a["FOLD"] for a in tiles}, "a prefill tile carries 64 query rows"
+
+
+def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logit() -> None:
+    from megatron_tlt.models.torch.kernels.sampling import draw
+
+    rows, vocab = 256, 152064
+    how = SamplingRows(
+        np.zeros(rows, np.uint64), np.ones(rows, np.float32), np.full(rows, 5, np.int32),
+        np.full(rows, 0.9), np.zeros(rows, np.float32), True,
+    )  # fmt: skip
+    staging = _Staging(META)
+    staging.upload(how)
+    with cost() as counted:
+        draw(torch.empty(rows, vocab, device=META), *staging.upload(how), how.is_masked)
+    assert [k.name for k in counted.kernels] == ["_draw"] and counted.operators == ["copy_"]
+    assert counted.written - rows * vocab * 4 <= 40 * rows
