@@ -19,6 +19,7 @@ from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
+from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import ConfigError
@@ -59,16 +60,41 @@ def packed_format(actor: ActorSection) -> str:
     return "thd" if uses_transformer_engine(actor) else "sbhd"
 
 
-def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerConfig:
-    """megatron's dataclass for this architecture and layout. Fusions that need apex or CUDA stay off."""
-    dtype = DTYPES[actor.dtype]
-    recompute: dict[str, Any] = (
-        {} if actor.recompute == "none" else {"recompute_granularity": actor.recompute}
-    )
+def _recompute(actor: ActorSection) -> dict[str, Any]:
+    if actor.recompute == "none":
+        return {}
     if actor.recompute == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    elif actor.recompute == "selective":
-        recompute |= {"recompute_modules": ["core_attn"]}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    # `mlp_act` is in the layer's spec; megatron redoes norms only where Transformer Engine is installed.
+    left_out = {"mlp_act"} if uses_transformer_engine(actor) else {"mlp_act", "layernorm"}
+    modules = [name for name in actor.recompute_modules if name not in left_out]
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+
+
+def _fusions(actor: ActorSection) -> dict[str, bool]:
+    """What is fused. RoPE and SwiGLU of the local layers are in `attention.py` and `elementwise.py`.
+
+    Transformer Engine's RoPE reads the sequences' bounds on the device, and rotates in fp32 as the engine does;
+    megatron's own brings them to the host, in every layer. Of `tp_comm_overlap` nothing: its buffers have one fixed
+    size, and packed micro-batches do not.
+    """
+    engine = uses_transformer_engine(actor)
+    return {
+        "apply_rope_fusion": engine,
+        "bias_activation_fusion": engine,
+        "bias_dropout_fusion": HAS_CUDA,
+        "gradient_accumulation_fusion": True,  # of Transformer Engine, apex, or `device.py`
+        "use_te_activation_func": not engine,  # takes the spec's, `swiglu`
+    }
+
+
+def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerConfig:
+    """megatron's dataclass for this architecture and layout."""
+    dtype = DTYPES[actor.dtype]
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -80,8 +106,6 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=not uses_transformer_engine(actor),  # takes the spec's, `swiglu`
-        gradient_accumulation_fusion=not HAS_CUDA,  # see device.py
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
         qk_layernorm=config.qk_norm,
@@ -101,8 +125,16 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         batch_p2p_comm=HAS_CUDA,
         batch_p2p_sync=False,
         transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
-        **recompute,
+        **_fusions(actor),
+        **_recompute(actor),
     )
+
+
+# Checkpoints carry the names of Transformer Engine's layers with the norm in the product, so any spec can load them.
+_NAMES_IN_CHECKPOINTS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 def _local_layer(config: ModelConfig) -> ModuleSpec:
@@ -131,24 +163,34 @@ def _local_layer(config: ModelConfig) -> ModuleSpec:
                 ),
             ),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints carry the names of the Transformer Engine layers, so either spec can load them.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=_NAMES_IN_CHECKPOINTS,
         ),
     )
 
 
-def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
-    if uses_transformer_engine(actor):
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
+def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
+    """Transformer Engine's layer. To recompute norms they must be modules: it has them in the products that follow."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
+    if actor.recompute == "selective" and "layernorm" in actor.recompute_modules:
+        backend, parts = TESpecProvider(), layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = backend.layer_norm()
+        parts.self_attention.submodules.linear_qkv = backend.column_parallel_linear()
+        parts.mlp.submodules.linear_fc1 = backend.column_parallel_linear()
+        parts.sharded_state_dict_keys_map = _NAMES_IN_CHECKPOINTS
+    return layer
+
+
+def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
+    layer = _engine_layer(config, actor) if uses_transformer_engine(actor) else _local_layer(config)
+    if actor.recompute == "selective" and "mlp_act" in actor.recompute_modules:
+        layer.submodules.mlp.module = RecomputedActivationMLP
+    if uses_transformer_engine(actor):
+        return layer
     layers = config.num_layers // actor.pp
-    return TransformerBlockSubmodules(layer_specs=[_local_layer(config)] * layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 class PolicyModel:

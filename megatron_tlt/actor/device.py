@@ -3,13 +3,14 @@
 megatron-core asks `torch.cuda` for devices, streams and random states even in code that means something on a
 CPU. Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is
 touched), and `cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads
-device "cuda" as "cpu"; its fused GPU functions stay uncompiled. With CUDA all of it is inert. Found by experiment with
+device "cuda" as "cpu"; its fused GPU functions stay uncompiled. With CUDA that is inert. Found by experiment with
 megatron-core 0.16.1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import types
 from collections import defaultdict
@@ -127,10 +128,11 @@ def _accumulate_weight_gradient(rows: Tensor, grad_output: Tensor, main_grad: Te
 
 
 def _offer_gradient_fusion() -> None:
-    """Offers megatron apex's extension `fused_weight_gradient_mlp_cuda`, as far as it calls it, on the CPU.
+    """Offers megatron apex's extension `fused_weight_gradient_mlp_cuda`, as far as it calls it, where it is missing.
 
     With it (`gradient_accumulation_fusion`) a linear layer adds to the gradient buffer itself. Without, every layer
-    writes its gradient to fresh memory, and a hook adds that to the buffer.
+    writes its gradient to fresh memory, and a hook adds that to the buffer. Transformer Engine's layers have their own;
+    megatron lets them use it only if the LM head, which is megatron's, finds this one.
     """
     module = types.ModuleType("fused_weight_gradient_mlp_cuda")
     module.wgrad_gemm_accum_fp32 = _accumulate_weight_gradient  # type: ignore[attr-defined]
@@ -152,7 +154,8 @@ def _import_without_compiler() -> None:
         torch.compile = compile_
 
 
+if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    _offer_gradient_fusion()
 if not HAS_CUDA:
     _install()
-    _offer_gradient_fusion()
     _import_without_compiler()

@@ -30,21 +30,43 @@ def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -
     return actor.distributed_optimizer == "on"
 
 
-def wrap_data_parallel(module: Any, distributed: bool) -> DistributedDataParallel:
-    """megatron's DDP: gradients collect in fp32 buffers and are summed over replicas once a step."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+def ddp_config(actor: ActorSection, distributed: bool, replicas: int) -> DistributedDataParallelConfig:
+    """Gradients collect in fp32 buffers and are summed over replicas once a step: behind backward or with `overlap`."""
+    overlap = replicas > 1 and (HAS_CUDA if actor.overlap == "auto" else actor.overlap == "on")
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and distributed,
     )
+
+
+def wrap_data_parallel(module: Any, config: DistributedDataParallelConfig) -> DistributedDataParallel:
+    """megatron's DDP around a stage. Collective with `overlap_param_gather`."""
     with cpu_as_cuda():
-        return DistributedDataParallel(module.config, ddp_config, module)
+        ddp = DistributedDataParallel(module.config, config, module)
+    if config.overlap_grad_reduce:
+        module.config.no_sync_func = ddp.no_sync  # only the last micro-batch's gradients are communicated
+    gather_parameters(ddp)
+    return ddp
 
 
-def build_optimizer(
-    ddp: DistributedDataParallel, section: OptimizerSection, actor: ActorSection, distributed: bool
-) -> Any:
-    """Adam or SGD with fp32 master weights under bf16. Weight decay skips one-dimensional parameters."""
+def gather_parameters(ddp: DistributedDataParallel) -> None:
+    """Gathers weights of which the optimizer left the gathering to the next forward. Collective.
+
+    They are read next by a push, an export or a save, or by a forward that not every replica takes part in.
+    """
+    if ddp.ddp_config.overlap_param_gather:
+        with cpu_as_cuda():
+            ddp.start_param_sync(force_sync=True)
+
+
+def optimizer_config(
+    section: OptimizerSection, actor: ActorSection, ddp: DistributedDataParallelConfig
+) -> OptimizerConfig:
+    """Adam or SGD with fp32 master weights under bf16."""
     dtype = DTYPES[actor.dtype]
-    config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer=section.name,
         lr=section.lr,
         min_lr=section.min_lr,
@@ -56,8 +78,14 @@ def build_optimizer(
         clip_grad=section.clip_grad,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
     )
+
+
+def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, actor: ActorSection) -> Any:
+    """megatron's optimizer of these weights. Weight decay skips one-dimensional parameters."""
+    config = optimizer_config(section, actor, ddp.ddp_config)
     with cpu_as_cuda():
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:

@@ -38,6 +38,8 @@ from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.optimizer import (
     StepResult,
     build_optimizer,
+    ddp_config,
+    gather_parameters,
     guarded_step,
     uses_distributed_optimizer,
     wrap_data_parallel,
@@ -106,8 +108,10 @@ class MegatronPolicy:
 
         self.model = build()
         self.reference = _frozen(build()) if keep_reference else None
-        self.ddp = wrap_data_parallel(self.model.module, self.shards_optimizer)
-        self.optimizer = build_optimizer(self.ddp, optimizer, actor, self.shards_optimizer)
+        self.ddp = wrap_data_parallel(
+            self.model.module, ddp_config(actor, self.shards_optimizer, self.dims.dp)
+        )
+        self.optimizer = build_optimizer(self.ddp, optimizer, actor)
         self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
         self._offload = OptimizerOffload(self.ddp, self.optimizer)
         if actor.offload_optimizer:
@@ -132,6 +136,7 @@ class MegatronPolicy:
                 result, step_sums = self._optimizer_step(batches, denominator, batch.temperature)
                 results.append(result)
                 sums.append(step_sums)
+            gather_parameters(self.ddp)
         applied = any(result.applied for result in results)
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -25,7 +25,16 @@ class ActorSection(Section):
     micro_batch_tokens: PositiveInt = 4096
     """Token budget of one packed micro-batch; a longer sequence gets a micro-batch of its own."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute: selective redoes core attention only, full redoes whole layers."""
+    """Activation recompute: selective redoes `recompute_modules`, full redoes whole layers."""
+    recompute_modules: Annotated[tuple[Literal["layernorm", "mlp_act", "mlp"], ...], Field(min_length=1)] = (
+        "layernorm",
+        "mlp_act",
+    )
+    """What selective redoes: norms (of Transformer Engine's layers) and the MLP's activation cost elementwise passes,
+    the MLP most of a forward pass."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Communicate gradients of data-parallel replicas during backward, and, with the distributed optimizer, weights
+    during the next forward. auto: on with CUDA."""
     distributed_optimizer: Literal["auto", "on", "off"] = "auto"
     """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA, off on CPU."""
     offload_optimizer: bool = False

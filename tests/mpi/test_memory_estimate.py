@@ -13,6 +13,7 @@ from tests.mpi.workers.actor_common import results
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 ROLLOUT = ["rollout.max_running_requests=24", "rollout.max_batched_tokens=512"]
+SELECTIVE = ["actor.micro_batch_tokens=512", "actor.recompute=selective"]
 CASES: dict[int, dict[str, tuple[str, dict[str, Any], list[str]]]] = {
     1: {
         "plain": ("update", {}, ["actor.micro_batch_tokens=512"]),
@@ -26,6 +27,12 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], list[str]]]] = {
             "update",
             {"num_layers": 6},
             ["actor.micro_batch_tokens=512", "actor.recompute=full"],
+        ),
+        "norms and activation again": ("update", {"intermediate_size": 1024, "num_layers": 6}, SELECTIVE),
+        "norms and MLP again, half precision": (
+            "update",
+            {"vocab_size": 512, "num_layers": 6},
+            [*SELECTIVE, "actor.dtype=bf16", "actor.recompute_modules=[layernorm,mlp]"],
         ),
         "rollout": ("rollout", {}, ROLLOUT),
         "rollout, wide MLP": ("rollout", {"intermediate_size": 2048, "vocab_size": 2048}, ROLLOUT),

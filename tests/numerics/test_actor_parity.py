@@ -38,6 +38,15 @@ def test_packing_changes_nothing() -> None:
     assert found["recompute_same_bits"]
 
 
+def test_an_update_waits_for_its_device_as_often_with_more_layers() -> None:
+    found = case("syncs")
+    for layers in ("local", "engine", "engine, recompute", "engine, activation again"):
+        two, four = found[layers]
+        assert two == four, layers
+    two, four = found["unfused"]  # what megatron's own RoPE of packed rows would cost
+    assert four - two >= 2 * 4
+
+
 def test_non_finite_gradients_are_refused() -> None:
     found = case("guards")
     assert found["skipped"]

@@ -8,6 +8,9 @@ key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e by
   that is both halves of fc1's output and its activation. h = 4: each norm keeps its input and its output (in bf16 on
   CPU 12, for that norm computes in fp32, operation by operation). Local layers on CPU: a = k = 3; with norms of queries
   and keys a = 5, k = 4. CUDA: with such norms a and k less two and one.
+* Selective recompute keeps of these: with `layernorm` no output of a norm (CUDA), with `mlp_act` no activation, with
+  `mlp` nothing inside of the MLP (CUDA: nor its norm's output, which Transformer Engine has inside). What it redoes of
+  one layer is there while that layer goes back.
 * Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients while it goes back.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
 * The last stage: the final norm and the rows for the head, `4*T*e*H`; logits and their gradient, `2*T*e*V/t`; and the
@@ -18,6 +21,7 @@ Measured against what PyTorch allocates in tests/mpi/test_memory_estimate.py (CP
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_tlt.config.checks.layout import Device
@@ -42,14 +46,19 @@ class Slice:
     device: Device
 
 
-def layer_bytes(shape: ModelShape, at: Slice) -> float:
-    """What one layer keeps for backward."""
+def layer_bytes(shape: ModelShape, at: Slice, redone: Collection[str] = ()) -> float:
+    """What one layer keeps for backward, if the modules `redone` (`actor.recompute_modules`) are computed again."""
     normed = shape.family == "qwen3"
     fused = at.device == "cuda"
     h = 12 if at.element == 2 and not fused else 4
+    if fused and "layernorm" in redone:
+        h = 2
+    elif fused and "mlp" in redone:
+        h = 3
+    f = 0 if "mlp" in redone else 2 if "mlp_act" in redone else 3
     a, k = (5 - 2 * fused, 4 - fused) if normed else (3, 3)
     heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
-    wide = (heads + 3 * shape.intermediate_size) / at.tp
+    wide = (heads + f * shape.intermediate_size) / at.tp
     return at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide)
 
 
@@ -67,11 +76,14 @@ def head_bytes(shape: ModelShape, at: Slice) -> float:
     return at.element * (4 * at.tokens * shape.hidden_size + 2 * logits) + max(chunks, weight)
 
 
-def update_bytes(shape: ModelShape, at: Slice, recompute: str) -> int:
-    """The most that lives at once in an update."""
+def update_bytes(shape: ModelShape, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
+    """The most that lives at once in an update. `modules`: what selective recompute redoes."""
     layer = layer_bytes(shape, at)
-    boundary = at.tokens * at.element * shape.hidden_size / at.sequence
-    kept = boundary if recompute == "full" else layer
-    again = (layer if recompute == "full" else 0) + gradient_bytes(shape, at)
+    if recompute == "full":
+        kept, redone = at.tokens * at.element * shape.hidden_size / at.sequence, layer
+    else:
+        kept = layer_bytes(shape, at, modules if recompute == "selective" else ())
+        redone = layer - kept
+    again = redone + gradient_bytes(shape, at)
     head = head_bytes(shape, at) if at.is_last else 0
     return int(at.in_flight * at.layers * kept + max(head, again))

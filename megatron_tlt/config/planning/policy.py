@@ -57,7 +57,7 @@ def activation_bytes(
         is_last=stage == dims.pp - 1,
         device=device,
     )
-    return update_bytes(shape, at, actor.recompute)
+    return update_bytes(shape, at, actor.recompute, actor.recompute_modules)
 
 
 def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:

@@ -26,6 +26,7 @@ from tests.mpi.workers.actor_common import (
     train_batch,
 )
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, named_gradients, run_scenario
+from tests.mpi.workers.actor_syncs import syncs
 
 
 def worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
@@ -69,6 +70,7 @@ def packing(world: World, root: Path) -> None:
         "all": {"micro_batch_tokens": 100_000},
         "full": {"recompute": "full"},
         "selective": {"recompute": "selective"},
+        "mlp": {"recompute": "selective", "recompute_modules": ["layernorm", "mlp"]},
     }.items():
         policy = make_policy(world, root / "qwen3", loss=WeightedNll(), keep_reference=False, **actor)
         metrics = policy.train_step(train_batch([sequences(18)], [250.0])).metrics
@@ -81,7 +83,7 @@ def packing(world: World, root: Path) -> None:
         all=relative_error(made["all"][0], made["one"][0])[0],
         recompute_same_bits=all(
             torch.equal(made[name][0][n], g)
-            for name in ("full", "selective")
+            for name in ("full", "selective", "mlp")
             for n, g in made["some"][0].items()
         ),
     )
@@ -191,6 +193,7 @@ def main() -> None:
     nothing_trained(world, root)
     decay(world, root)
     precision(world, root)
+    syncs(world, root, root / "syncs")
     world.close()
 
 

@@ -124,11 +124,14 @@ def test_reference_is_counted_only_with_a_kl_term():
 
 def test_recompute_shrinks_activations():
     shape = shape_of("qwen2.5-7b")
+    modules = "actor.recompute_modules=[mlp,layernorm]"
+    choices = (["none"], ["selective"], ["selective", modules], ["full"])
     sizes = [
-        estimate_memory(config_of(f"actor.recompute={how}"), shape, 1, "cuda")[0].parts["activations"]
-        for how in ("none", "full")
+        estimate_memory(config_of(f"actor.recompute={how}", *more), shape, 1, "cuda")[0].parts["activations"]
+        for how, *more in choices
     ]
-    assert sizes[1] < sizes[0] / 3  # what is left is mostly logits
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[3] < sizes[0] / 3  # what is left is mostly logits
 
 
 def test_too_little_memory_is_a_problem_that_names_the_largest_parts():

@@ -1,0 +1,44 @@
+"""Recompute of single modules of a layer, where megatron-core 0.16.1 has it for other layers only.
+
+`mlp_act`: the activation's output is the input of the MLP's second product, which keeps it. It is freed after the
+forward pass and computed again from fc1's output, which the activation keeps anyway: F of 3F numbers a token, for an
+elementwise pass. megatron has this for experts (`moe_act`); `layernorm` and `mlp` are megatron's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+
+# isort: split
+# megatron comes after the device shim.
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
+
+
+class RecomputedActivationMLP(MLP):
+    """megatron's MLP without biases; keeps no output of the activation. Its parameters are those of MLP."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] -> [T, 1, H], and no bias."""
+        wide, _bias = self.linear_fc1(hidden_states)
+        again = CheckpointWithoutOutput(fp8=None)  # False would mean FP8
+        output, bias = self.linear_fc2(again.checkpoint(self._activated, wide))
+        again.discard_output_and_register_recompute(output)
+        return output, bias
+
+    def _activated(self, wide: Tensor) -> Tensor:
+        if self.config.use_te_activation_func:  # the spec's
+            return self.activation_func(wide)  # type: ignore[no-any-return]
+        return bias_swiglu_impl(wide, None)  # type: ignore[no-any-return]
+
+
+# megatron logs, once a layer, that it does not know this class of MLP; it gives it what it gives others.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in str(record.msg)
+)

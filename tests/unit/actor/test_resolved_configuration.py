@@ -1,0 +1,149 @@
+"""What megatron gets on a GPU machine with Transformer Engine: every value that is not its default, for two recipes.
+
+CUDA and Transformer Engine are mocked; megatron checks the values itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_tlt.actor import build, optimizer
+from megatron_tlt.config.load import load_config
+from megatron_tlt.models.config import ModelConfig
+
+# isort: split
+from megatron.core.extensions import transformer_engine_spec_provider as provider
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import TransformerConfig
+
+RECIPES = Path("configs/recipes")
+COMMON = {
+    "add_bias_linear": False,
+    "apply_rope_fusion": True,
+    "attention_dropout": 0.0,
+    "autocast_dtype": "torch.bfloat16",
+    "batch_p2p_sync": False,
+    "bf16": True,
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+    "calculate_per_token_loss": True,
+    "gated_linear_unit": True,
+    "gradient_accumulation_fusion": True,
+    "hidden_dropout": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+    "normalization": "RMSNorm",
+    "params_dtype": "torch.bfloat16",
+    "perform_initialization": False,
+    "pipeline_dtype": "torch.bfloat16",
+    "sequence_parallel": True,
+    "variable_seq_lengths": True,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DDP = {
+    "grad_reduce_in_fp32": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
+OPTIMIZER = {
+    "bf16": True,
+    "lr": 1e-6,
+    "overlap_param_gather": True,
+    "params_dtype": "torch.bfloat16",
+    "use_distributed_optimizer": True,
+}
+# Of the shape, and what megatron derives from it.
+SHAPE = {"num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"}
+SHAPE |= {"layernorm_epsilon", "activation_func", "init_method", "output_layer_init_method", "embedding_init_method"}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with CUDA and Transformer Engine."""
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: object()))
+    monkeypatch.setattr(build, "HAS_CUDA", True)
+    monkeypatch.setattr(build, "importlib", found)
+    monkeypatch.setattr(optimizer, "HAS_CUDA", True)
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, lambda *_: None)
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, raising=False)
+    monkeypatch.setattr(provider, "is_te_min_version", lambda version: True)
+
+
+def chosen(config: Any, reference: Any) -> dict[str, Any]:
+    """Fields that differ from those of `reference`, dtypes and enums as text."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    plain = {n: str(v) if isinstance(v, torch.dtype | enum.Enum) else v for n, v in found.items()}
+    return {n: v for n, v in plain.items() if found[n] != getattr(reference, n) and n not in SHAPE}
+
+
+def resolved(recipe: str, *overrides: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]:
+    """TransformerConfig, DDP and optimizer configuration, and the layer's specification."""
+    config = load_config(RECIPES / f"{recipe}.yaml", overrides)
+    shape = config.model.architecture
+    assert shape is not None
+    fields = {f.name for f in dataclasses.fields(ModelConfig)}
+    known = {n: getattr(shape, n) for n in fields if hasattr(shape, n)}
+    model = ModelConfig(**known, qk_norm=shape.family == "qwen3", qkv_bias=shape.family == "qwen2")
+    actor = config.actor
+    replicas = config.cluster.nodes * config.cluster.ranks_per_node // (actor.tp * actor.pp)
+    transformer = build.transformer_config(model, actor)
+    plain = TransformerConfig(num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=1)
+    distributed = optimizer.uses_distributed_optimizer(actor, config.optimizer)
+    ddp = optimizer.ddp_config(actor, distributed, replicas)
+    step = optimizer.optimizer_config(config.optimizer, actor, ddp)
+    return (
+        chosen(transformer, plain),
+        chosen(ddp, optimizer.DistributedDataParallelConfig()),
+        chosen(step, optimizer.OptimizerConfig()),
+        build._decoder_spec(model, actor),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("grpo-qwen3-8b-1n8g", {"qk_layernorm": True, "tensor_model_parallel_size": 4}),
+        ("grpo-qwen2.5-32b-8n8g", {"add_qkv_bias": True, "tensor_model_parallel_size": 8}),
+    ],
+)
+def test_a_gpu_gets_fused_kernels_and_overlapped_communication(
+    gpu: None, recipe: str, layout: dict[str, Any]
+) -> None:
+    transformer, ddp, step, layer = resolved(recipe, "actor.recompute=full")
+    assert transformer.pop("expert_tensor_parallel_size") == layout["tensor_model_parallel_size"]
+    assert transformer == COMMON | FULL | layout
+    assert ddp == DDP
+    assert {n: step[n] for n in OPTIMIZER} == OPTIMIZER
+    assert layer.submodules.input_layernorm is build.IdentityOp  # in the product that follows
+
+
+def test_norms_and_activation_are_redone_where_that_is_asked_for(gpu: None) -> None:
+    transformer, _, _, layer = resolved("grpo-qwen3-8b-1n8g", "actor.recompute=selective")
+    assert transformer["recompute_granularity"] == "selective"
+    assert transformer["recompute_modules"] == ["layernorm"]
+    assert layer.submodules.mlp.module is build.RecomputedActivationMLP
+    assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is not build.IdentityOp
+    assert layer.submodules.self_attention.submodules.linear_qkv is layer.submodules.mlp.submodules.linear_fc1
+    assert layer.submodules.sharded_state_dict_keys_map == build._NAMES_IN_CHECKPOINTS
+
+
+def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:
+    _, ddp, _, _ = resolved("grpo-qwen2.5-0.5b-1n1g")
+    assert "overlap_grad_reduce" not in ddp
+
+
+def test_a_cpu_gets_what_it_got() -> None:
+    """No overlap and no fusion that CUDA has: quickstart's weights are the same bits as before."""
+    transformer, ddp, _, _ = resolved("grpo-qwen3-8b-1n8g", "distributed.device=cpu")
+    fused = {n for n, v in transformer.items() if "fusion" in n and v}
+    assert fused == {"gradient_accumulation_fusion"}
+    assert set(ddp) == {"grad_reduce_in_fp32"}
