@@ -20,6 +20,8 @@ _PRINT_MPI_VERSIONS = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(mpi4py.__version__); print(MPI.Get_library_version().splitlines()[0])"
 )
+_TRANSFORMER_ENGINE = (2, 9), (2, 12)  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
+_CUDNN = 90300  # as torch counts: 9.3.0, of Transformer Engine 2.11's documentation
 _FAMILIES = (
     ("Open MPI", ("open mpi", "openrte", "open-mpi", "prte", "prrte")),
     ("Intel MPI", ("intel(r) mpi",)),
@@ -124,13 +126,30 @@ def check_nccl(has_gpu: bool) -> Finding:
 
 
 def check_transformer_engine(has_gpu: bool) -> Finding:
-    """Transformer Engine: faster layers and FP8, on a GPU only."""
-    version = _version("transformer-engine") or _version("transformer_engine")
-    if version is not None:
-        return Finding("Transformer Engine", "ok", version)
-    hint = "pip install --no-build-isolation transformer_engine[pytorch], or use NVIDIA's PyTorch container"
-    detail = "not installed: actor.layer_spec=local, no FP8"
-    return Finding("Transformer Engine", "warning" if has_gpu else "absent", detail, hint if has_gpu else "")
+    """Transformer Engine: faster layers, fused Adam and FP8, on a GPU only."""
+    return judge_transformer_engine(_version("transformer-engine"), torch.backends.cudnn.version(), has_gpu)
+
+
+def judge_transformer_engine(version: str | None, cudnn: int | None, has_gpu: bool) -> Finding:
+    """`check_transformer_engine` from the versions of Transformer Engine and of torch's cuDNN (None: there is none)."""
+    name = "Transformer Engine"
+    if version is None:
+        hint = "pip install --no-build-isolation -r requirements-gpu.txt, or use NVIDIA's PyTorch container"
+        detail = "not installed: actor.layer_spec=local, no FP8"
+        return Finding(name, "warning" if has_gpu else "absent", detail, hint if has_gpu else "")
+    low, high = _TRANSFORMER_ENGINE
+    if not low <= _numbers(version) < high:
+        hint = "pip install --no-build-isolation -r requirements-gpu.txt"
+        wanted = f">= {'.'.join(map(str, low))}, < {'.'.join(map(str, high))}"
+        return Finding(name, "warning", f"{version}; megatron-core 0.16.1 accepts {wanted}", hint)
+    if has_gpu and (cudnn or 0) < _CUDNN:
+        return Finding(name, "warning", f"{version}, with cuDNN {cudnn}", f"it needs cuDNN >= {_CUDNN}")
+    return Finding(name, "ok", version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def check_apex(has_gpu: bool) -> Finding:
@@ -141,15 +160,20 @@ def check_apex(has_gpu: bool) -> Finding:
         if spec and spec.submodule_search_locations
         else None
     )
-    return judge_apex(folder, importlib.util.find_spec("amp_C") is not None, has_gpu)
+    has_kernels = importlib.util.find_spec("amp_C") is not None
+    return judge_apex(folder, has_kernels, _version("transformer-engine") is not None, has_gpu)
 
 
-def judge_apex(folder: Path | None, has_kernels: bool, has_gpu: bool) -> Finding:
-    """`check_apex` from where the package lies (None: there is none)."""
+def judge_apex(folder: Path | None, has_kernels: bool, has_engine: bool, has_gpu: bool) -> Finding:
+    """`check_apex` from where the package lies (None: there is none) and whether Transformer Engine is installed,
+    whose FusedAdam megatron takes first.
+    """
     hint = (
         "NVIDIA's is at github.com/NVIDIA/apex and in its PyTorch container; `pip install apex` gets another"
     )
     if folder is None:
+        if has_engine:
+            return Finding("apex", "absent", "not installed: Transformer Engine's FusedAdam is used")
         status: Status = "warning" if has_gpu else "absent"
         return Finding("apex", status, "not installed: torch's optimizers are used", hint if has_gpu else "")
     if not (folder / "multi_tensor_apply").is_dir():

@@ -1,5 +1,7 @@
 """What the doctor makes of programs and libraries."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron_tlt.cli.doctor import software
@@ -51,17 +53,61 @@ def test_mpi4py_and_launcher_must_be_of_one_make(library, launcher, status, said
 
 
 def test_an_apex_that_is_not_nvidias_is_refused(tmp_path):
-    assert software.judge_apex(None, False, False).status == "absent"
-    assert software.judge_apex(None, False, True).status == "warning"
-    foreign = software.judge_apex(tmp_path, False, True)
+    assert software.judge_apex(None, False, False, False).status == "absent"
+    assert software.judge_apex(None, False, False, True).status == "warning"
+    foreign = software.judge_apex(tmp_path, False, False, True)
     assert (
         foreign.status == "failed"
         and "not NVIDIA's" in foreign.detail
         and "pip uninstall apex" in foreign.hint
     )
     (tmp_path / "multi_tensor_apply").mkdir()
-    assert software.judge_apex(tmp_path, False, True).status == "warning"
-    assert software.judge_apex(tmp_path, True, True).status == "ok"
+    assert software.judge_apex(tmp_path, False, False, True).status == "warning"
+    assert software.judge_apex(tmp_path, True, False, True).status == "ok"
+
+
+def test_without_apex_the_optimizer_is_transformer_engines_where_it_is_installed():
+    """The order in which megatron-core's optimizers look for a FusedAdam."""
+    with_engine = software.judge_apex(None, False, True, True)
+    assert (with_engine.status, with_engine.detail) == (
+        "absent",
+        "not installed: Transformer Engine's FusedAdam is used",
+    )
+    assert "torch's optimizers" in software.judge_apex(None, False, False, True).detail
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "status"),
+    [
+        (None, None, "warning"),
+        ("2.8.0", 91200, "warning"),
+        ("2.9.0", 91200, "ok"),
+        ("2.11.0", 91200, "ok"),
+        ("2.12.0", 91200, "warning"),
+        ("2.20.2", 91200, "warning"),
+        ("2.11.0", 90100, "warning"),
+    ],
+)
+def test_transformer_engine_is_of_a_version_that_megatron_accepts(version, cudnn, status):
+    found = software.judge_transformer_engine(version, cudnn, has_gpu=True)
+    assert found.status == status
+    assert bool(found.hint) == (status != "ok")
+
+
+def test_requirements_pin_what_megatron_accepts():
+    """Against the metadata of the megatron-core that is installed."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    accepted = next(Requirement(r) for r in requires("megatron-core") or [] if r.startswith("transformer-engine"))
+    lines = Path("requirements-gpu.txt").read_text(encoding="utf-8").splitlines()
+    pin = next(Requirement(line) for line in lines if line.startswith("transformer-engine"))
+    (exact,) = [specifier.version for specifier in pin.specifier]
+    assert accepted.specifier.contains(exact)
+    low, high = software._TRANSFORMER_ENGINE
+    for number, is_in in ((low, True), (high, False)):
+        assert accepted.specifier.contains(".".join(map(str, number)), prereleases=True) == is_in
 
 
 def test_a_foreign_apex_on_the_path_is_found_without_importing_it(tmp_path, monkeypatch):
