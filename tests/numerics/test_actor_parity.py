@@ -41,9 +41,11 @@ def test_packing_changes_nothing() -> None:
 def test_an_update_waits_for_its_device_as_often_with_more_layers() -> None:
     found = case("syncs")
     for layers in ("local", "engine", "engine, recompute", "engine, activation again"):
-        two, four = found[layers]
+        (two, _), (four, _) = found[layers]
         assert two == four, layers
-    two, four = found["unfused"]  # what megatron's own RoPE of packed rows would cost
+    for again in ("engine, recompute", "engine, activation again"):
+        assert [norm for _, norm in found[again]] == [norm for _, norm in found["engine"]], "not the same bits"
+    (two, _), (four, _) = found["unfused"]  # what megatron's own RoPE of packed rows would cost
     assert four - two >= 2 * 4
 
 

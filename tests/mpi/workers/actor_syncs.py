@@ -79,13 +79,13 @@ def engine_layers(fused: bool) -> Any:
         rope_utils.fused_apply_rotary_pos_emb_thd = rope_utils.fused_apply_rotary_pos_emb = thd
 
 
-def count(world: World, folder: Path, **actor: Any) -> int:
-    """Syncs of one update of a random model."""
+def count(world: World, folder: Path, **actor: Any) -> tuple[int, float]:
+    """Syncs of one update of a random model, and the norm of its gradient."""
     policy = make_policy(world, folder, loss=WeightedNll(), keep_reference=False, random_init=True, **actor)
     batch = train_batch([sequences(6)], [100.0])
     with Syncs() as found, found.operators:
-        policy.train_step(batch)
-    return found.count
+        metrics = policy.train_step(batch).metrics
+    return found.count, metrics["grad_norm"]
 
 
 def syncs(world: World, root: Path, scratch: Path) -> None:
@@ -98,11 +98,11 @@ def syncs(world: World, root: Path, scratch: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
         folders.append(folder)
 
-    def of_both(**actor: Any) -> list[int]:
+    def of_both(**actor: Any) -> list[tuple[int, float]]:
         return [count(world, folder, **actor) for folder in folders]
 
-    made: dict[str, list[int]] = {"local": of_both()}
-    runs: dict[str, Callable[[], list[int]]] = {
+    made: dict[str, list[tuple[int, float]]] = {"local": of_both()}
+    runs: dict[str, Callable[[], list[tuple[int, float]]]] = {
         "engine": of_both,
         "engine, recompute": lambda: of_both(recompute="full"),
         "engine, activation again": lambda: of_both(recompute="selective", recompute_modules=["mlp_act"]),
