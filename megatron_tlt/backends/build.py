@@ -118,7 +118,7 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
         return None
     assert isinstance(decoder, TorchDecoder)
     mib = rollout.graph_memory_mib
-    return GraphBudget(decoder, None if mib is None else mib << 20)
+    return GraphBudget(decoder, None if mib is None else mib << 20, rollout.verify_rows)
 
 
 def _history(rollout: RolloutSection) -> AnswerHistory | None:

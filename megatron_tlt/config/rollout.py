@@ -12,6 +12,8 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.types import BackendName
 
+_LEAST_VERIFY_ROWS = 512  # few requests with the longest drafts, too
+
 
 class RolloutSection(Section):
     """Sampling of answers and the engine that does it."""
@@ -24,7 +26,7 @@ class RolloutSection(Section):
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is there; on
-    CUDA PyTorch with Triton's paged attention."""
+    CUDA PyTorch with Triton's kernels."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
@@ -66,6 +68,13 @@ class RolloutSection(Section):
     """Speculative decoding in the embedded engine."""
     trtllm: TrtllmSection = TrtllmSection()
     """The TensorRT-LLM engine."""
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows of the largest verifying forward that runs as a captured graph: all requests with five drafted tokens
+        each, or fewer requests with more.
+        """
+        return max(_LEAST_VERIFY_ROWS, 6 * self.max_running_requests)
 
 
 class SyncSection(Section):

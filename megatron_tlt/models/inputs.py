@@ -56,6 +56,6 @@ class DecoderInput:
 class DecoderOutput:
     """Logits of the wanted rows and the post-final-norm hidden state of the same rows."""
 
-    logits: Tensor  # [R, V] float32, full vocabulary on every tensor-parallel rank
+    logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
     hidden: Tensor  # [R, H] in the compute type
     all_hidden: Tensor | None = None  # [T, H] in the compute type, if `all_hidden`

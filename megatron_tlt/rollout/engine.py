@@ -36,10 +36,14 @@ _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: 
 
 @dataclass(frozen=True)
 class GraphBudget:
-    """Captured graphs for a PyTorch decoder, in at most `nbytes` of device memory (None: no limit)."""
+    """Captured graphs for a PyTorch decoder, in at most `nbytes` of device memory (None: no limit).
+
+    Verifying forwards of up to `verify_rows` rows have one.
+    """
 
     decoder: TorchDecoder
     nbytes: int | None = None
+    verify_rows: int = 512
 
 
 class Engine:
@@ -68,7 +72,7 @@ class Engine:
         kv = decoder.new_kv_cache(num_blocks, block_size)
         pooled: PooledDecoder | None = None
         if graphs is not None:
-            sizes = PoolSizes(limits.max_running, limits.max_context, block_size)
+            sizes = PoolSizes(limits.max_running, limits.max_context, block_size, graphs.verify_rows)
             pooled = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
         self.runner = ModelRunner(
             pooled or decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank()

@@ -37,7 +37,6 @@ _SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of 
 _STRIDE = 8  # then of larger powers of two
 _ROWS_EACH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FIRST_BLOCKS = 8  # smallest bucket of context; the next ones double
-_VERIFY_ROWS = 512
 
 
 class GraphKey(NamedTuple):
@@ -55,7 +54,7 @@ class PoolSizes:
     max_batch: int
     max_context: int
     block_size: int
-    verify_rows: int = _VERIFY_ROWS
+    verify_rows: int = 512
 
     @property
     def max_rows(self) -> int:
@@ -94,9 +93,10 @@ class GraphPool:
 
     def _make_outputs(self) -> None:
         decoder, rows = self._decoder, self._sizes.max_rows
-        self._logits = torch.zeros(rows, decoder.config.vocab_size, device=decoder.device)
-        self._hidden = torch.zeros(
-            rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device
+        config = decoder.config
+        self._logits, self._hidden = (
+            torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
+            for width in (config.vocab_size, config.hidden_size)
         )
 
     def release(self) -> None:
@@ -122,7 +122,7 @@ class GraphPool:
         return self._cache.stats
 
     def run(self, batch: DecoderInput, tokens_per_seq: int) -> DecoderOutput:
-        """Logits and hidden states of `batch.logit_rows`, as `Decoder.forward` gives them (fresh tensors).
+        """Logits, in the compute type, and hidden states of `batch.logit_rows` (fresh tensors). See `Decoder.forward`.
 
         `batch` is in CPU memory: S sequences of 1 to `tokens_per_seq` rows each, chains or trees. The host memory that
         it is copied to is written again by the next call: by then this call's results must have come to the host.

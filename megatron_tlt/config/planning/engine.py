@@ -22,7 +22,6 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
-_VERIFY_ROWS = 512  # of `rollout.graph_pool.PoolSizes`
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 
@@ -94,5 +93,5 @@ def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
         return 0
     if rollout.graph_memory_mib is not None:
         return rollout.graph_memory_mib * MIB
-    rows = max(rollout.max_running_requests, _VERIFY_ROWS)
-    return rows * (4 * shape.vocab_size + element_bytes(rollout.dtype) * shape.hidden_size)
+    rows = max(rollout.max_running_requests, rollout.verify_rows)
+    return rows * (shape.vocab_size + shape.hidden_size) * element_bytes(rollout.dtype)

@@ -189,7 +189,8 @@ class TorchDecoder:
 
         No value comes to the host and every shape follows from the input's, so a CUDA graph may capture the call.
         Padding: rows that write to the scratch block, sequences whose table names it. Call `reserve_positions` first.
-        With `into` the outputs are written there. Raises BackendError for a decoder with invariant numerics.
+        With `into` the outputs are written there, in the compute type. Raises BackendError for a decoder with invariant
+        numerics.
         """
         if self.invariant:
             raise BackendError(
@@ -203,8 +204,11 @@ class TorchDecoder:
         hidden = self._norm_final(final)
         if into is None:
             return DecoderOutput(self.logits(hidden), hidden, hidden if batch.all_hidden else None)
-        # without shards the conversion to float32 happens on the way
-        into.logits.copy_(self._local_logits(hidden) if self.tp is None else self.logits(hidden))
+        if self.tp is None:
+            torch.mm(hidden, self._head.T, out=into.logits)
+        else:
+            local = self._local_logits(hidden)
+            into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
         into.hidden.copy_(hidden)
         return into
 
@@ -215,7 +219,7 @@ class TorchDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, V] of final hidden states [R, H], the whole vocabulary on every tensor-parallel rank."""
         local = by_tiles(self._local_logits, hidden) if self.invariant else self._local_logits(hidden)
-        return self._shard.gather_logits(self.tp, local.float(), self.config.vocab_size)
+        return self._shard.gather_logits(self.tp, local, self.config.vocab_size).float()
 
     def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
         """How the batch attends; with `rows_each` it is one of `forward_static`."""

@@ -10,9 +10,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.graph_capture import EagerCapturer
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import SamplingRows, _Staging
 from tests.helpers.budget import Cost, cost
 
@@ -122,3 +125,15 @@ def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logi
         draw(torch.empty(rows, vocab, device=META), *staging.upload(how), how.is_masked)
     assert [k.name for k in counted.kernels] == ["_draw"] and counted.operators == ["copy_"]
     assert counted.written - rows * vocab * 4 <= 40 * rows
+
+
+@pytest.mark.parametrize("running", [8, 128, 256])
+def test_drafts_of_all_running_requests_are_verified_by_a_graph(running: int) -> None:
+    rollout = RolloutSection(max_running_requests=running)
+    decoder = decoder_of(replace(CONFIG, num_layers=1))
+    sizes = PoolSizes(running, 256, 16, rollout.verify_rows)
+    pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes, capturer=EagerCapturer())
+    for sequences, rows_each in ((running, 6), (running // 2, 12), (running // 8, 48), (1, 64)):
+        assert pool.key(sequences, rows_each, 200) is not None, (sequences, rows_each)
+    assert pool.memory_bytes() >= sizes.max_rows * (4096 + 256) * 2  # of bf16: nothing is kept in float32
+    assert pool.memory_bytes() < sizes.max_rows * (4096 + 256) * 2 + (1 << 20)
