@@ -140,6 +140,13 @@ class RolloutBackend(Protocol):
         Only without live requests. Mutates the engine.
         """
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head [V, H] of the policy that answers, in the engine's type: its own memory where it keeps
+        them in one piece, else put together. Good until the next push. Collective among the ranks of one engine.
+
+        Raises BackendError for an engine without `BackendCapabilities.hidden_states`.
+        """
+
     @property
     def history_answers(self) -> int | None:
         """Answers of a question whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""

@@ -16,12 +16,12 @@ import torch
 from mpi4py import MPI
 
 from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
@@ -30,14 +30,13 @@ from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.trainer.setup import sampling_params
 
 
-def trainer_of(config: Config) -> OnlineDrafterTrainer:
-    """A trainer with the policy's tables."""
+def trainer_of(config: Config, backend: EmbeddedBackend) -> OnlineDrafterTrainer:
+    """A trainer that reads the engine's tables."""
     shape = ModelConfig.from_hf(config.model.path)
     model = EagleModel(shape)
     model.initialise(0)
     trainer = OnlineDrafterTrainer(model, config.drafter)
-    trainer.set_tables(0, *lookup_tables(config.model.path, shape, torch.device("cpu")))
-    trainer.begin_step(0)
+    trainer.begin_step(0, backend.lookup_tables)
     return trainer
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     backend = build_backend(
         config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_hidden_states=True
     )
-    trainer = trainer_of(config)
+    trainer = trainer_of(config, backend)
     backend.collect_hidden_states(trainer.buffer.add)
     backend.generate(prompts, params, 8)  # both have something to train on, and are warm
     backend.collect_hidden_states(None)

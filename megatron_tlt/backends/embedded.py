@@ -186,6 +186,10 @@ class EmbeddedBackend(BaseBackend):
         collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """See `RolloutBackend.lookup_tables`."""
+        return self.engine.runner.decoder.lookup_tables()
+
     def state_dict(self) -> dict[str, Any]:
         """What speculation has learned and how long answers were, JSON-able. It changes the engine's speed only, and
         the order of prompts, which a resumed run must repeat (docs/numerics.md says what depends on it).

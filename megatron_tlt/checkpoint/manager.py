@@ -126,8 +126,9 @@ class CheckpointManager:
         prune: bool = True,
     ) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
-        drafter_state = drafter() if self._world.is_main else None
-        files = {} if drafter_state is None else {DRAFTER_STATE: self._snapshot.take(drafter_state)}
+        drafter_state, files = drafter(), {}  # collective among the ranks of an engine
+        if drafter_state is not None and self._world.is_main:
+            files[DRAFTER_STATE] = self._snapshot.take(drafter_state)
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 

@@ -28,13 +28,12 @@ class DraftSequence:
     offset: int = 0  # position of the first token, in a window of a longer sequence
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
     answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
-    policy_version: int = 0  # of the policy that the hidden states are of
 
     @classmethod
     def of(cls, sample: HiddenStateSample, hidden: Tensor) -> DraftSequence:
         """A whole answer of the rollout engine with its hidden states [L or L - 1, H]."""
         ids = torch.from_numpy(np.asarray(sample.token_ids, np.int64))
-        return cls(ids, hidden, sample.prompt_len, key=sample.key, policy_version=sample.policy_version)
+        return cls(ids, hidden, sample.prompt_len, key=sample.key)
 
     @property
     def answer_start(self) -> int:

@@ -17,7 +17,7 @@ Legend: L tokens of an answer with its prompt, H hidden size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,14 +175,11 @@ class HiddenStateBuffer:
 
     # -- drawing --------------------------------------------------------------------------------------------
 
-    def sample(
-        self, batch_tokens: int, usable: Callable[[int], bool] = lambda version: True
-    ) -> list[DraftSequence] | None:
-        """Windows of about one length and of one policy version; None if there are none.
+    def sample(self, batch_tokens: int) -> list[DraftSequence] | None:
+        """Windows of about one length; None if there are none.
 
         Their padded size (count x longest) is at most `batch_tokens`; no window is longer. Every window of this step's
         answers comes once before one comes again, and so for the previous steps'; classes of length take turns.
-        Only versions that are `usable` are drawn.
         """
         if batch_tokens != self._batch_tokens:
             self._epoch_of, self._batch_tokens = {True: [], False: []}, batch_tokens
@@ -190,7 +187,7 @@ class HiddenStateBuffer:
         ours = self._owed < 1.0
         self._owed -= 0.0 if ours else 1.0
         for source in (ours, not ours):
-            group = self._next(source, usable)
+            group = self._next(source)
             if group:
                 return [window for _, window in group]
         return None
@@ -207,14 +204,13 @@ class HiddenStateBuffer:
         missing = (self._long_share - long) / max(1e-9, 1.0 - long)
         return min(_MAX_PREVIOUS_SHARE, max(0.0, missing))
 
-    def _next(self, ours: bool, usable: Callable[[int], bool]) -> _Group | None:
+    def _next(self, ours: bool) -> _Group | None:
         for _ in range(2):
             groups = self._epoch_of[ours]
-            while groups:
+            if groups:
                 group = groups.pop()
-                if usable(group[0][0][0]):
-                    self._all_drawn |= ours and not groups
-                    return group
+                self._all_drawn |= ours and not groups
+                return group
             self._epoch_of[ours] = self._new_epoch(ours)
         return None
 
@@ -222,23 +218,16 @@ class HiddenStateBuffer:
         """All windows of this step's (or of previous steps') answers, in the order of drawing, last first."""
         self._epochs += 1
         rng = np.random.default_rng((self._seed, self._epochs))
-        by_version: dict[int, _Group] = {}
+        found: _Group = []
         for key in sorted(k for k, e in self._entries.items() if (e.step == self._step) == ours):
-            for window in windows(self._entries[key].sequence, min(self._window, self._batch_tokens)):
-                by_version.setdefault(key[0], []).append((key, window))
-        groups: list[_Group] = []
-        for found in by_version.values():
-            shuffled = [found[i] for i in rng.permutation(len(found))]
-            owner = {id(window): key for key, window in shuffled}
-            packed = pack([window for _, window in shuffled], self._batch_tokens)
-            groups += [[(owner[id(window)], window) for window in group] for group in packed]
-        return _mixed(groups, rng)
+            own = windows(self._entries[key].sequence, min(self._window, self._batch_tokens))
+            found += [(key, window) for window in own]
+        shuffled = [found[i] for i in rng.permutation(len(found))]
+        owner = {id(window): key for key, window in shuffled}
+        packed = pack([window for _, window in shuffled], self._batch_tokens)
+        return _mixed([[(owner[id(window)], window) for window in group] for group in packed], rng)
 
     # -- what is held ---------------------------------------------------------------------------------------
-
-    def versions(self) -> list[int]:
-        """Policy versions of what is held, ascending."""
-        return sorted({key[0] for key in self._entries})
 
     def __len__(self) -> int:
         return len(self._entries)

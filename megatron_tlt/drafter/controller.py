@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_tlt.drafter.sharing import HiddenStateSharing
-from megatron_tlt.models.config import EMBED, HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +62,7 @@ class OnlineDrafterController:
     def begin_step(self, policy_version: int) -> None:
         """Rollouts by `policy_version` begin: drops hidden states that are too old to train on."""
         if self.trainer is not None:
-            self.trainer.begin_step(policy_version)
+            self.trainer.begin_step(policy_version, self._backend.lookup_tables)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -121,18 +120,6 @@ class OnlineDrafterController:
     def mark_published(self, version: int) -> None:
         """The engines have the drafter of `version`."""
         self._published = version
-
-    def copy_tables(
-        self, weights: Iterable[tuple[str, Tensor]], version: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Passes the policy's weights through; the trainer keeps copies of embedding and LM head of `version`."""
-        copies: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            if self._active_trainer is not None and name in (EMBED, HEAD):
-                copies[name] = tensor.detach().clone()  # the next tensor may reuse the memory
-            yield name, tensor
-        if copies and self.trainer is not None:
-            self.trainer.set_tables(version, copies[EMBED], copies.get(HEAD, copies[EMBED]))
 
     def buffer_metrics(self) -> dict[str, float]:
         """Counters of this rank's training buffer."""

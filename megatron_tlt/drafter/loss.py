@@ -28,7 +28,7 @@ from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 _MAX_ELEMENTS = 1 << 25  # of [rows, V] at a time: bounds the temporaries of the LM head
 _LK_SHARPNESS = 3.0  # of the mixture of KL and TV, as in the paper
 
-LossParts = dict[str, list[float]]  # means by unrolled step, on the CPU
+LossParts = dict[str, list[Tensor]]  # means by unrolled step, 0-d
 
 
 def eagle_loss(
@@ -52,13 +52,13 @@ def eagle_loss(
     for step, output in enumerate(outputs):
         valid = layout.existing(step)
         rows = layout.bases[valid] + step
-        target, drafted = batch.hidden[rows], output[valid].float()
+        target, drafted = batch.hidden.index_select(0, rows), output.index_select(0, valid).float()
         count = max(1, len(rows) if counts is None else counts[step])
         near = smooth_l1_loss(drafted, target.float(), reduction="sum") / (count * target.shape[1])
         far, ce, accept = FrozenHeadLoss.apply(drafted, target, head, loss, temperature)  # type: ignore[no-untyped-call]
         total = total + loss.step_decay**step * (loss.hidden_weight * near + far / count)
         for values, value in zip(parts.values(), (near, ce / count, accept / count), strict=True):
-            values.append(float(value.detach()))
+            values.append(value.detach())
     return total, parts
 
 
@@ -97,22 +97,23 @@ def _block_loss(
     drafted: Tensor, target: Tensor, head: Tensor, loss: DrafterLossSection, t: float
 ) -> tuple[Tensor, Tensor]:
     """Gradient [R, H] of the rows' summed loss at temperature `t`, and the sums of loss, cross entropy and 1 - TV."""
-    p = ((target.to(head.dtype) @ head.T).float() / t).softmax(-1)
-    log_q = ((drafted.to(head.dtype) @ head.T).float() / t).log_softmax(-1)
-    q = log_q.exp()
-    difference = q - p
+    p = (target.to(head.dtype) @ head.T).float().div_(t).softmax(-1)
+    log_q = (drafted.to(head.dtype) @ head.T).float().div_(t).log_softmax(-1)
     ce = -(p * log_q).sum(-1)
+    q = log_q.exp_()
+    difference = q - p
     tv = 0.5 * difference.abs().sum(-1)
     if loss.kind == "lk":  # constants for the gradient
         w_ce = torch.exp(-_LK_SHARPNESS * (1 - tv))[:, None]
         w_tv = 1 - w_ce
     else:
         w_ce, w_tv = (torch.full_like(tv, w)[:, None] for w in (loss.ce_weight, loss.tv_weight))
-    sign = difference.sign().mul_(0.5)
-    gradient = q * (sign - (sign * q).sum(-1, keepdim=True))
-    gradient = gradient.mul_(w_tv).add_(difference * w_ce).div_(t)
     total = w_ce * ce[:, None] + w_tv * tv[:, None]
     if loss.kind == "lk":  # KL, not CE: the policy's entropy is a constant of the row
         total = total + w_ce * (p * p.clamp(min=1e-30).log()).sum(-1, keepdim=True)
+    del p  # five float32 [R, V] at most are there at a time
+    sign = difference.sign().mul_(0.5)
+    gradient = sign.sub_((sign * q).sum(-1, keepdim=True)).mul_(q)
+    gradient = gradient.mul_(w_tv).add_(difference.mul_(w_ce)).div_(t)
     sums = torch.stack([total.sum(), ce.sum(), (1 - tv).sum()])
     return (gradient.to(head.dtype) @ head).float(), sums

@@ -13,10 +13,13 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.eagle3.loss import eagle3_loss
 from megatron_tlt.drafter.loss import LossParts, eagle_loss
+from megatron_tlt.drafter.training_state import KINDS, MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+
+_NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
 
 class DrafterTrainer:
@@ -36,28 +39,20 @@ class DrafterTrainer:
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         hidden_state_noise: float = 0.0,
+        state: TrainingState | None = None,
     ):
         """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
         `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
         inside `precision()`. `hidden_state_noise`: noise on the hidden states that the model reads, over their root
-        mean square.
+        mean square. `state` is that of the model's parameters; by default one without a running mean.
         """
         self._noise, self._precision = hidden_state_noise, precision
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
-        matrices = [p for p in model.parameters() if p.ndim > 1]
-        vectors = [p for p in model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": section.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=section.lr,
-            betas=(0.9, 0.95),
-            fused=True,  # the step of a small drafter is mostly overhead
-        )
+        kinds = tuple(kind for kind in KINDS if kind != MEAN)
+        self.state = TrainingState(model, kinds=kinds) if state is None else state
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:
@@ -80,18 +75,23 @@ class DrafterTrainer:
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
         """
+        values, names = self.gradients(batch, counts)
+        return {**dict(zip(names, values.tolist(), strict=True)), "tokens": float(len(batch.tokens))}
+
+    def gradients(
+        self, batch: PairBatch, counts: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[str]]:
+        """`backward` with its metrics still on the device: [M], and their names."""
         layout, is_bf16 = PairLayout(batch), self._section.dtype == "bf16"
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=is_bf16), self._precision():
             outputs = self.model.unroll(
                 self.embed, self._with_noise(batch), layout, self._section.draft_steps
             )
         loss, parts = self._loss(outputs, batch, layout, counts)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
-        metrics = {"loss": float(loss.detach()), "tokens": float(len(batch.tokens))}
-        for name, values in parts.items():
-            metrics |= {f"{name}/{step}": value for step, value in enumerate(values, 1)}
-        return metrics
+        by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
+        return torch.stack([loss.detach(), *by_name.values()]), ["loss", *by_name]
 
     def _with_noise(self, batch: PairBatch) -> PairBatch:
         """The batch with noise on its hidden states (as EAGLE, 2401.15077, and TLT do).
@@ -118,20 +118,22 @@ class DrafterTrainer:
         return eagle_loss(outputs, batch, layout, self.head, loss, t, counts)
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate. Mutates weights and
-        optimizer.
+        """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.
+        Collective in the tensor-parallel group of the state. Mutates weights and state.
 
         Raises DrafterError, and leaves both alone, if the gradient's norm is not finite.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._section.clip_grad or math.inf)
-        if not math.isfinite(float(norm)):
-            raise DrafterError(f"the drafter's gradient norm is {float(norm)} in step {self.trained_steps}")
+        norm = self.state.take_gradients()
+        size = float(norm)
+        if not math.isfinite(size):
+            self.state.free_gradients()
+            raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps}")
+        limit = self._section.clip_grad
+        factor = torch.clamp(limit / (norm + _NORM_EPS), max=1.0) if limit else None
         rate = lr_factor * learning_rate(self._section, self.trained_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.state.step(rate, self._section.weight_decay, factor)
         self.trained_steps += 1
-        return {"grad_norm": float(norm), "lr": rate}
+        return {"grad_norm": size, "lr": rate}
 
 
 def learning_rate(section: DrafterSection, step: int) -> float:

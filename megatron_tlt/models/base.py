@@ -73,6 +73,11 @@ class Decoder(Protocol):
         Raises CheckpointError for an unknown name, a wrong shape or, unless `partial`, a missing tensor.
         """
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """Embedding and LM head [V, H], to read: the decoder's own memory where it has them in one piece, else put
+        together. Collective with tensor parallelism.
+        """
+
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
         """Runs the batch; writes the rows' keys and values into `kv`. Outputs are fresh tensors."""
 

@@ -199,6 +199,10 @@ class PooledDecoder:
         """See `base.Decoder`."""
         self.inner.copy_slots(kv, src, dst)
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """See `base.Decoder`."""
+        return self.inner.lookup_tables()
+
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
         """See `base.Decoder`; in place, so graphs stay valid."""
         self.inner.load_weights(named, partial)

@@ -1,6 +1,6 @@
 """The weight push of a step: policy and drafter from the trainer into every rollout engine, both or none.
 
-    policy.named_weights() -> WeightFingerprint -> copies of embedding and LM head -> sync.push -> backend
+    policy.named_weights() -> WeightFingerprint -> sync.push -> backend
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class WeightPush:
     def push(self) -> dict[str, float]:
         """Pushes the present weights. Collective. Returns metrics. Raises SyncError."""
         version = self._policy.policy_version
-        # The stream is consumed once: cache and drafter read what they need of it on its way to the engine.
-        weights = self._cache.fingerprint(self._policy.named_weights())
-        weights = self._drafter.copy_tables(weights, version)
+        weights = self._cache.fingerprint(self._policy.named_weights())  # read on its way to the engine
         drafter = self._drafter.unpublished()
         metrics = self._sync.push(weights, version, drafter)
         if drafter is not None:

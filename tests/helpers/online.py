@@ -24,8 +24,7 @@ def online_trainer(
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
     trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), tp=tp)
-    trainer.set_tables(0, *lookup_tables(CONFIG))
-    trainer.begin_step(0)
+    trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))
     return trainer

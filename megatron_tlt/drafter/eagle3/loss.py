@@ -52,7 +52,7 @@ def eagle3_loss(
         count, rows = max(1, int(known)), max(1, len(target))
         total = total + gamma**step * ce / count
         for values, value in zip(parts.values(), (int(known) / rows, ce / count, accept / rows), strict=True):
-            values.append(float(value.detach() if isinstance(value, Tensor) else value))
+            values.append(torch.as_tensor(value, dtype=torch.float32, device=head.device).detach())
     return total, parts
 
 

@@ -142,7 +142,7 @@ class PairModel(nn.Module, ABC):
         predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
         """
         longest = layout.longest + steps
-        embedded = embed[batch.tokens]
+        embedded = embed[batch.tokens].to(next(self.parameters()).dtype)
         # a sequence's first token has no pair: no row attends to it
         previous = self.previous(batch.hidden.to(embedded.dtype)).roll(1, 0)
         x = self.join(embedded, previous)

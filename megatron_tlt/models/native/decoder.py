@@ -77,6 +77,12 @@ class NativeDecoder:
         """The embedding table [V, H] and the packed LM head, where they stay: weights are loaded in place."""
         return self._embed, self._layers.extra
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """See `base.Decoder.lookup_tables`: an LM head of its own is unpacked, into a copy."""
+        if self.config.tie_word_embeddings:
+            return self._embed, self._embed
+        return self._embed, self._packer.unpack(self._layers.extra, *self._embed.shape)
+
     @property
     def structure(self) -> Forward:
         """The model as C sees it, with its buffers."""

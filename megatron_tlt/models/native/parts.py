@@ -102,6 +102,13 @@ class Packer:
             panels[panel : panel + count, :, lane : lane + width] = part.transpose(1, 2)
             done += count * width
 
+    def unpack(self, packed: Tensor, rows: int, k: int) -> Tensor:
+        """A copy [rows, K], float32 or bfloat16, of what `pack` wrote from column 0 on."""
+        words = (k + 1) // 2 if self._bf16 else k
+        panels = packed.view(torch.int32).view(-1, words, self._panel)
+        flat = panels.transpose(1, 2).reshape(-1, words).view(torch.bfloat16 if self._bf16 else torch.float32)
+        return flat[:rows, :k]
+
     def _words(self, rows: Tensor) -> Tensor:
         """The rows in the packed type, as int32."""
         rows = rows.to("cpu", torch.bfloat16 if self._bf16 else torch.float32)

@@ -124,6 +124,14 @@ class TorchDecoder:
         else:
             layer[part].copy_(source)
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """See `base.Decoder.lookup_tables`: the head of several ranks is gathered, unless it is the embedding."""
+        if self.config.tie_word_embeddings:
+            return self._embed, self._embed
+        if self.tp is None:
+            return self._embed, self._head
+        return self._embed, self.tp.all_gather(self._head).flatten(0, 1)[: self.config.vocab_size]
+
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed; allocated at once, one scratch block included."""
         slots = (num_blocks + 1) * block_size

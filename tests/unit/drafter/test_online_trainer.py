@@ -38,46 +38,37 @@ def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
 def test_nothing_to_train_on() -> None:
     t = online_trainer(lengths=())
     assert t.train_step() is None
-    t.buffer.add(random_chunk(CONFIG, 30, version=7))  # no tables of this version
-    assert t.train_step() is None
     before = everything(t)
     report = t.merge(alone)
     assert (t.version, report.tokens) == (0, (0,))
     assert torch.equal(everything(t), before)
 
 
-def test_the_head_is_that_of_the_answers_version(monkeypatch) -> None:
-    t = online_trainer(max_age=5)
-    used = []
-    real = DrafterTrainer.set_policy
-    monkeypatch.setattr(DrafterTrainer, "set_policy", lambda self, e, h: (used.append(h), real(self, e, h)))
-    tables = {v: lookup_tables(CONFIG, seed=v) for v in (1, 2)}
-    for version, pair in tables.items():
-        t.set_tables(version, *pair)
-        t.begin_step(version)
-        for i in range(4):
-            t.buffer.add(random_chunk(CONFIG, 36 - 12 * version + i, 100 * version + i, version))
-    tables[0] = lookup_tables(CONFIG)
-    versions = []
-    for _ in range(12):
-        versions.append(int(t.train_step()["policy_version"]))
-        assert torch.equal(used[-1], tables[versions[-1]][1])
-    assert len(set(versions)) > 1
+def test_the_engines_tables_are_read_once_a_window_and_let_go_behind_it() -> None:
+    t, reads = online_trainer(max_age=5), []
+
+    def tables(version: int):
+        reads.append(version)
+        return lookup_tables(CONFIG, seed=version)
+
+    for version in (1, 2):
+        t.begin_step(version, lambda version=version: tables(version))
+        t.buffer.add(random_chunk(CONFIG, 36 - 12 * version, 100 * version, version))
+        for _ in range(3):
+            t.train_step()
+            assert torch.equal(t._trainer.head, lookup_tables(CONFIG, seed=version)[1])
+        t.merge(alone)
+        assert t._trainer.head.numel() == t._trainer.embed.numel() == 0
+    assert reads == [1, 2]
 
 
-def test_tables_are_copies_that_live_as_long_as_their_answers() -> None:
-    t = online_trainer(max_age=1)
-    embed, head = (table.bfloat16() for table in lookup_tables(CONFIG, 1))
-    t.set_tables(1, embed, head)
-    wanted = head.float()
-    head.zero_()  # a push overwrites the engine's
-    assert torch.equal(t.tables[1][1], wanted) and t.tables[1][0].dtype == torch.float32
-    t.begin_step(1)
-    assert sorted(t.tables) == [0, 1]
-    t.set_tables(2, embed, embed)
-    assert t.tables[2][0].data_ptr() == t.tables[2][1].data_ptr() != embed.data_ptr()
-    t.begin_step(2)  # nothing of 1 was kept, 0 is too old
-    assert sorted(t.tables) == [2]
+def test_there_are_gradients_within_a_window_only() -> None:
+    t = online_trainer()
+    t.train_step()
+    t._gradient(t.buffer.sample(64))
+    assert all(p.grad is not None for p in t.model.parameters())
+    t.drop_window()
+    assert all(p.grad is None for p in t.model.parameters())
 
 
 def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
@@ -108,7 +99,7 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
         for entry in t.buffer._entries.values():
             entry.sequence.hidden[-1] = torch.inf
     else:
-        t.tables[0][1][3] = torch.nan
+        t._trainer.head[3] = torch.nan
     with pytest.raises(DrafterError, match="gradient norm is nan"):
         [t.train_step() for _ in range(20)]
     assert torch.equal(everything(t), begun) and t.trained_steps == 2
@@ -169,10 +160,8 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
     assert two.buffer.counters == one.buffer.counters
     fresh = [random_chunk(CONFIG, n, 50 + n, 1) for n in (20, 31)]
     for t in (one, two):
-        t.set_tables(1, *lookup_tables(CONFIG, 1))
-        t.begin_step(1)
+        t.begin_step(1, lambda: lookup_tables(CONFIG, 1))
         t.buffer._drop([e for e in t.buffer._entries.values() if e.key[0] == 0])
-        t.tables = {1: t.tables[1]}
         t.buffer._epochs = 0
         for chunk in fresh:
             t.buffer.add(chunk)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import Driver, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
@@ -55,6 +57,36 @@ def test_a_push_replaces_every_weight(kernels: str, dtype: torch.dtype) -> None:
     fresh.load_weights(new)
     a, b = (Driver(d).step([(0, list(range(20)))]).logits for d in (decoder, fresh))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_shown_and_copied_only_where_packed(
+    kernels: str, dtype: torch.dtype, tied: bool
+) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    decoder, weights = loaded(kernels, config, dtype=dtype), dict(random_weights(config))
+    embed, head = decoder.lookup_tables()
+    wanted = weights["model.embed_tokens.weight"].to(dtype)
+    assert torch.equal(embed, wanted)
+    assert torch.equal(head, wanted if tied else weights["lm_head.weight"].to(dtype))
+    decoder.load_weights(random_weights(config, seed=9))
+    assert not torch.equal(embed, wanted), "the decoder's own memory"
+    assert torch.equal(head, decoder.lookup_tables()[1]) == (tied or kernels == "torch")
+
+
+def test_a_sharded_head_is_put_together() -> None:
+    weights = dict(random_weights(CONFIG))
+
+    def work(rank: ThreadRank):
+        decoder = build_decoder(CONFIG, kernels="torch", tp=rank)
+        decoder.load_weights(weights.items())
+        return decoder.lookup_tables()
+
+    for embed, head in on_ranks(2, work):  # 101 rows: the second shard is padded
+        assert torch.equal(embed, weights["model.embed_tokens.weight"])
+        assert torch.equal(head, weights["lm_head.weight"])
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

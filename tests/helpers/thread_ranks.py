@@ -1,0 +1,40 @@
+"""A tensor-parallel group whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class ThreadRank:
+    """One rank; see `TensorParallel`."""
+
+    def __init__(self, rank: int, shared: list[Tensor | None], barrier: threading.Barrier):
+        self.rank, self.size, self._shared, self._barrier = rank, len(shared), shared, barrier
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[...] to [size, ...]."""
+        self._shared[self.rank] = tensor.clone()
+        self._barrier.wait()
+        gathered = torch.stack([t for t in self._shared if t is not None])
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sums in place."""
+        tensor.copy_(self.all_gather(tensor).sum(0))
+
+
+def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:
+    """`work` on every rank of a group of `size` threads; what it returned, by rank."""
+    shared: list[Tensor | None] = [None] * size
+    barrier = threading.Barrier(size, timeout=60)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, [ThreadRank(r, shared, barrier) for r in range(size)]))
