@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
+
+Arithmetic = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    """What depends on the device that a drafter is trained on."""
+
+    dtype: Arithmetic
+    micro_step_tokens: int
+    buffer_mib: float
+
+
+# What "auto" stands for. A GPU needs thousands of tokens to be busy, and its buffer is the host's memory.
+AUTO = {"cpu": DeviceSizes("fp32", 192, 64.0), "cuda": DeviceSizes("bf16", 4096, 4096.0)}
 
 
 class DrafterLossSection(Section):
@@ -52,19 +68,19 @@ class OnlineSection(Section):
     hidden_state_noise: float = Field(default=0.0, ge=0, le=1)
     """Noise on the hidden states that the drafter reads in training, over their root mean square: against overfitting
     to few answers. About 0.2 for drafters that start from random weights; it slows a good one down."""
-    micro_step_tokens: int = Field(default=192, ge=16)
+    micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
-    Longer answers are cut into windows of so many tokens."""
-    buffer_mib: PositiveFloat = 64.0
-    """Memory of one rank for hidden states and tokens to train on, in MiB."""
+    Longer answers are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
+    buffer_mib: Literal["auto"] | PositiveFloat = "auto"
+    """Host memory of one rank for hidden states and tokens to train on, in MiB. auto: 64 on CPU, 4096 on CUDA."""
     share_mib: NonNegativeFloat = 16.0
     """MiB of their longest answers that replicas send each other after a step, in all, never more than buffer_mib: a
     replica that waits had short answers, and drafts matter most for long ones. Up to four replicas send at a
     time, in turns; of an answer that does not fit, the end is sent. 0: each replica trains on its own answers only,
     as with max_age 0."""
     max_age: NonNegativeInt = 2
-    """Policy versions by which hidden states may be older than the policy that rolls out; 0: only its own, and none
-    of other replicas, which are sent when a step is over."""
+    """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
+    read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""
     fp8: Literal["off", "te", "torchao", "emulate"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
     compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, without a gain in speed. What
@@ -104,8 +120,9 @@ class DrafterSection(Section):
     """Gradient norm to clip to; 0: off."""
     loss: DrafterLossSection = DrafterLossSection()
     """The loss."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the arithmetic; weights and optimizer are fp32."""
+    dtype: Literal["auto"] | Arithmetic = "auto"
+    """Type of the arithmetic; during RL of the weights that it uses, too. Optimizer, mean and the weights that are
+    stepped are fp32. auto: fp32 on CPU, bf16 on CUDA."""
     save_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the written directory."""
     eval_every: PositiveInt = 200
@@ -114,3 +131,12 @@ class DrafterSection(Section):
     """Seed of weights and data order."""
     online: OnlineSection = OnlineSection()
     """Training during RL."""
+
+    def sizes(self, device: str) -> DeviceSizes:
+        """The settings with a value for "auto" on a device of this type ("cpu", "cuda")."""
+        auto, online = AUTO["cuda" if device == "cuda" else "cpu"], self.online
+        return DeviceSizes(
+            auto.dtype if self.dtype == "auto" else self.dtype,
+            auto.micro_step_tokens if online.micro_step_tokens == "auto" else online.micro_step_tokens,
+            auto.buffer_mib if online.buffer_mib == "auto" else online.buffer_mib,
+        )

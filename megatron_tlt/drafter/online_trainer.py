@@ -64,20 +64,21 @@ class OnlineDrafterTrainer:
         fingerprint: Mapping[str, str] | None = None,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
-        `device` in `section.dtype` and replaces its linears for `section.online.fp8`: ConfigError where that is not
-        available. `fingerprint`, of the policy that the run starts from, is kept in checkpoints.
+        `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
+        not available. `fingerprint`, of the policy that the run starts from, is kept in checkpoints.
         """
-        online = section.online
-        self.model, self._device, self._tp = model, torch.device(device), tp or SingleRank()
-        self._tokens, self._draft_steps = online.micro_step_tokens, online.draft_steps
+        online, self._device = section.online, torch.device(device)
+        sizes = section.sizes(self._device.type)
+        self.model, self._tp = model, tp or SingleRank()
+        self._tokens, self._draft_steps = sizes.micro_step_tokens, online.draft_steps
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
-        window = min(section.window, online.micro_step_tokens)
-        self.buffer = HiddenStateBuffer(int(online.buffer_mib * _MIB), window, online.max_age, section.seed)
+        window = min(section.window, sizes.micro_step_tokens)
+        self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._tables: Tables | None = None  # None: no rollout has begun
         start = {name: p.detach() for name, p in model.named_parameters()}
-        model.to(self._device, DTYPES[section.dtype])
+        model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
         names = ("lr", "warmup_steps", "weight_decay", "clip_grad", "draft_steps")
         options = {"schedule": "constant", **{name: getattr(online, name) for name in names}}

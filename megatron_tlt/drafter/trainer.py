@@ -15,6 +15,7 @@ from megatron_tlt.drafter.eagle3.loss import eagle3_loss
 from megatron_tlt.drafter.loss import LossParts, eagle_loss
 from megatron_tlt.drafter.training_state import KINDS, MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
@@ -82,8 +83,10 @@ class DrafterTrainer:
         self, batch: PairBatch, counts: Sequence[int] | None = None
     ) -> tuple[Tensor, list[str]]:
         """`backward` with its metrics still on the device: [M], and their names."""
-        layout, is_bf16 = PairLayout(batch), self._section.dtype == "bf16"
-        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=is_bf16), self._precision():
+        layout, device = PairLayout(batch), batch.hidden.device.type
+        dtype = DTYPES[self._section.sizes(device).dtype]
+        needs_cast = next(self.model.parameters()).dtype != dtype
+        with torch.autocast(device, dtype) if needs_cast else nullcontext(), self._precision():
             outputs = self.model.unroll(
                 self.embed, self._with_noise(batch), layout, self._section.draft_steps
             )

@@ -261,7 +261,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 
     return OnlineDrafterTrainer(
-        _starting_drafter(config).to(world.device),
+        _starting_drafter(config),
         config.drafter,
         temperature=config.rollout.temperature,
         tp=tp,
@@ -295,7 +295,8 @@ def _starting_drafter(config: Config) -> EagleModel:
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
     online, tp = config.drafter.online, config.rollout.tp
     replica, tp_rank = rollout_replica(world.rank, tp)
-    shared = int(min(online.share_mib, online.buffer_mib) * 2**20) if online.max_age else 0
+    held = config.drafter.sizes(world.device.type).buffer_mib
+    shared = int(min(online.share_mib, held) * 2**20) if online.max_age else 0
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
 

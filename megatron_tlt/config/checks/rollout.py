@@ -90,10 +90,11 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
     if shape is not None:
         size = shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
-        needed = min(config.drafter.window, online.micro_step_tokens) * size / 2**20
-        if online.buffer_mib < needed:
+        sizes = config.drafter.sizes(device or "cpu")
+        needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
+        if sizes.buffer_mib < needed:
             allowed = f"must be >= {needed:.2f}, or no long answer fits"
-            yield ConfigProblem("drafter.online.buffer_mib", online.buffer_mib, allowed)
+            yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:

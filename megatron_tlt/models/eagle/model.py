@@ -69,6 +69,22 @@ class Layer(nn.Module):
         self.mlp = Mlp(config)
 
 
+class Gated(torch.autograd.Function):
+    """silu(gate) * up. Keeps the two only: the widest activation of all is computed again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """[T, F] each -> [T, F]."""
+        ctx.save_for_backward(gate, up)
+        return silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Gradients of gate and up."""
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(upstream * up, gate), upstream * silu(gate)
+
+
 class PairModel(nn.Module, ABC):
     """A drafter of one layer over pairs: the arithmetic and the training unroll that EAGLE and EAGLE-3 share.
 
@@ -130,7 +146,8 @@ class PairModel(nn.Module, ABC):
         block, mlp = self._block, self._block.mlp
         x = residual + block.self_attn.o_proj(attended.flatten(1))
         y = rms_norm(x, block.post_attention_layernorm.weight, self._config.rms_norm_eps)
-        out: Tensor = x + mlp.down_proj(silu(mlp.gate_proj(y)) * mlp.up_proj(y))
+        gated = Gated.apply(mlp.gate_proj(y), mlp.up_proj(y))  # type: ignore[no-untyped-call]
+        out: Tensor = x + mlp.down_proj(gated)
         return out
 
     def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
