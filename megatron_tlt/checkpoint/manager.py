@@ -84,8 +84,8 @@ class CheckpointManager:
     ) -> None:
         """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is overdue.
 
-        `drafter` returns the drafter's state, the same on every rank, or None: it becomes a file of the checkpoint. A
-        save that is due at a step that is not `good` waits for the next good one.
+        `drafter` returns the drafter's state, or None, and is called on every rank: the first one's becomes a file of
+        the checkpoint. A save that is due at a step that is not `good` waits for the next good one.
         """
         if self._lock is not None:
             self._lock.check()

@@ -245,7 +245,7 @@ class OnlineDrafterTrainer:
         """Drafter, moments, versions and counters: tensors (not copied) and JSON-able values.
 
         Not the buffer's data, and not a failure: a resumed run tries again. Collective in a tensor-parallel group,
-        whose ranks then hold a copy on the host.
+        of which only the first rank gets the tensors, on the host.
 
         Only between merge and the next micro-step: before a merge, ranks have no common state. Else DrafterError.
         """

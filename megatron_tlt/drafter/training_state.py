@@ -191,11 +191,11 @@ class TrainingState:
             self._spread(i, RAW, [part.weight for part in bucket])
 
     def _spread(self, index: int, kind: str, targets: list[Tensor]) -> None:
-        """`targets` [n] become one bucket's `kind`. Collective in the group."""
+        """`targets` [n], if there are any, become one bucket's `kind`. Collective in the group."""
         bucket = self._buckets[index]
         flat = self._contribution(index, kind, 1.0)
         self._tp.all_reduce(flat)
-        for target, values in zip(targets, _split(flat, bucket), strict=True):
+        for target, values in zip(targets, _split(flat, bucket), strict=bool(targets)):
             target.copy_(values)
 
     def _contribution(self, index: int, kind: str, weight: float) -> Tensor:
@@ -208,6 +208,8 @@ class TrainingState:
     def update_mean(self, decay: float) -> None:
         """mean <- decay * mean + (1 - decay) * weights; 0: it becomes them."""
         means, weights = ([part.kept[kind] for part in self._parts] for kind in (MEAN, RAW))
+        if not means:  # a small drafter in a large group
+            return
         if decay:
             torch._foreach_lerp_(means, weights, 1 - decay)
         else:
@@ -266,11 +268,11 @@ class TrainingState:
 
     def named(self) -> dict[str, Any]:
         """{kind: {name: float32 tensor}} and "steps": not copied where one rank keeps everything; else gathered, to the
-        host. Collective in the group.
+        host of the group's first rank, and empty on the others. Collective in the group.
         """
         if self._tp.size == 1:
             return {**self._whole, "steps": self.steps}
-        shapes = {name: p.shape for name, p in self._parameters.items()}
+        shapes = {name: p.shape for name, p in self._parameters.items()} if self._tp.rank == 0 else {}
         named = {
             kind: {name: torch.empty(shape) for name, shape in shapes.items()} for kind in self._kinds
         }
@@ -280,7 +282,7 @@ class TrainingState:
 
     def _gather(self, kind: str, into: Mapping[str, Tensor]) -> None:
         for i, bucket in enumerate(self._buckets):
-            self._spread(i, kind, [part.of(into[part.name]) for part in bucket])
+            self._spread(i, kind, [part.of(into[part.name]) for part in bucket] if into else [])
 
     def load(self, named: Mapping[str, Any]) -> None:
         """Takes what `named` returned. Raises KeyError for a missing tensor, RuntimeError for a misshapen one."""

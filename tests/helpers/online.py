@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafter.training_state import KINDS
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
@@ -31,8 +32,10 @@ def online_trainer(
 
 
 def everything(trainer: OnlineDrafterTrainer) -> Tensor:
-    """Weights, their mean and moments, flat, from the public state (before or after a merge)."""
-    state = trainer._state.named()
-    return torch.cat(
-        [state[k][n].flatten() for k in ("model", "raw", "exp_avg", "exp_avg_sq") for n in state["model"]]
-    )
+    """Weights, their mean and moments, flat, before or after a merge. Collective in a tensor-parallel group."""
+    parts = []
+    for kind in KINDS:
+        found = {name: torch.zeros_like(p) for name, p in trainer.model.named_parameters()}
+        trainer._state._gather(kind, found)
+        parts += [tensor.flatten() for tensor in found.values()]
+    return torch.cat(parts)

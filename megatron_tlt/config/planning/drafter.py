@@ -1,14 +1,19 @@
 """Memory that training the drafter in idle time takes on one rank, beside the engine's own copy of its weights.
 
-Legend: P parameters of the drafter, T tokens of a micro-step, H hidden, F intermediate, V vocabulary, t = rollout.tp;
-e bytes of an element.
+Legend: P parameters of the drafter, T tokens of a micro-step, H hidden, F intermediate, V vocabulary, A / K widths of
+queries and of keys; t = rollout.tp; e bytes of an element of the drafter in training, s of the engine's.
 
-* State, there all the time: on CUDA the weights in the engine's type, whole on every rank, and in fp32 master, mean and
-  two moments, over t; in fp32 the weights are the master.
-* A micro-step, in idle windows only: gradients, what the layer keeps for backward (`T*e*(9H + 4F)`: residual stream,
-  its norm, embedding, hidden state, their join; the MLP's four products), and the LM head's block.
-* Embedding and LM head are the engine's own tables; with t > 1 the head is gathered for a window.
+* State, there all the time: weights `e*P`, whole on every rank; master, mean and two moments in fp32 over t (in fp32
+  the weights are the master).
+* A micro-step, in idle windows only: hidden states `T*H*s`; what the layer keeps for backward, `T*e*(10H + 3A + 2K +
+  3F)` a drafted position, with a norm's input and output in fp32 of 4H; and the largest of (1) the loss: outputs,
+  targets and gradient, `T*H*(12 + e)`, and four fp32 blocks of the LM head; (2) the MLP's way back, `T*e*(3F + H)` and
+  the gradient of its last weight; (3) all gradients, summed in fp32 over t where there are several ranks.
+* Embedding and LM head are the engine's own tables. For a window the head is gathered with t > 1, and the C decoder's
+  packed one is unpacked.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
+
+Compared with what the trainer allocates in tests/unit/config/planning/test_drafter_memory.py.
 """
 
 from __future__ import annotations
@@ -18,42 +23,70 @@ from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, ele
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
-_HEAD_BLOCK = 1 << 23  # elements of [rows, V] that the loss computes at a time
-_HEAD_TEMPORARIES = 8  # fp32 tensors of that size that live at once
-_MERGE_BUCKET = 64 * MIB
+HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
+_BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
 
 
 def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """Weights, their mean, two moments; in bf16 a master copy as well."""
     if not config.idle.train_drafter:
         return 0
-    weights = element_bytes(config.rollout.dtype) if device == "cuda" else 4
+    weights = element_bytes(config.drafter.sizes(device).dtype)
     sharded = (4 if weights < 4 else 0) + 12
     return drafter_parameters(shape) * weights + drafter_parameters(shape) * sharded // config.rollout.tp
 
 
-def drafter_step_bytes(config: Config, shape: ModelShape) -> int:
-    """Gradients, activations and temporaries of one micro-step."""
+def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """Gradients, activations and temporaries of one micro-step, and a head that was put together."""
     if not config.idle.train_drafter:
         return 0
-    element, tokens = element_bytes(config.drafter.dtype), config.drafter.online.micro_step_tokens
-    kept = tokens * element * (9 * shape.hidden_size + 4 * shape.intermediate_size)
-    block = 4 * _HEAD_TEMPORARIES * min(_HEAD_BLOCK, tokens * shape.vocab_size)
-    table = shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
-    head = table if config.rollout.tp > 1 else 0
-    return element_bytes(config.rollout.dtype) * drafter_parameters(shape) + kept + block + head
+    sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
+    tokens, element, inter = sizes.micro_step_tokens, element_bytes(sizes.dtype), shape.intermediate_size
+    heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    kept = tokens * element * (10 * hidden + heads + 3 * inter) * config.drafter.online.draft_steps
+    blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
+    loss = kept + tokens * hidden * (12 + element) + blocks
+    back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
+    count = drafter_parameters(shape)
+    gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_BUCKET_BYTES, 4 * count)
+    served = element_bytes(config.rollout.dtype)
+    states = tokens * hidden * served
+    return states + max(loss, back, gradients) + _head_copy(config, shape, device) * served
+
+
+def _head_copy(config: Config, shape: ModelShape, device: Device) -> int:
+    """Elements of the LM head, where the engine does not keep it in one piece."""
+    packed = device == "cpu" and config.rollout.kernels != "torch"
+    if shape.tie_word_embeddings or not (packed or config.rollout.tp > 1):
+        return 0
+    return shape.vocab_size * shape.hidden_size
 
 
 def drafter_merge_bytes(config: Config, shape: ModelShape) -> int:
-    """The bucket through which replicas' drafters are merged."""
-    return min(_MERGE_BUCKET, 16 * drafter_parameters(shape)) if config.idle.train_drafter else 0
+    """The bucket through which replicas' drafters are merged, and the one before it."""
+    if not config.idle.train_drafter:
+        return 0
+    return 2 * min(_BUCKET_BYTES, 4 * drafter_parameters(shape))
 
 
-def hidden_state_bytes(config: Config) -> int:
+def drafter_push_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """The mean as it goes to the engine, where no rank keeps it whole."""
+    if not config.idle.train_drafter or config.rollout.tp == 1:
+        return 0
+    return drafter_parameters(shape) * element_bytes(config.drafter.sizes(device).dtype)
+
+
+def hidden_state_bytes(config: Config, device: Device) -> int:
     """The buffer of hidden states to train on, in the host's memory."""
-    return int(config.drafter.online.buffer_mib * MIB) if config.idle.train_drafter else 0
+    return int(config.drafter.sizes(device).buffer_mib * MIB) if config.idle.train_drafter else 0
 
 
-def drafter_copy_bytes(config: Config, shape: ModelShape) -> int:
-    """The state where the window began, and the copy that a checkpoint is written from, in the host's memory."""
-    return 2 * 16 * drafter_parameters(shape) // config.rollout.tp if config.idle.train_drafter else 0
+def drafter_copy_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """The state where the window began, and the copy that a checkpoint is written from, in the host's memory.
+
+    With t > 1 the first rank of a group puts the checkpoint's together there before it is copied.
+    """
+    if not config.idle.train_drafter:
+        return 0
+    saved = 16 * drafter_parameters(shape) * (1 if config.rollout.tp == 1 else 2)
+    return drafter_state_bytes(config, shape, device) + saved

@@ -113,26 +113,29 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         KV: 0,
         "drafter": engine.drafter_weight_bytes(config, shape),
         "drafter training": drafter.drafter_state_bytes(config, shape, device),
-        "drafter step": drafter.drafter_step_bytes(config, shape),
+        "drafter step": drafter.drafter_step_bytes(config, shape, device),
         "drafter merge": drafter.drafter_merge_bytes(config, shape),
+        "drafter push": drafter.drafter_push_bytes(config, shape, device),
         "push bucket": policy.push_bytes(config, shape, dims),
         "save bucket": policy.save_bytes(device),
         "runtime": RUNTIME_BYTES[device],
     }
-    host = _host_parts(config, shape, parts)
+    host = _host_parts(config, shape, parts, device)
     if device == "cpu":
         del host["optimizer"], host["checkpoint"]  # the first is among the parts; the second is as before
         return RankMemory(stage, parts | host, _only(config, device))
     return RankMemory(stage, parts, _only(config, device), host=host)
 
 
-def _host_parts(config: Config, shape: ModelShape, parts: dict[str, int]) -> dict[str, int]:
+def _host_parts(
+    config: Config, shape: ModelShape, parts: dict[str, int], device: Device
+) -> dict[str, int]:
     """What lies in the host's memory where the device has its own."""
     return {
         "optimizer": parts["optimizer"] * config.actor.offload_optimizer,
         "checkpoint": parts["optimizer"] + parts["weights"],
-        "hidden states": drafter.hidden_state_bytes(config),
-        "drafter copies": drafter.drafter_copy_bytes(config, shape),
+        "hidden states": drafter.hidden_state_bytes(config, device),
+        "drafter copies": drafter.drafter_copy_bytes(config, shape, device),
         "suffix drafter": engine.suffix_bytes(config),
     }
 
@@ -144,6 +147,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
         "drafter merge": ("merge",),
+        "drafter push": ("push",),
         "push bucket": ("push",),
         "save bucket": ("save",),
     }

@@ -81,8 +81,10 @@ def test_ranks_of_a_group_keep_a_share_each_and_train_one_drafter(dtype: torch.d
     begun = alone.named()["raw"]["0.weight"].clone()
     take_steps(alone, alone_net, range(3, 5))
 
+    nets = [model(dtype) for _ in range(2)]  # seeded: not in threads
+
     def work(rank: ThreadRank):
-        net = model(dtype)
+        net = nets[rank.rank]
         state = TrainingState(net, tp=rank, bucket_elements=10)
         take_steps(state, net, range(3), 0.5)  # the two shares add up
         state.remember()
@@ -96,7 +98,9 @@ def test_ranks_of_a_group_keep_a_share_each_and_train_one_drafter(dtype: torch.d
     count = sum(p.numel() for p in alone_net.parameters())
     both = on_ranks(2, work)
     assert sum(kept for kept, *_ in both) == 4 * count and max(kept for kept, *_ in both) < 2.2 * count
-    for _, named, mean, weights, before, net in both:
+    assert all(not both[1][1][kind] for kind in KINDS)  # gathered for the first rank, which writes the file
+    named, before = both[0][1], both[0][4]
+    for _, _, mean, weights, _, net in both:
         for kind in KINDS:
             for name, wanted in alone.named()[kind].items():
                 torch.testing.assert_close(named[kind][name], wanted, atol=1e-6, rtol=1e-5)
@@ -134,8 +138,10 @@ def test_a_merge_is_the_weighted_mean_bucket_by_bucket(dtype: torch.dtype) -> No
         take_steps(state, net, range(10 * rank, 10 * rank + 3))
         return state, net
 
+    both = [trained(rank) for rank in range(2)]
+
     def work(rank: ThreadRank):
-        state, net = trained(rank.rank)
+        state, net = both[rank.rank]
         with Largest() as largest:
             state.merge((0.25, 0.75)[rank.rank], rank.all_reduce)
         return state.named(), [p.detach() for p in net.parameters()], largest.elements

@@ -1,0 +1,92 @@
+"""The plan of drafter training against what the trainer allocates, at the sizes of real models (meta tensors)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.planning import drafter as plan
+from megatron_tlt.drafter import loss, training_state
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle import model as eagle
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairBatch
+from tests.helpers.live_bytes import LiveBytes
+
+GIB = 1 << 30
+QWEN = {"qkv_bias": True, "max_position_embeddings": 32768}
+# model: shape, ranks of an engine, GiB of a rank that training may take, all in
+MODELS = {
+    "7b": (ModelConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, **QWEN), 1, 6),
+    "32b": (ModelConfig("qwen2", 152064, 5120, 64, 40, 8, 128, 27648, **QWEN), 4, 10),
+    "70b": (ModelConfig("llama", 128256, 8192, 80, 64, 8, 128, 28672, max_position_embeddings=32768), 8, 16),
+}
+
+
+class FirstRank:
+    """The first of `size` ranks, as memory sees it: what the others send does not matter."""
+
+    rank = 0
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves `tensor` as it is."""
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str) -> None:
+    shape, tp, limit = MODELS[name]
+    rollout = {"tp": tp, "dtype": "bf16"}
+    config = build_config({"model": {"path": "m"}, "rollout": rollout, "idle": {"train_drafter": True}})
+    sizes = config.drafter.sizes("cuda")
+    tokens = sizes.micro_step_tokens
+    assert (sizes.dtype, tokens) == ("bf16", 4096)
+    monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
+    with torch.device("meta"):
+        model = EagleModel(shape)
+    section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
+    with LiveBytes() as live:
+        trainer = OnlineDrafterTrainer(model, section, tp=FirstRank(tp), device="meta")
+        state, training = trainer._state, trainer._trainer
+        held = live.now
+        assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05)
+
+        table = meta(shape.vocab_size, shape.hidden_size)
+        engine = live.now - held if tp == 1 else 0  # with several ranks the head is a copy of its own
+        training.set_policy(table, table)
+        hidden = meta(tokens, shape.hidden_size)
+        ids = meta(tokens, dtype=torch.int64)
+        training.gradients(PairBatch(ids, hidden, [0, tokens], [1], [0]))
+        norm = state.take_gradients()
+        state.step(1e-3, 0.0, norm)
+        state.update_mean(0.9)
+        step = live.peak - held - engine
+        assert step == pytest.approx(plan.drafter_step_bytes(config, shape, "cuda"), rel=0.05)
+        assert held + step <= limit * GIB, f"{(held + step) / GIB:.2f} GiB"
+
+        training.set_policy(meta(0, 0), meta(0, 0))
+        del table, hidden, ids, norm
+        left = live.now
+        assert left - held < 1 << 24, "nothing but the rotary table is left of a micro-step"
+        live.reset_peak()
+        state.merge(0.5, lambda flat: None)
+        assert live.peak - left == pytest.approx(plan.drafter_merge_bytes(config, shape), rel=0.05)
+        live.reset_peak()
+        mean = state.mean()
+        assert len(mean) == len(list(model.parameters()))
+        pushed = live.now - left if tp > 1 else 0
+        assert pushed == pytest.approx(plan.drafter_push_bytes(config, shape, "cuda"), rel=0.05)
+
+
+def test_the_plans_figures_are_the_trainers() -> None:
+    assert plan.HEAD_BLOCK == loss._MAX_ELEMENTS
+    assert plan._BUCKET_BYTES == 4 * training_state._BUCKET_ELEMENTS
