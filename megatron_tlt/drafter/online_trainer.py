@@ -76,7 +76,7 @@ class OnlineDrafterTrainer:
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
         window = min(section.window, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
-        self._tables: Tables | None = None  # None: no rollout has begun
+        self._read_tables: Tables | None = None  # None: no rollout has begun
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
@@ -117,7 +117,7 @@ class OnlineDrafterTrainer:
         the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel group.
         """
         self.buffer.begin_step(policy_version)
-        self._tables = tables
+        self._read_tables = tables
 
     def train_step(self) -> dict[str, float] | None:
         """One micro-step; None if there is nothing to train on. All ranks of a tensor-parallel group call it together.
@@ -125,7 +125,7 @@ class OnlineDrafterTrainer:
         Raises DrafterError if the gradient is not finite, or memory ran out, on any rank of the group: the
         drafter is then what it was when the window began, and `train_step` returns None from then on.
         """
-        if not self.enabled or self._tables is None:
+        if not self.enabled or self._read_tables is None:
             return None
         sample = self.buffer.sample(self._tokens * self._tp.size)
         if sample is None:
@@ -165,10 +165,14 @@ class OnlineDrafterTrainer:
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
-        try:
+        if self._before is None:
+            assert self._read_tables is not None
+            self._trainer.set_policy(*self._read_tables())
+        try:  # nothing in here waits for another rank
             with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
                 if self._before is None:
-                    self._open_window()
+                    self._state.remember()
+                    self._before = self._state.steps, self.trained_steps
                 if share:
                     metrics |= self._trainer.backward(collate(share, self._device), counts)
         except DrafterError as error:
@@ -183,13 +187,6 @@ class OnlineDrafterTrainer:
         if failure is not None:
             raise failure
         return metrics
-
-    def _open_window(self) -> None:
-        """Before the first micro-step: keeps the state to go back to, reads the engine's tables."""
-        assert self._tables is not None
-        self._state.remember()
-        self._before = self._state.steps, self.trained_steps
-        self._trainer.set_policy(*self._tables())
 
     def _close_window(self) -> None:
         self._before, self.window_tokens = None, 0

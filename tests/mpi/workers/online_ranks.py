@@ -14,6 +14,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
+from tests.helpers.tiny_drafters import lookup_tables
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
@@ -151,7 +152,7 @@ def share(world: World) -> None:
         assert held(trainer) == sorted(p for r in given | {replica} for p in answers[r]), (
             "one sender at a time"
         )
-    trainer.begin_step(1)
+    trainer.begin_step(1, lambda: lookup_tables(CONFIG))
     drawn = [[piece.token_ids.tolist() for piece in trainer.buffer.sample(64) or []] for _ in range(9)]
     peers = world.all_gather_object((replica, drawn))
     assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a group draws the same"
