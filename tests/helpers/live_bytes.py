@@ -1,52 +1,33 @@
-"""Bytes of tensors that are alive, without a device: operations on meta tensors, storage by storage."""
+"""How many bytes of tensors are alive at once: every allocation and release of PyTorch's CPU allocator, in order."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations within the block make on `device`, until they are freed."""
+@dataclass
+class LiveBytes:
+    """What one block took: bytes in use at its end and at its highest, both since its start."""
 
-    def __init__(self, device: str = "meta"):
-        super().__init__()
-        self.now = self.peak = 0
-        self._device, self._known = device, set[int]()
+    end: int = 0
+    peak: int = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for tensor in self._tensors((args, kwargs)):  # made before the block
-            self._note(tensor.untyped_storage(), 0)
-        out = func(*args, **(kwargs or {}))
-        for tensor in self._tensors(out):
-            storage = tensor.untyped_storage()
-            self._note(storage, storage.nbytes())
-        return out
 
-    def _tensors(self, values: Any) -> list[Tensor]:
-        found = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
-        return [t for t in found if t.device.type == self._device]
-
-    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, size)  # its address may be used again
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-    def reset_peak(self) -> None:
-        """From now on `peak` is that of what follows."""
-        self.peak = self.now
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    """Counts allocations inside the block, also those inside of operators and in backward."""
+    counted = LiveBytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        torch.zeros(1)
+        yield counted
+    events = recorded.profiler.kineto_results.events()
+    memory = [e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        counted.end += event.nbytes()
+        counted.peak = max(counted.peak, counted.end)

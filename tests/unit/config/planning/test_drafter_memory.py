@@ -14,7 +14,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import model as eagle
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairBatch
-from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.meta_bytes import MetaBytes
 
 GIB = 1 << 30
 QWEN = {"qkv_bias": True, "max_position_embeddings": 32768}
@@ -54,7 +54,7 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str) -> None:
     with torch.device("meta"):
         model = EagleModel(shape)
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
-    with LiveBytes() as live:
+    with MetaBytes() as live:
         trainer = OnlineDrafterTrainer(model, section, tp=FirstRank(tp), device="meta")
         state, training = trainer._state, trainer._trainer
         held = live.now
