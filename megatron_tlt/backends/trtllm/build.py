@@ -15,6 +15,7 @@ from megatron_tlt.backends.trtllm.process import EngineProcess
 from megatron_tlt.backends.trtllm.weights import open_transport
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def build_trtllm(
 ) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1).
 
-    The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    With `rollout.trtllm.sleep` it has given its KV cache's memory back. The settings have passed
+    `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     section = rollout.trtllm
     config = ModelConfig.from_hf(model.path)
@@ -56,7 +58,7 @@ def build_trtllm(
     finally:
         if not started:
             process.close()
-    return TrtllmBackend(
+    backend = TrtllmBackend(
         process,
         transport,
         weights,
@@ -66,15 +68,29 @@ def build_trtllm(
         drafter_names=names,
         tokenizer=tokenizer,
     )
+    if section.sleep != "none":
+        backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
+    return backend
 
 
-def visible_device(device: torch.device) -> str | None:
-    """CUDA_VISIBLE_DEVICES of an engine on the rank's GPU; None on CPU."""
+def visible_device(device: torch.device) -> dict[str, str]:
+    """Variables that show an engine the rank's GPU alone; none on CPU. Raises ConfigError.
+
+    TensorRT-LLM takes the names in CUDA_VISIBLE_DEVICES for integers, so a UUID (which Slurm and Kubernetes write)
+    becomes an index, of the order that NVML counts in.
+    """
     if device.type != "cuda":
-        return None
+        return {}
     index = device.index if device.index is not None else torch.cuda.current_device()
     ours = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ours[index] if ours else str(index)
+    name = ours[index] if ours else str(index)
+    if name.isdigit():
+        return {"CUDA_VISIBLE_DEVICES": name}
+    try:
+        return {"CUDA_VISIBLE_DEVICES": str(index_of(name)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    except ValueError as error:
+        allowed = f"TensorRT-LLM needs a GPU's index in CUDA_VISIBLE_DEVICES: {error}"
+        raise ConfigError.of("rollout.backend", "trtllm", allowed) from error
 
 
 def drafter_names(directory: Path) -> frozenset[str]:

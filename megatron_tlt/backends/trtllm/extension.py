@@ -36,6 +36,13 @@ class TltWorkerExtension(WorkerExtension):  # type: ignore[misc]  # of another e
         self.update_weights({get_device_uuid(self.device_id): handles})
         return sums
 
+    def tlt_reset_prefix_cache(self) -> None:
+        """Forgets cached prefixes, before the KV cache's memory is given back. Mutates the engine.
+
+        By the engine's own method: `WorkerExtension` has one of that name in some releases only.
+        """
+        self.engine.reset_prefix_cache()
+
     @control_action_decorator  # type: ignore[untyped-decorator]
     def tlt_update_drafter(self, entries: Sequence[Entry], verify: bool) -> Sums:
         """Loads all tensors of the one-model drafter, which `update_weights` leaves out. Raises ValueError.

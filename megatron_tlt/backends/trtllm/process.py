@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.wire import PROTOCOL, FrameReader, WireError, frame
@@ -56,8 +57,8 @@ def child_environment(ours: Mapping[str, str], package: str, section: TrtllmSect
 class EngineProcess:
     """The child process and the socket to it. Used by one thread of the rank."""
 
-    def __init__(self, section: TrtllmSection, devices: str | None = None):
-        """Starts the child and shakes hands. `devices`: its CUDA_VISIBLE_DEVICES. Raises BackendError."""
+    def __init__(self, section: TrtllmSection, variables: Mapping[str, str] = MappingProxyType({})):
+        """Starts the child and shakes hands. `variables`: of its environment, over all others. Raises BackendError."""
         assert section.python is not None  # `config.checks.backend`
         self._section = section
         self._directory = Path(tempfile.mkdtemp(prefix="tlt-"))  # 0700
@@ -70,7 +71,7 @@ class EngineProcess:
         self._child: subprocess.Popen[bytes] | None = None
         listener = self._listen()
         try:
-            self._child = self._spawn(section.python, devices)
+            self._child = self._spawn(section.python, variables)
             self._socket = self._accept(listener)
             self.engine_version = self._handshake()
         finally:
@@ -86,11 +87,9 @@ class EngineProcess:
         listener.listen(1)
         return listener
 
-    def _spawn(self, python: str, devices: str | None) -> subprocess.Popen[bytes]:
+    def _spawn(self, python: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         (self._directory / PACKAGE).symlink_to(Path(__file__).resolve().parents[1])
-        environment = child_environment(os.environ, str(self._directory), self._section)
-        if devices is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = devices
+        environment = child_environment(os.environ, str(self._directory), self._section) | dict(variables)
         try:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
             with self.log.open("wb") as log, signals_blocked():

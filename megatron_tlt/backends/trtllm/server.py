@@ -126,7 +126,9 @@ class Host:
         self._send({"type": "answer", "id": number, **answer})
 
     async def _abort(self, _: Message) -> Message:
-        await asyncio.sleep(0)  # requests that were submitted just before must have begun, or they would run on
+        await asyncio.sleep(
+            0
+        )  # requests that were submitted just before must have begun, or they would run on
         for output in list(self._live.values()):
             output.abort()
         return {}
@@ -180,7 +182,7 @@ class Host:
             raise RuntimeError(f"tensors of version {version} came into the push of {self._open}")
 
     async def _release(self, message: Message) -> Message:
-        await self._llm.collective_rpc("reset_prefix_cache")
+        await self._llm.collective_rpc("tlt_reset_prefix_cache")
         await self._llm.release(message["tags"])
         return {}
 
@@ -294,7 +296,9 @@ class Connection:
         """Sends heartbeats from the event loop itself, so that they stop when it hangs."""
         while True:
             await asyncio.sleep(every)
-            if self._writer.transport.get_write_buffer_size() == 0:  # the client does not read while it trains
+            if (
+                self._writer.transport.get_write_buffer_size() == 0
+            ):  # the client does not read while it trains
                 self.send({"type": "beat", "in_flight": self._host.in_flight})
 
     async def _poll_stats_regularly(self) -> None:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.trtllm.process import EngineProcess
 
 Named = tuple[str, "Tensor"]
+# A CUDA memory handle as torch's allocator writes it: a byte with the format's version, a byte with the kind of memory,
+# and the driver's own bytes. Handles without the two are older than both.
+_DRIVER_BYTES = 64
+_PLAIN, _EXPANDABLE = ord("c"), ord("e")  # memory of cudaMalloc; of an expandable segment
+_VERSION = 2  # the newest that torch <= 2.12 reads; 2.13 writes 3, with the same bytes for plain memory
 PART_BYTES = 16 << 20  # of one message with a tensor's bytes
 _SHARED = Path("/dev/shm")
 _ALIGNMENT = 256  # bytes; a tensor's place in a packed buffer
@@ -190,7 +195,27 @@ def ipc_entry(name: str, tensor: Tensor) -> dict[str, Any]:
     if not tensor.is_cuda:
         raise SyncError(f"{name} lies on {tensor.device}: cuda_ipc needs CUDA tensors")
     _, args = reduce_tensor(tensor)
-    return {**describe(name, tensor), "ipc": plain_ipc(args)}
+    ipc = plain_ipc(args)
+    return {**describe(name, tensor), "ipc": {**ipc, "handle": older_handle(ipc["handle"])}}
+
+
+def older_handle(handle: bytes) -> bytes:
+    """A memory handle in the form that the engine's torch reads, which is older than this one. Raises SyncError.
+
+    Only handles of plain memory have one: those of expandable segments changed with the version.
+    """
+    if len(handle) <= _DRIVER_BYTES:
+        return handle
+    version, kind = handle[:2]
+    if version <= _VERSION:
+        return handle
+    if kind != _PLAIN:
+        what = "an expandable segment" if kind == _EXPANDABLE else f"memory of kind {kind}"
+        raise SyncError(
+            f"a handle of {what} in version {version}, which the engine's torch does not read: remove "
+            "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set rollout.trtllm.transport to shared_memory"
+        )
+    return bytes([_VERSION]) + handle[1:]
 
 
 def plain_ipc(args: Sequence[Any]) -> dict[str, Any]:

@@ -76,11 +76,8 @@ def make_worker_extension(fake: Fake) -> type:
             arguments[6] = "cpu"
             state["weights"][name] = zlib.crc32(bytes_of(function(*arguments)))
 
-    def reset_cache(this: Any) -> None:
-        this.__dict__["fake_state"]["resets"] += 1
-
     contract.use("classes", "WorkerExtension")
-    members = fake.methods("WorkerExtension", {"update_weights": update, "reset_prefix_cache": reset_cache})
+    members = fake.methods("WorkerExtension", {"update_weights": update})
     return type(
         contract.name("classes", "WorkerExtension"), (), {**members, "__init__": init, "__getattr__": read}
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
@@ -108,7 +111,7 @@ def test_a_drafters_names_are_its_files_without_the_embedding(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("ours", "device", "theirs"),
-    [(None, "cuda:2", "2"), ("4,GPU-ab", "cuda:1", "GPU-ab"), ("4, 6", "cuda:1", "6"), ("4", "cpu", None)],
+    [(None, "cuda:2", "2"), ("GPU-ab,4", "cuda:1", "4"), ("4, 6", "cuda:1", "6"), ("4", "cpu", None)],
 )
 def test_the_engine_sees_the_ranks_gpu(
     monkeypatch: pytest.MonkeyPatch, ours: str | None, device: str, theirs: str | None
@@ -116,7 +119,46 @@ def test_the_engine_sees_the_ranks_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if ours is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
-    assert visible_device(torch.device(device)) == theirs
+    assert visible_device(torch.device(device)) == (
+        {} if theirs is None else {"CUDA_VISIBLE_DEVICES": theirs}
+    )
+
+
+def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uuids = ["GPU-00aa-1", "GPU-00bb-2", "GPU-00ba-3"]
+    nvml = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(uuids),
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetUUID=lambda handle: uuids[handle],
+    )
+    monkeypatch.setattr(trtllm_build, "index_of", partial(index_of, nvml=nvml))
+    for name, index in (("GPU-00ba-3", "2"), ("GPU-00bb", "1")):  # CUDA takes a beginning of a UUID, too
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"0,{name}")
+        wanted = {"CUDA_VISIBLE_DEVICES": index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        assert visible_device(torch.device("cuda:1")) == wanted
+    for name, why in (("GPU-00b", "2 GPUs"), ("GPU-ff", "0 GPUs"), ("MIG-00aa", "no GPU's UUID")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        with pytest.raises(ConfigError, match=why):
+            visible_device(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize(("sleep", "calls"), [("kv_cache", ["start", "release"]), ("none", ["start"])])
+def test_the_kv_cache_is_released_right_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str, calls: list[str]
+) -> None:
+    """The policy is built next, on the same GPU."""
+    made: list[str] = []
+    real = trtllm_build.EngineProcess.call
+    monkeypatch.setattr(
+        trtllm_build.EngineProcess, "call", lambda self, kind, **f: made.append(kind) or real(self, kind, **f)
+    )
+    backend = build_trtllm(*settings(tmp_path, sleep=sleep), SyncSection(), device="cpu")
+    assert made == calls
+    backend.close()
 
 
 def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_tlt.backends.trtllm.process import child_environment
-from megatron_tlt.backends.trtllm.weights import describe, ipc_entry, pack_tensors, plain_ipc
+from megatron_tlt.backends.trtllm.weights import describe, ipc_entry, older_handle, pack_tensors, plain_ipc
 from megatron_tlt.backends.wire import frame, message_of
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import SyncError
@@ -23,7 +23,12 @@ from tests.helpers.trtllm_fake.package import install, uninstall
 
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))
-THERE = ("wire", "trtllm/instances", "trtllm/server", "trtllm/extension")  # modules of the engine's environment
+THERE = (
+    "wire",
+    "trtllm/instances",
+    "trtllm/server",
+    "trtllm/extension",
+)  # modules of the engine's environment
 
 
 def used_names(path: Path) -> list[tuple[str, ...]]:
@@ -125,6 +130,19 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
     assert names[extension.DEVICE] == "storage_device"
     there = dict(zip(names, args, strict=True))
     assert there == {**given, "storage_device": None}, "the engine puts its own device there"
+
+
+def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() -> None:
+    """torch 2.13 writes version 3, torch <= 2.12 refuses it; plain memory's bytes are the same in both."""
+    driver = bytes(range(64))
+    for given in (b"\x03c" + driver, b"\x04c" + driver):
+        assert older_handle(given) == b"\x02c" + driver
+    for given in (b"\x02c" + driver, b"\x01e" + driver + b"more", driver):  # old enough, or without a version
+        assert older_handle(given) == given
+    with pytest.raises(SyncError, match="expandable_segments"):
+        older_handle(b"\x03e" + driver)
+    with pytest.raises(SyncError, match="memory of kind 120"):
+        older_handle(b"\x03x" + driver)
 
 
 def test_packed_tensors_are_copies_side_by_side() -> None:
