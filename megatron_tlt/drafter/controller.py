@@ -134,7 +134,12 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and counters of the drafter in training; without one, what the run was resumed with."""
+        """Weights, moments and counters of the drafter in training; without one, what the run was resumed with.
+
+        Collective among the ranks of the first replica, whose first rank gets the tensors; None on the other replicas.
+        """
+        if self._sharing.replica:
+            return None
         return self._checkpointed if self.trainer is None else self.trainer.state_dict()
 
     def load_state_dict(self, drafter: Mapping[str, Any] | None) -> None:

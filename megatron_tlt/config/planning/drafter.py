@@ -81,12 +81,11 @@ def hidden_state_bytes(config: Config, device: Device) -> int:
     return int(config.drafter.sizes(device).buffer_mib * MIB) if config.idle.train_drafter else 0
 
 
-def drafter_copy_bytes(config: Config, shape: ModelShape, device: Device) -> int:
-    """The state where the window began, and the copy that a checkpoint is written from, in the host's memory.
+def drafter_save_bytes(config: Config, shape: ModelShape) -> int:
+    """The copy that a checkpoint is written from, in the host's memory of the first rank.
 
-    With t > 1 the first rank of a group puts the checkpoint's together there before it is copied.
+    With t > 1 it is put together there before it is copied.
     """
     if not config.idle.train_drafter:
         return 0
-    saved = 16 * drafter_parameters(shape) * (1 if config.rollout.tp == 1 else 2)
-    return drafter_state_bytes(config, shape, device) + saved
+    return 16 * drafter_parameters(shape) * (1 if config.rollout.tp == 1 else 2)

@@ -135,7 +135,8 @@ def _host_parts(
         "optimizer": parts["optimizer"] * config.actor.offload_optimizer,
         "checkpoint": parts["optimizer"] + parts["weights"],
         "hidden states": drafter.hidden_state_bytes(config, device),
-        "drafter copies": drafter.drafter_copy_bytes(config, shape, device),
+        "drafter before a window": parts["drafter training"],
+        "drafter in a save (rank 0)": drafter.drafter_save_bytes(config, shape),
         "suffix drafter": engine.suffix_bytes(config),
     }
 
