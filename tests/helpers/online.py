@@ -18,13 +18,17 @@ LENGTHS = (40, 12, 25, 33, 60, 18, 22, 51)
 
 
 def online_trainer(
-    tp: TensorParallel | None = None, lengths: tuple[int, ...] = LENGTHS, first_prompt: int = 0, **online
+    tp: TensorParallel | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    first_prompt: int = 0,
+    dtype: str = "fp32",
+    **online,
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds answers of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
-    trainer = OnlineDrafterTrainer(model, DrafterSection(online=options), tp=tp)
+    trainer = OnlineDrafterTrainer(model, DrafterSection(dtype=dtype, online=options), tp=tp)
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))
@@ -35,7 +39,7 @@ def everything(trainer: OnlineDrafterTrainer) -> Tensor:
     """Weights, their mean and moments, flat, before or after a merge. Collective in a tensor-parallel group."""
     parts = []
     for kind in KINDS:
-        found = {name: torch.zeros_like(p) for name, p in trainer.model.named_parameters()}
+        found = {name: torch.zeros(p.shape) for name, p in trainer.model.named_parameters()}
         trainer._state._gather(kind, found)
         parts += [tensor.flatten() for tensor in found.values()]
     return torch.cat(parts)

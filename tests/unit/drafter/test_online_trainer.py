@@ -5,6 +5,7 @@ import torch
 
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, DrafterError
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.base import eagle_parameter_shapes
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
@@ -15,8 +16,10 @@ def alone(tensor: torch.Tensor) -> None:
     """The all-reduce of a world of one rank."""
 
 
-def test_micro_steps_learn_and_are_bounded() -> None:
-    t = online_trainer()
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_micro_steps_learn_and_are_bounded(dtype: str) -> None:
+    t = online_trainer(dtype=dtype)
+    assert {p.dtype for p in t.model.parameters()} == {DTYPES[dtype]}
     seen = [t.train_step() for _ in range(60)]
     assert all(m["tokens"] <= 64 for m in seen)
     first, last = ([m["accept/1"] for m in part] for part in (seen[:8], seen[-8:]))
@@ -146,8 +149,9 @@ def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
         assert torch.equal(t.state_dict()["model"][name], t.weights()[name])
 
 
-def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
-    one, two = online_trainer(), online_trainer(lengths=())
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
+    one, two = online_trainer(dtype=dtype), online_trainer(lengths=(), dtype=dtype)
     for _ in range(4):
         one.train_step()
     with pytest.raises(DrafterError, match="after a merge only"):
