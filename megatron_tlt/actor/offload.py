@@ -52,13 +52,15 @@ class OptimizerOffload:
         return tensor
 
     @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The state is on the device inside, and afterwards where it was."""
+    def on_device(self, gradients: bool = True) -> Iterator[None]:
+        """The state, and the gradient buffers if they are needed, are on the device inside, and afterwards where they
+        were.
+        """
         copies, self._host_copies = self._host_copies, None
         for storage, host in copies or ():
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host)
-        if copies is not None:
+        if copies is not None and gradients:
             with cpu_as_cuda():
                 self._ddp.restore_grad_buffers()
         try:

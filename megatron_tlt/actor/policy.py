@@ -275,7 +275,7 @@ class MegatronPolicy:
         expected = {**model_record(self.config), **self._training_record()}
         if wrong := model_differences({**manifest.model, **manifest.training}, expected):
             raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
-        with self._offload.on_device():
+        with self._offload.on_device(gradients=False):
             load_state(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
         self.has_stepped = True

@@ -23,12 +23,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {}),
     "pp2_dp2": (4, {"pp": 2}),
     "tp2_dp2_zero": (4, {"tp": 2, "distributed_optimizer": "on"}),
+    "tp2_sp_selective": (2, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
     "dp2_overlap": (2, {"overlap": "on"}),
     "dp2_zero_overlap": (2, {"distributed_optimizer": "on", "overlap": "on"}),
 }
 # SGD shows exactness. All families where TP, PP and DP appear first, elsewhere the trickiest (tied, biases).
 SGD = [(name, kind) for name in ("tp2", "pp2", "dp2", "tp2_pp2_sp") for kind in KINDS]
-SGD += [("dp2_overlap", "qwen2")]
+SGD += [("dp2_overlap", "qwen2"), ("tp2_sp_selective", "qwen2")]
 SGD += [(name, "qwen2") for name in ("tp2_pp2", "tp4_sp_recompute", "dp4", "pp2_dp2")]
 ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3"), ("dp2_zero_overlap", "qwen3")]
 
