@@ -113,8 +113,7 @@ def build_backend(
 
 def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
     """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
-    is_plain = rollout.tp == 1 and rollout.numerics == "default"
-    if not (rollout.cuda_graphs and is_plain and decoder.device.type == "cuda"):
+    if not (rollout.cuda_graphs and rollout.numerics == "default" and decoder.device.type == "cuda"):
         return None
     assert isinstance(decoder, TorchDecoder)
     mib = rollout.graph_memory_mib

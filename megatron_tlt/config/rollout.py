@@ -59,7 +59,7 @@ class RolloutSection(Section):
     """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
     always computes so; the PyTorch decoder pays for it with fixed tiles."""
     cuda_graphs: bool = True
-    """On CUDA, run decoding and verifying steps as captured graphs (tensor parallel size 1, default numerics)."""
+    """On CUDA, run decoding and verifying steps as captured graphs (default numerics)."""
     graph_memory_mib: PositiveInt | None = None
     """Device memory of captured graphs; steps beyond it run without one, and are counted. Default: no limit."""
     order: Literal["arrival", "longest_first"] = "longest_first"

@@ -83,7 +83,10 @@ class GroupTensorParallel:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] to [size, ...]."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self._group)
+        if tensor.is_cuda:  # one kernel, which a graph may capture
+            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
+        else:
+            dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self._group)
         return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:

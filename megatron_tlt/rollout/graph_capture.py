@@ -183,6 +183,34 @@ class EagerCapturer:
         """Nothing to do."""
 
 
+class AgreedCapturer:
+    """Another capturer on every rank of a group: each number is the largest of all ranks.
+
+    What is captured, refused and dropped follows from these numbers and from the order of the steps, so all ranks
+    decide alike, and no rank waits in a collective that another one has not captured. Every call is collective.
+    """
+
+    def __init__(self, inner: Capturer, largest: Callable[[int], int]):
+        """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`)."""
+        self._inner, self._largest = inner, largest
+        self.pool_bytes = 0
+
+    def warm_up(self, step: Step) -> int:
+        """See `Capturer`."""
+        return self._largest(self._inner.warm_up(step))
+
+    def capture(self, step: Step) -> Captured:
+        """See `Capturer`."""
+        made = self._inner.capture(step)
+        self.pool_bytes = self._largest(self._inner.pool_bytes)
+        return Captured(made.replay, self._largest(made.nbytes))
+
+    def free_pool(self) -> None:
+        """See `Capturer`."""
+        self._inner.free_pool()
+        self.pool_bytes = 0
+
+
 class CudaCapturer:
     """CUDA graphs in one memory pool of one device. The host waits for the device at captures only."""
 

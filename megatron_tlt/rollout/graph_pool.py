@@ -3,7 +3,8 @@
 A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
 and of blocks of context. Strategies that verify equally many tokens share graphs. All graphs read one set of input
 buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a time; they are
-captured at their first use, so only sizes that occur cost memory. On CPU the same static forwards run without a graph.
+captured at their first use, so only sizes that occur cost memory. Ranks of one engine capture the same steps, with
+their collectives (`AgreedCapturer`). On CPU the same static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
@@ -21,10 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import agree_on
 from megatron_tlt.models.base import KVCache, NamedTensors
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import (
+    AgreedCapturer,
     Capturer,
     CudaCapturer,
     EagerCapturer,
@@ -88,6 +91,8 @@ class GraphPool:
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
+        if decoder.tp is not None:
+            capturer = AgreedCapturer(capturer, agree_on(decoder.tp, decoder.device))
         fixed = self._staging.nbytes + self._logits.nbytes + self._hidden.nbytes
         self._cache = GraphCache(capturer, budget_bytes, fixed)
 

@@ -89,7 +89,7 @@ def verified_rows(config: Config) -> int:
 def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """Captured graphs (`rollout.graph_pool`), where there are any: their budget; without one their output buffers."""
     rollout = config.rollout
-    if device != "cuda" or not rollout.cuda_graphs or rollout.tp > 1 or rollout.numerics != "default":
+    if device != "cuda" or not rollout.cuda_graphs or rollout.numerics != "default":
         return 0
     if rollout.graph_memory_mib is not None:
         return rollout.graph_memory_mib * MIB

@@ -20,6 +20,9 @@ from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, Step
+from megatron_tlt.rollout.graph_pool import GraphPool, PooledDecoder, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.engines import (
@@ -40,7 +43,8 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "eagle tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
     "hybrid": {"drafter": "hybrid", "selector": "beg_mab"},
 }
-CASES = [("native", name) for name in DRAFTING] + [("torch", "none"), ("torch", "suffix tree")]
+CASES = [("native", name) for name in DRAFTING]
+CASES += [("torch", "none"), ("torch", "suffix tree"), ("graphs", "suffix tree"), ("graphs", "eagle tree")]
 
 
 def main() -> None:
@@ -80,7 +84,10 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
     """
     config, jobs = small_config("qwen3"), random_jobs(131, 8, seed=8)
     weights, samples = random_weights(config), list[HiddenStateSample]()
+    has_graphs = kernels == "graphs"
+    kernels = "torch" if has_graphs else kernels
     engine = speculating_engine(config, weights, kernels, speculation=DRAFTING[name], tp=tp, num_blocks=10)
+    pool = use_graphs(engine, world.rank) if has_graphs else None
     engine.collect_hidden_states(HiddenStateCollector(samples.append))
     answers = answer_all(engine, jobs)
     assert engine.blocks.num_used == 0
@@ -94,15 +101,47 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         passed = read_hidden_states(decoder, texts, 16, 512)
         return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(samples, passed, strict=True))
 
+    if pool is not None:
+        assert pool.stats().evictions > 0 < pool.stats().refused and pool.stats().replays > 0
+        assert len({str(keys) for keys in world.all_gather_object(pool.captured)}) == 1, "captures differ"
     stats = engine.take_stats()
     return {
         "answers": encode(answers),
         "accept_length": stats.speculation.accept_length,
         "preemptions": stats.preemptions,
         "ranks_agree": all(other == mine for other in world.all_gather_object(mine)),
-        "off_plain_pass": difference(engine.runner.decoder),
+        "off_plain_pass": difference(getattr(engine.runner.decoder, "inner", engine.runner.decoder)),
         "off_one_rank": difference(whole),
     }
+
+
+class UnevenCapturer(EagerCapturer):
+    """Steps as they are, whose sizes differ by rank, as those of a real allocator do."""
+
+    def __init__(self, rank: int):
+        self.pool_bytes, self._rank, self._count = 0, rank, 0
+
+    def warm_up(self, step: Step) -> int:
+        step()
+        self._count += 1
+        return 100 * (self._count % 5) + 70 * self._rank * (self._count % 3)
+
+    def capture(self, step: Step) -> Captured:
+        self.pool_bytes = max(self.pool_bytes, 200)
+        return Captured(step, 100 + 60 * self._rank)
+
+
+def use_graphs(engine: Engine, rank: int) -> GraphPool:
+    """Decoding steps of `engine` run through a pool with room for few graphs."""
+    runner, sizes = engine.runner, PoolSizes(16, 256, 16, 128)
+    decoder = runner.decoder
+    probe = GraphPool(decoder, runner.kv, sizes, capturer=UnevenCapturer(0))
+    budget = probe.memory_bytes() + 700
+    pooled = PooledDecoder(decoder, runner.kv, sizes, budget, UnevenCapturer(rank))
+    runner.decoder = pooled
+    if engine.speculator is not None and engine.speculator.eagle is not None:
+        engine.speculator.eagle.decoder.use_graphs(pooled.pool.run_step)
+    return pooled.pool
 
 
 def encode(answers: Answers) -> dict[str, Any]:

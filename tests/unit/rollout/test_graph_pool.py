@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.rollout.graph_capture import Captured, CudaCapturer, GraphCache
+from megatron_tlt.rollout.graph_capture import AgreedCapturer, Captured, CudaCapturer, GraphCache
 from megatron_tlt.rollout.graph_pool import (
     GraphKey,
     GraphPool,
@@ -301,6 +304,37 @@ def test_a_capture_that_took_more_than_foreseen_is_given_back() -> None:
     cache.run("a", made["a"])
     assert cache.keys == [] and cache.memory_bytes == 0 and fake.pools_freed == 1
     assert cache.stats.eager_over_budget == 1 and ran.count("a") == 2  # warm-up and the eager run
+
+
+def test_ranks_whose_allocators_differ_capture_and_drop_the_same_graphs() -> None:
+    """Two ranks in threads; alone, the second would refuse "huge" and drop others."""
+    barrier, given = threading.Barrier(2, timeout=20), [0, 0]
+
+    def largest(rank: int, value: int) -> int:
+        given[rank] = value
+        barrier.wait()
+        found = max(given)
+        barrier.wait()
+        return found
+
+    names = ("a", "b", "huge", "c", "a", "d", "b", "huge", "a")
+
+    def one_rank(rank: int) -> list[object]:
+        made, _ = steps(*set(names))
+        sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank}
+        fake = Fake(temporary=sizes, own=20 + 25 * rank)
+        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank)), budget_bytes=240)
+        seen: list[object] = []
+        for name in names:
+            cache.run(name, made[name])
+            seen.append((tuple(cache.keys), cache.memory_bytes))
+        cache.clear()
+        return [*seen, cache.memory_bytes, cache.stats.refused, cache.stats.evictions]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one_rank, (0, 1))
+    assert first == second
+    assert first[-1] > 0, "nothing was dropped"
 
 
 class FakeCuda:
