@@ -172,6 +172,8 @@ class Engine:
         finished = self.scheduler.commit(batch, result)
         for request in finished:
             self._finish(request)
+        if self._collector is not None:
+            self._collector.emit(wait=self.is_idle)
         self._count(batch, result, len(finished), (started, scheduled, computed, time.perf_counter()))
         return finished
 

@@ -1,15 +1,19 @@
 """`HiddenStateCollector`: the hidden states of finished answers, on which the drafter trains.
 
-Nothing is done while a request decodes: its states lie in `PagedHiddenStates` and are read once, at its end.
+Nothing is done while a request decodes: its states lie in `PagedHiddenStates` and are read once, at its end. On a GPU
+they leave beside the next steps, and the sample is emitted when they are on the host.
 Legend: L tokens of prompt and answer, H hidden size.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
+from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import HiddenStateSample
@@ -29,20 +33,26 @@ class HiddenStateCollector:
     ):
         """`sink` is called inside the engine's step; samples are copies. `policy_version()` is that of the weights."""
         self._sink, self._policy_version, self._min_tokens = sink, policy_version, min_tokens
+        self._leaving: deque[tuple[HostCopy, Callable[..., HiddenStateSample]]] = deque()
 
     def collect(self, request: Request, pages: PagedHiddenStates) -> None:
-        """Emits the sample of a finished `request`, whose blocks in `pages` hold all its tokens but the last one."""
+        """Takes the sample of a finished `request`, whose blocks in `pages` hold all its tokens but the last one."""
         if len(request.output) < self._min_tokens:
             return
         tokens = np.concatenate((request.prompt, np.asarray(request.output, np.int32)))
-        self._sink(
-            HiddenStateSample(
-                prompt_id=request.prompt_id,
-                sample_index=request.sample_index,
-                policy_version=self._policy_version(),
-                token_ids=tokens,
-                hidden=pages.read(request.blocks, len(tokens) - 1),
-                prompt_len=len(request.prompt),
-                key=request.key,
-            )
+        sample = partial(
+            HiddenStateSample,
+            prompt_id=request.prompt_id,
+            sample_index=request.sample_index,
+            policy_version=self._policy_version(),
+            token_ids=tokens,
+            prompt_len=len(request.prompt),
+            key=request.key,
         )
+        self._leaving.append((pages.start_read(request.blocks, len(tokens) - 1), sample))
+
+    def emit(self, wait: bool) -> None:
+        """Emits the samples that are on the host, in the order in which they were taken; with `wait` all of them."""
+        while self._leaving and (wait or self._leaving[0][0].is_done):
+            states, sample = self._leaving.popleft()
+            self._sink(sample(hidden=states.wait()))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices
+
 
 class PagedHiddenStates:
     """The states of `num_blocks` blocks of `block_size` positions. Memory of blocks never used is not touched (CPU)."""
@@ -26,6 +28,7 @@ class PagedHiddenStates:
         device: torch.device | str = "cpu",
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
+        self._copies = HostCopies(torch.device(device))
         self.data = torch.zeros(
             num_blocks * block_size, hidden_size, dtype=dtype, device=device
         )  # [slots, H]
@@ -52,13 +55,19 @@ class PagedHiddenStates:
 
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies slot src[i] to dst[i]; all sources are read before anything is written."""
-        self.data[list(dst)] = self.data[list(src)]
+        device = self.data.device
+        self.data[indices(dst, device)] = self.data[indices(src, device)]
 
     def read(self, blocks: Sequence[int], count: int) -> Tensor:
         """The first `count` positions [count, H] of a request with these `blocks`: a copy, on the CPU."""
-        table = torch.tensor(blocks, dtype=torch.int64)
-        slots = (table[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[:count]
-        return self.data[slots.to(self.data.device)].cpu()
+        return self.start_read(blocks, count).wait()
+
+    def start_read(self, blocks: Sequence[int], count: int) -> HostCopy:
+        """`read` without waiting for the device; the blocks may be written again at once."""
+        device = self.data.device
+        within = torch.arange(self.block_size, device=device)
+        slots = (indices(blocks, device)[:, None] * self.block_size + within).flatten()[:count]
+        return self._copies.start(self.data[slots])
 
 
 def page_bytes(block_size: int, hidden_size: int, dtype: torch.dtype) -> int:

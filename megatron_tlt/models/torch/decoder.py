@@ -33,6 +33,7 @@ from megatron_tlt.models.torch.invariant import (
 )
 from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
+from megatron_tlt.models.torch.transfer import indices
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -153,7 +154,7 @@ class TorchDecoder:
         """See `base.Decoder.copy_slots`."""
         assert len(src) == len(dst)
         if len({*dst}) == len(dst) and not {*src} & {*dst}:  # then the order is nothing to care about
-            kv.data[:, :, list(dst)] = kv.data[:, :, list(src)]
+            kv.data[:, :, indices(dst, self.device)] = kv.data[:, :, indices(src, self.device)]
             return
         for a, b in zip(src, dst, strict=True):
             kv.data[:, :, b] = kv.data[:, :, a]

@@ -124,7 +124,7 @@ class UnevenCapturer(EagerCapturer):
     def warm_up(self, step: Step) -> int:
         step()
         self._count += 1
-        return 100 * (self._count % 5) + 70 * self._rank * (self._count % 3)
+        return 150 * (self._count % 5) + 70 * self._rank * (self._count % 3)
 
     def capture(self, step: Step) -> Captured:
         self.pool_bytes = max(self.pool_bytes, 200)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from megatron_tlt.models.torch import transfer
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates, page_bytes
 
 BLOCKS, SIZE, WIDTH = 9, 4, 3
@@ -53,3 +55,36 @@ def test_bytes_of_a_block(dtype: torch.dtype) -> None:
     assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(
         SIZE, WIDTH, dtype
     )
+
+
+def test_states_leave_a_gpu_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a stand-in for torch.cuda: who waits for whom, and that the host waits for nothing before `wait`."""
+    calls: list[str] = []
+
+    class Event:
+        def record(self, stream: str) -> None:
+            calls.append(f"{stream} records")
+
+        def query(self) -> bool:
+            return "device done" in calls
+
+        def synchronize(self) -> None:
+            calls.append("host waits")
+
+    @contextmanager
+    def stream(name: str):
+        calls.append(f"{name} begins")
+        yield
+
+    side = type("Side", (str,), {"wait_stream": lambda self, other: calls.append(f"{self} waits for {other}")})
+    fakes = {"Stream": lambda device: side("side"), "current_stream": lambda device: "main", "stream": stream}
+    for name, fake in (fakes | {"Event": Event}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(transfer, "pinned_like", torch.empty_like)
+    states = torch.arange(6.0)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, s: calls.append(f"kept for {s}"))
+    copy = transfer.HostCopies(torch.device("cuda", 0)).start(states)
+    assert calls == ["side waits for main", "side begins", "side records", "kept for side"]
+    assert not copy.is_done
+    calls.append("device done")
+    assert copy.is_done and torch.equal(copy.wait(), states)
