@@ -1,13 +1,15 @@
 """`TorchEagle`: the EAGLE drafter in rollouts of the PyTorch decoder, `EagleModel` over a paged cache of one layer.
 
-One drafted position of all chains is one step over fixed buffers, run as it is or by a CUDA graph (`run_step`):
+One drafted position of all chains is one step over fixed buffers, run as it is or by a CUDA graph (`run_step`). A draft
+is one copy to the device, its steps one behind the other, each fed with the best candidates of the one before, and one
+copy back:
 
-    host: tokens, positions, slots, noise keys --one copy--> buffers --step--> candidates --one copy--> host
+    host: positions, slots, noise keys of all steps --> buffers --step--step--step--> candidates of all steps --> host
 
-The host decides which chains go on; ended ones are padding until the whole draft has ended.
+The host decides afterwards where each chain ends; steps that no chain can reach are not taken.
 
 Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
-M blocks of a padded table, H hidden size, V vocabulary, C candidates that are looked at.
+N steps, M blocks of a padded table, H hidden size, V vocabulary, C candidates that are looked at.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import Plan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.models.torch.transfer import upload
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
 _FIRST_BLOCKS = 8  # smallest padded table; the next ones double
@@ -84,7 +87,7 @@ class TorchEagle:
         if not self._loaded:
             raise BackendError("the drafter is used before its weights were loaded")
         arrays = (pairs.tokens, pairs.positions, pairs.slots, pairs.state_slots)
-        tokens, positions, slots, states = torch.from_numpy(np.stack(arrays)).long().to(self.device)
+        tokens, positions, slots, states = upload(np.stack(arrays), self.device).long()
         x = self.model.join(self.policy.embed(tokens), pages[states])
         self._cache(kv, slots, x, self.model.rope(positions, int(pairs.positions.max(initial=0)) + 1))
 
@@ -128,10 +131,7 @@ class TorchRowDrafter:
             eagle.config.hidden_size,
         )
         # by chain: token, position, slot and noise key; then first visible position and blocks of the table
-        self._host = torch.zeros(
-            5 + self._max_blocks, most, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
-        self._inputs = torch.zeros_like(self._host, device=device)
+        self._inputs = torch.zeros(5 + self._max_blocks, most, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(most, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
         self._next_hidden = torch.zeros_like(self._hidden)
@@ -176,21 +176,18 @@ class TorchRowDrafter:
     def _draft(
         self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, recorder: _Recorder
     ) -> None:
-        rows, device = self._rows, self._eagle.device
-        count, position = len(active), rows.positions[active]
-        tokens = outputs[rows.slot[active], rows.output_len[active] - 1]
-        states = torch.from_numpy(self._slots_of(active, position - 1)).long().to(device)
-        self._next_hidden[:count] = self._pages[states]
-        self._temperature[:count] = torch.from_numpy(rows.temperature[active]).to(device)
-        shape = self._begin(active, int((position + wanted).max()))
-        at = np.arange(count)  # of the chains that go on
-        for step in range(int(wanted.max())):
-            place = position[at] + step
-            keys = row_keys(rows.keys[active[at]], rows.output_len[active[at]] + step)
-            numbers = (tokens, place, self._slots_of(active[at], place), keys.view(np.int64))
-            candidates, scores = self._step(at, numbers, shape)
-            goes_on = recorder.record(step, active[at], candidates, scores, wanted[at] > step + 1)
-            at, tokens = at[goes_on], candidates[goes_on, 0]
+        steps = recorder.reachable(int(wanted.max()))
+        planned, shape = self._begin(outputs, active, wanted, steps)
+        found: list[Tensor] = []
+        for step in range(steps):
+            found.append(self._step(planned[step], found[-1] if found else None, shape))
+        if not found:
+            return
+        results = torch.stack(found).cpu().numpy()  # [N, 2, P, C]: the draft's one wait for the device
+        at = np.arange(len(active))  # of the chains that go on
+        for step, (scores, candidates) in enumerate(results):
+            best, score = candidates[at].astype(np.int32), scores[at].astype(np.float32)
+            at = at[recorder.record(step, active[at], best, score, wanted[at] > step + 1)]
             if not len(at):
                 return
 
@@ -199,36 +196,59 @@ class TorchRowDrafter:
         slots: np.ndarray = self._rows.block_tables[rows, block] * self._size + inside
         return slots
 
-    def _begin(self, active: np.ndarray, longest: int) -> tuple[int, int]:
-        """Sets what stays the same over a draft of at most `longest` positions; returns the padded shape (P, M)."""
-        count, blocks = len(active), _FIRST_BLOCKS
+    def _begin(
+        self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, steps: int
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Everything that a draft of so many steps reads, in one copy: positions, slots and keys of each step, int64
+        [N, 3, P], and the padded shape (P, M). Sets what stays the same, and what step 0 reads.
+        """
+        rows, count = self._rows, len(active)
+        position, slot = rows.positions[active], rows.slot[active]
+        batch, blocks = self._padded(count, int((position + wanted).max()))
+        host = np.zeros((4 + 3 * steps + blocks, batch), np.int64)
+        states, heat, tokens, first = host[:4]
+        planned, tables = host[4 : 4 + 3 * steps].reshape(steps, 3, batch), host[4 + 3 * steps :]
+        states[:count] = self._slots_of(active, position - 1)
+        heat.view(np.float64)[:count] = rows.temperature[active]
+        tokens[:count] = outputs[slot, rows.output_len[active] - 1]
+        first[:] = 1
+        first[:count] = rows.first[slot]
+        planned[:, 1] = self._kv.num_blocks * self._size
+        for step in range(steps):
+            at = np.flatnonzero(wanted > step)
+            place = position[at] + step
+            keys = row_keys(rows.keys[active[at]], rows.output_len[active[at]] + step)
+            planned[step][:, at] = place, self._slots_of(active[at], place), keys.view(np.int64)
+        tables[:] = self._kv.num_blocks
+        tables[:, :count] = rows.block_tables[active, :blocks].T
+        given = upload(host, self._eagle.device)
+        self._next_hidden[:batch] = self._pages[given[0]]
+        self._temperature[:batch] = given[1].view(torch.float64)
+        self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
+        self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
+        return given[4 : 4 + 3 * steps].view(steps, 3, batch), (batch, blocks)
+
+    def _padded(self, count: int, longest: int) -> tuple[int, int]:
+        """P and M of `count` chains of at most `longest` positions."""
+        blocks = _FIRST_BLOCKS
         while blocks * self._size < longest:
             blocks *= 2
-        batch, blocks = min(1 << (count - 1).bit_length(), self._host.shape[1]), min(blocks, self._max_blocks)
-        host, rows = self._host.numpy(), self._rows
-        host[4:, :batch], host[4, :batch] = self._kv.num_blocks, 1
-        host[4, :count] = rows.first[rows.slot[active]]
-        host[5 : 5 + blocks, :count] = rows.block_tables[active, :blocks].T
-        self._inputs[4:].copy_(self._host[4:], non_blocking=True)
-        return batch, blocks
+        return min(1 << (count - 1).bit_length(), self._inputs.shape[1]), min(blocks, self._max_blocks)
 
-    def _step(
-        self, at: np.ndarray, numbers: Sequence[np.ndarray], shape: tuple[int, int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Feeds `numbers`, four of [A'], to the chains `at`: candidates int32 [A', C], best first, and their scores."""
+    def _step(self, planned: Tensor, last: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """One position of all chains, `planned` int64 [3, P], behind the candidates `last`: scores and candidates
+        float64 [2, P, C], best first. No value comes to the host.
+        """
         batch = shape[0]
-        host = self._host.numpy()
-        host[:4, :batch] = 0
-        host[2, :batch] = self._kv.num_blocks * self._size
-        host[:4, at] = numbers
-        self._inputs[:4].copy_(self._host[:4], non_blocking=True)
-        self._hidden[:batch].copy_(self._next_hidden[:batch])
+        self._inputs[1:4, :batch] = planned
+        if last is not None:
+            self._inputs[0, :batch] = last[1, :, 0]
+        self._hidden[:batch] = self._next_hidden[:batch]
         self._eagle.run_step(("eagle", *shape), lambda: self._compute(*shape))
-        found = self._best[:, :batch].contiguous()
+        found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
-            tp.broadcast(found)  # of the logits' collectives every rank takes part in equally many
-        scores, candidates = found.cpu().numpy()[:, at]
-        return candidates.astype(np.int32), scores.astype(np.float32)
+            tp.broadcast(found)  # all ranks go on with the same tokens
+        return found
 
     def _compute(self, batch: int, blocks: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""
@@ -252,6 +272,15 @@ class _Recorder:
         self._rows, self._topk, self._rates, self._least = rows, topk, rates, min_acceptance
         self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
         self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Chains`
+
+    def reachable(self, steps: int) -> int:
+        """How many of `steps` positions a chain can reach that keeps the best match rates all along."""
+        best, acceptance = self._rates.max(1), np.float32(1)
+        for step in range(steps):
+            acceptance *= best[min(step, DEPTHS - 1)]
+            if acceptance < self._least:
+                return step
+        return steps
 
     def record(
         self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray

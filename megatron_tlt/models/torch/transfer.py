@@ -6,14 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of `values` on `device`."""
+    made = torch.from_numpy(values)
+    return (
+        made.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else made.to(device, copy=True)
+    )
+
+
 def indices(values: Sequence[int], device: torch.device) -> Tensor:
     """Int64 [len(values)] on `device`."""
-    made = torch.tensor(values, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    return upload(np.array(values, np.int64), device)
 
 
 @dataclass(slots=True)

@@ -81,6 +81,27 @@ def test_drafts_equal_plain_pytorch(kernels: str, name: str, topk: int) -> None:
     assert rows.draft(3).counts.tolist() == [0, 0, 0, 3, 0]  # the others have no new pair
 
 
+@pytest.mark.parametrize("steps", [2, 9])
+def test_a_draft_waits_for_the_device_once(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its length; the catch-up does not wait at all."""
+    rows, waits = rows_of(loaded("qwen2", "torch"), [40, 18]), list[str]()
+    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        method = getattr(torch.Tensor, name)
+        noted = lambda self, *a, method=method, name=name: (waits.append(name), method(self, *a))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    assert rows.draft(steps).counts.tolist() == [steps, steps]
+    assert waits == ["cpu"]
+
+
+def test_steps_that_no_chain_can_reach_are_not_taken() -> None:
+    """With rates of a half, four tokens in a row are 1/16 likely: a limit of 0.1 ends every chain at the third."""
+    eagle, taken = loaded("qwen2", "torch"), list[object]()
+    eagle.use_graphs(lambda key, step: (taken.append(key), step()))
+    rates = np.full((DEPTHS, BUCKETS), 0.5, np.float32)
+    assert rows_of(eagle, [40, 18]).draft(9, 1, rates, 0.1).counts.tolist() == [3, 3]
+    assert len(taken) == 3 and len(set(taken)) == 1
+
+
 @both
 def test_only_the_window_is_caught_up_with(kernels: str) -> None:
     """Hidden states before it are not read, be they NaN, and what was fed before is not attended to."""
