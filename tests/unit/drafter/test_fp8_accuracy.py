@@ -50,7 +50,6 @@ def test_acceptance_is_within_one_percent() -> None:
         section = DrafterSection(online={"fp8": mode, "lr": 2e-3, "micro_step_tokens": 192})
         trainer = OnlineDrafterTrainer(damaged_drafter(), section)
         trainer.begin_step(0, demo_tables)
-        trainer.begin_step(0)
         for chunk in data:
             trainer.buffer.add(chunk)
         for _ in range(STEPS):
