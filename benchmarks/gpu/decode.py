@@ -23,6 +23,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.rollout.graph_pool import GraphPool, PooledDecoder, PoolSizes
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.types import SamplingParams
@@ -131,5 +132,5 @@ def sampler_seconds(check: Check, batch: int, vocab: int) -> float:
     keys = np.random.default_rng(0).integers(0, 1 << 63, batch, dtype=np.uint64)
     ones, off = np.ones(batch, np.float32), np.zeros(batch, np.int32)
     rows = SamplingRows(keys, ones, off, np.ones(batch), np.zeros(batch, np.float32), False)
-    sampler = Sampler(check.device)
+    sampler = Sampler(check.device, kernel=sample_kernel("auto", check.device))
     return statistics.median(check.seconds(lambda: sampler.sample(logits, rows), repeats=20))

@@ -21,6 +21,7 @@ from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.torch.attention import AttentionPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.layers import PLAIN
 from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 
@@ -70,19 +71,26 @@ def _cache(check: Check, sequences: int, tokens: int, context: int, dtype: torch
 
 
 def decoder(check: Check, dtype: torch.dtype, tokens: int, static: bool) -> Found:
-    """The whole decoder as rollouts use it here, against float32 on the CPU without Triton."""
+    """The whole decoder with all kernels of a rollout, against float32 on the CPU without Triton."""
     from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.torch.kernels.layers import FUSED
 
     dtype = dtype if check.is_cuda else FP32
-    config = replace(TINY, hidden_size=256, num_heads=8, head_dim=32, intermediate_size=512)
-    generator, sequences, context = torch.Generator().manual_seed(2), 4, 40
+    config, sequences, context = TINY, 2, 7  # the interpreter takes milliseconds a program
+    if check.is_cuda:
+        wide = {"hidden_size": 256, "num_heads": 8, "head_dim": 32, "intermediate_size": 512}
+        config, sequences, context = replace(TINY, **wide), 4, 40
+    generator = torch.Generator().manual_seed(2)
     weights = {
         name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)
         for name, shape in config.parameter_shapes().items()
     }
     logits = []
-    for device, kind, paged in ((torch.device("cpu"), FP32, None), (check.device, dtype, attend)):
-        made = TorchDecoder(config, device, kind, paged=paged)
+    for device, kind, paged, ops in (
+        (torch.device("cpu"), FP32, None, PLAIN),
+        (check.device, dtype, attend, FUSED),
+    ):
+        made = TorchDecoder(config, device, kind, paged=paged, ops=ops)
         made.load_weights(weights.items())
         kv = made.new_kv_cache(blocks_for(sequences, tokens, context), BLOCK)
         batch = chains(sequences, tokens, context, config.vocab_size, device)
@@ -110,8 +118,10 @@ def noise(check: Check) -> Found:
 
 
 def sampled(check: Check, masked: bool) -> Found:
-    """Share of rows whose token differs from the CPU's."""
-    rng, rows, vocab = np.random.default_rng(1), 256, 1000
+    """Share of rows whose token differs from what PyTorch draws on the CPU."""
+    from megatron_tlt.models.torch.kernels.sampling import draw
+
+    rng, (rows, vocab) = np.random.default_rng(1), (256, 1000) if check.is_cuda else (9, 300)
     logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
     ones = np.ones(rows, np.float32)
     how = SamplingRows(
@@ -122,7 +132,7 @@ def sampled(check: Check, masked: bool) -> Found:
         np.where(np.arange(rows) % 3 == 2, 0.05, 0.0).astype(np.float32) * masked,
         masked,
     )
-    here, _ = Sampler(check.device).sample(logits.to(check.device), how)
+    here, _ = Sampler(check.device, kernel=draw).sample(logits.to(check.device), how)
     there, _ = Sampler(torch.device("cpu")).sample(logits, how)
     return Found(float((here.cpu() != there).float().mean()), 0.0)
 
