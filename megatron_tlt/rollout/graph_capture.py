@@ -219,24 +219,26 @@ class CudaCapturer:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._handle: Any = None  # torch's name of the pool
+        self._needed = 0  # temporary bytes of the step that was warmed up last
 
     def warm_up(self, step: Step) -> int:
-        """Two runs on a side stream: libraries load kernels and take workspaces, which a capture must not."""
+        """A run on a side stream: libraries load kernels and take workspaces, which a capture must not."""
         torch.cuda.synchronize(self._device)
         reset_cuda_peak(self._device)  # the rollout's own peak is measured around this
         before = torch.cuda.memory_allocated(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                step()
+            step()
         torch.cuda.synchronize(self._device)
-        return int(torch.cuda.max_memory_allocated(self._device) - before)
+        self._needed = int(torch.cuda.max_memory_allocated(self._device) - before)
+        return self._needed
 
     def capture(self, step: Step) -> Captured:
         """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture."""
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()
+        if self._free_bytes() < 2 * self._needed:
+            torch.cuda.empty_cache()  # what the allocator keeps; it cannot give it back during a capture
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(

@@ -1,10 +1,11 @@
 """`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
 
 A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
-and of blocks of context. Strategies that verify equally many tokens share graphs. All graphs read one set of input
-buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a time; they are
-captured at their first use, so only sizes that occur cost memory. Ranks of one engine capture the same steps, with
-their collectives (`AgreedCapturer`). On CPU the same static forwards run without a graph.
+and, where attention gathers what it reads, of blocks of context. Strategies that verify equally many tokens share
+graphs. All graphs read one set of input buffers, write one set of output buffers and share one pool of temporary
+memory, since one runs at a time; they are captured at their first use, so only sizes that occur cost memory. Ranks of
+one engine capture the same steps, with their collectives (`AgreedCapturer`). On CPU the same static forwards run
+without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
@@ -26,6 +27,7 @@ from megatron_tlt.distributed.tensor_parallel import agree_on
 from megatron_tlt.models.base import KVCache, NamedTensors
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.graph_capture import (
     AgreedCapturer,
     Capturer,
@@ -39,7 +41,7 @@ from megatron_tlt.rollout.graph_capture import (
 _SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
 _STRIDE = 8  # then of larger powers of two
 _ROWS_EACH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_FIRST_BLOCKS = 8  # smallest bucket of context; the next ones double
+_FIRST_BLOCKS = 8  # smallest bucket of context that is gathered; the next ones double
 
 
 class GraphKey(NamedTuple):
@@ -84,7 +86,9 @@ class GraphPool:
         """`kv` has a scratch block behind its last one. `budget_bytes` bounds `memory_bytes()`; None: no limit."""
         self._decoder, self._kv, self._sizes = decoder, kv, sizes
         self._batch_buckets = batch_buckets(sizes.max_batch)
-        self._block_buckets = _doubling(_FIRST_BLOCKS, sizes.max_blocks)
+        # a kernel that reads the cache in place follows each context, however wide its table is
+        is_gathered = decoder.paged is None
+        self._block_buckets = _doubling(_FIRST_BLOCKS, sizes.max_blocks) if is_gathered else [sizes.max_blocks]
         decoder.reserve_positions(sizes.max_context + _ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
         self._make_outputs()
@@ -242,7 +246,7 @@ def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
     tensors += [batch.context_lens, batch.block_tables, batch.logit_rows]
     if batch.parents is not None:
         tensors.append(batch.parents)
-    moved = DecoderInput.of([t.to(device) for t in tensors])
+    moved = DecoderInput.of([upload(t.numpy(), device) for t in tensors])
     moved.all_hidden = batch.all_hidden
     moved.lengths = HostLengths(batch.query_start.diff().tolist(), int(batch.context_lens.max()))
     return moved

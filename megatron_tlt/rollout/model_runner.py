@@ -19,6 +19,7 @@ from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.step import NativeStep, RowArrays
+from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
@@ -355,8 +356,8 @@ def _fan_out(logits: Tensor, batch: Batch) -> Tensor:
     counts = [len(c.prefill.children) for c in batch.chunks if c.draws]
     if all(count == 1 for count in counts):
         return logits
-    repeats = torch.tensor([1] * batch.num_decode + counts, device=logits.device)
-    return logits.repeat_interleave(repeats, dim=0, output_size=batch.num_decode + sum(counts))
+    repeats = [1] * batch.num_decode + counts
+    return logits.index_select(0, upload(np.repeat(np.arange(len(repeats)), repeats), logits.device))
 
 
 class _Upload:

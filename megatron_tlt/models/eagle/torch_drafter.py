@@ -41,7 +41,7 @@ from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
-_FIRST_BLOCKS = 8  # smallest padded table; the next ones double
+_FIRST_BLOCKS = 8  # smallest padded table of keys that are gathered; the next ones double
 
 
 class TorchEagle:
@@ -230,7 +230,7 @@ class TorchRowDrafter:
 
     def _padded(self, count: int, longest: int) -> tuple[int, int]:
         """P and M of `count` chains of at most `longest` positions."""
-        blocks = _FIRST_BLOCKS
+        blocks = _FIRST_BLOCKS if self._eagle.policy.paged is None else self._max_blocks
         while blocks * self._size < longest:
             blocks *= 2
         return min(1 << (count - 1).bit_length(), self._inputs.shape[1]), min(blocks, self._max_blocks)

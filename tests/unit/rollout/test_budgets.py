@@ -15,7 +15,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import EagerCapturer
-from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes, batch_buckets
 from megatron_tlt.rollout.sampler import SamplingRows, _Staging
 from tests.helpers.budget import Cost, cost
 
@@ -125,6 +125,14 @@ def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logi
         draw(torch.empty(rows, vocab, device=META), *staging.upload(how), how.is_masked)
     assert [k.name for k in counted.kernels] == ["_draw"] and counted.operators == ["copy_"]
     assert counted.written - rows * vocab * 4 <= 40 * rows
+
+
+def test_contexts_of_all_lengths_share_a_graph() -> None:
+    """The kernel follows each context: a rollout captures a graph a batch bucket, not one for each of its lengths."""
+    decoder = decoder_of(replace(CONFIG, num_layers=1))
+    pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), PoolSizes(64, 4096, 16), capturer=EagerCapturer())
+    keys = {pool.key(n, 1, length) for n in range(1, 65) for length in (1, 100, 1000, 4000)}
+    assert len(keys) == len(batch_buckets(64))
 
 
 @pytest.mark.parametrize("running", [8, 128, 256])
