@@ -259,6 +259,8 @@ class SpeculationStats:
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
+    passed_over_tokens: float = 0.0  # expected of suffix drafts in rows that the trained drafter drafted for (hybrid)
+    instead_tokens: int = 0  # accepted in the same rows
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
     by_batch: dict[int, list[int]] = field(

@@ -19,7 +19,7 @@ def add_simulate(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "simulate RL steps on a cluster: step time, speed-up, idle GPU-hours"
     parser = commands.add_parser("simulate", help=text, description=text)
-    parser.add_argument("config", type=Path, nargs="?", help="YAML file, as configs/sim/paper-7b.yaml")
+    parser.add_argument("config", type=Path, nargs="?", help="YAML file, as configs/sim/paper-7b.yaml, or a run's")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
     parser.add_argument(
         "--compare",
@@ -62,7 +62,12 @@ def _run(args: argparse.Namespace) -> int:
 def _load(path: Path, overrides: list[str]) -> SimConfig:
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.sim import SimConfig, check_sim
+    from megatron_tlt.config.yaml_reader import read_config_file
 
+    if "actor" in read_config_file(path):  # a run's configuration: its machines, its engine, usual lengths
+        from megatron_tlt.sim.recipes import simulation_of
+
+        return simulation_of(load_config(path, overrides))
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)

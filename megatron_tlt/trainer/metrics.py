@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, combined_figures, own_figures
 from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
+from megatron_tlt.trainer.acceptance import AcceptanceWatch
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.evaluation import EvalResult
     from megatron_tlt.types import EngineStats, SampleGroup
 
+_log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
-_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
+_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
@@ -49,6 +52,7 @@ class RunMetrics:
         self._started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._accept_lengths: list[float] = []
+        self._watch = AcceptanceWatch()
 
     def start(self, steps_done: int) -> None:
         """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
@@ -87,6 +91,12 @@ class RunMetrics:
         """A line of the progress display (rank 0)."""
         self._progress.note(text)
 
+    def warn(self, text: str) -> None:
+        """A warning in the log and a line of the progress display (rank 0)."""
+        if self._world.is_main:
+            _log.warning(text)
+        self._progress.note(f"warning: {text}")
+
     def log(
         self,
         step: int,
@@ -115,6 +125,8 @@ class RunMetrics:
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row)
+        for warning in self._watch.look(row):
+            self.warn(warning)
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)
         if "spec/accept_length" in row:

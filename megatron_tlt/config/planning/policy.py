@@ -23,6 +23,7 @@ from megatron_tlt.interfaces import ModelShape
 _SAVE_BUCKET = 512 * MIB  # what a checkpoint gathers on the device at a time
 
 
+
 def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
     """Whether the optimizer's state is divided over data parallel ranks."""
     choice = config.actor.distributed_optimizer

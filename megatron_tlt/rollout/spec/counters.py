@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.draft import EAGLE, Draft
 from megatron_tlt.types import NO_DRAFT, SpeculationStats, StepMeasurement
 
 
@@ -17,8 +17,10 @@ class SpeculationCounters:
         self._stats = SpeculationStats()
         self._has_drafted = False  # whether the last decoding step had drafted tokens
 
-    def add(self, step: StepMeasurement, draft: Draft | None) -> None:
-        """A decoding step that verified `draft`; None: a plain one. Mutates the counters."""
+    def add(self, step: StepMeasurement, draft: Draft | None, accepted: np.ndarray | None = None) -> None:
+        """A decoding step that verified `draft`, of whose nodes `accepted` (bool [N]) were emitted; None: a plain one.
+        Mutates the counters.
+        """
         stats = self._stats
         name = NO_DRAFT.name if draft is None else step.strategy.name
         stats.steps_by_strategy[name] = stats.steps_by_strategy.get(name, 0) + 1
@@ -35,6 +37,10 @@ class SpeculationCounters:
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])
         batch[0] += step.num_running
         batch[1] += step.num_emitted
+        if draft.passed_over is not None and draft.source is not None and accepted is not None:
+            from_eagle = draft.source == EAGLE
+            stats.passed_over_tokens += float(draft.passed_over[from_eagle].sum())
+            stats.instead_tokens += int(accepted[from_eagle[draft.row_of]].sum())
         drafted = np.bincount(draft.depths[draft.is_trunk] - 1)
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])

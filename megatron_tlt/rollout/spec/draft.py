@@ -11,6 +11,8 @@ import numpy as np
 
 from megatron_tlt.types import DraftStrategy
 
+SUFFIX, EAGLE = 0, 1  # of `Draft.source`
+
 
 @dataclass(slots=True)
 class Draft:
@@ -28,6 +30,8 @@ class Draft:
     parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
     feature: np.ndarray | None = None  # int32 [N], cell of the drafter's calibration table
     source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (hybrid)
+    # float64 [B], tokens that the suffix draft was expected to bring to a row that another drafter drafted for (hybrid)
+    passed_over: np.ndarray | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -77,6 +81,7 @@ class Draft:
             parents,
             None if self.feature is None else self.feature[keep],
             self.source,
+            self.passed_over,
         )
 
 

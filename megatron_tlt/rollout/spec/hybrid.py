@@ -17,12 +17,11 @@ import numpy as np
 
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.draft import EAGLE, SUFFIX, Draft
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy
 
-SUFFIX, EAGLE = 0, 1
 _MEMORY = 0.8  # weight of the past in a request's running mean value of eagle drafts
 _DRAFT_SHARE = 0.25  # of a step's tokens that an eagle draft must gain, to be worth its call
 _EXPLORE = 128  # proposals after which the eagle drafter drafts whatever its value was
@@ -89,7 +88,9 @@ class HybridDrafter:
         slots = rows.slots[:count][wanted]
         self._value[slots] = _MEMORY * self._value[slots] + (1 - _MEMORY) * value[wanted]
         self._mean_value = 0.99 * self._mean_value + 0.01 * float(value[wanted].mean())
-        return _merge(suffix, eagle, wanted & (value > suffix_value))
+        draft = _merge(suffix, eagle, wanted & (value > suffix_value))
+        draft.passed_over = _value(suffix, 0.0)
+        return draft
 
     def _rows_for_eagle(self, slots: np.ndarray, lengths: np.ndarray, suffix_value: np.ndarray) -> np.ndarray:
         """Bool [B], the rows that the eagle drafter drafts for. Mutates the count of proposals without it."""

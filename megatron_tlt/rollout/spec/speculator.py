@@ -104,7 +104,7 @@ class Speculator:
         if not batch.is_decode:
             return
         step_seconds = self._clock() - self._proposed
-        nodes, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
+        nodes, reached, accepted, verdict = 0, _NO_POSITIONS, _NO_POSITIONS, None
         if draft is not None:
             assert result.accepted is not None
             verdict, longest = result.accepted, self._strategy.draft_len
@@ -117,7 +117,7 @@ class Speculator:
         rows, seconds = (batch.num_decode, batch.num_decode + nodes), (self._draft_seconds, step_seconds)
         measurement = StepMeasurement(self._strategy, *rows, *seconds, len(result.tokens), reached, accepted)
         self.selector.record(measurement)
-        self._counters.add(measurement, draft)
+        self._counters.add(measurement, draft, None if verdict is None else verdict.accepted)
 
     def finish(self, request: Request) -> None:
         """`request` is finished and has left its row, its output complete. Mutates the drafter."""

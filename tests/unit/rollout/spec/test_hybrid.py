@@ -1,10 +1,12 @@
 """Which part drafts for a row: the one of the greater value, or eagle alone for a strategy of kind eagle."""
 
 import numpy as np
+import pytest
 
+from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.hybrid import EAGLE, SUFFIX, HybridDrafter
-from megatron_tlt.types import DraftStrategy
+from megatron_tlt.types import DraftStrategy, StepMeasurement
 
 
 class Part:
@@ -51,6 +53,12 @@ def test_each_row_takes_the_draft_of_greater_value():
     assert draft.source.tolist() == [SUFFIX, EAGLE, SUFFIX]
     assert draft.tokens.tolist() == [SUFFIX] * 4 + [EAGLE] * 4
     np.testing.assert_allclose(draft.cumulative_acceptance, [0.9] * 4 + [0.8] * 4)
+    np.testing.assert_allclose(draft.passed_over, [3.6, 0.4, 0.0])
+    counters, accepted = SpeculationCounters(), np.array([1, 1, 1, 0, 1, 1, 0, 0], bool)
+    measured = StepMeasurement(DraftStrategy("hybrid", 4), 3, 11, 0.1, 0.1, 8, np.zeros(4), np.zeros(4))
+    counters.add(measured, draft, accepted)
+    stats = counters.take()
+    assert (stats.instead_tokens, stats.passed_over_tokens) == (2, pytest.approx(0.4))  # of the second row only
     reached = np.ones(8, bool)
     drafter.observe(draft, reached, reached)
     assert drafter.suffix.learned == [True] * 4 + [False] * 4

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.cli.main import main
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.planning.memory import KV, estimate_memory
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.cost_model import cache_tokens
+from megatron_tlt.sim.recipes import memory_cells, seconds, simulation_of
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
+
+
+def test_the_cache_that_is_simulated_is_the_planned_one():
+    config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-32b-8n8g.yaml")
+    cache = estimate_memory(config, config.model.architecture, 64)[0].parts[KV]
+    # Of a token on one of 4 ranks: 64 layers and the drafter's (all 8 heads) of keys and values, and a hidden state.
+    token = 2 * (64 * 2 + 8) * 128 * 2 + 5120 * 2
+    assert cache_tokens(simulation_of(config)) == pytest.approx(cache / token, rel=1e-4)
+
+
+def test_what_does_not_fit_is_not_simulated(capsys):
+    recipe = ROOT / "configs/recipes/dapo-llama3.3-70b-32n8g.yaml"
+    with pytest.raises(ConfigError, match=r"cluster\.memory_gib.* in the update"):
+        simulation_of(load_config(recipe, ["cluster.memory_gib=40"]))
+    assert main(["simulate", str(recipe), "cluster.memory_gib=40"]) == 2
+    assert "cluster.memory_gib" in capsys.readouterr().err
+
+
+def test_a_step_with_tlt_is_no_slower():
+    few = ["train.prompts_per_step=32", "rollout.max_tokens=2048", "algorithm.overlong_buffer=512"]
+    step = seconds(load_config(ROOT / "configs/recipes/dapo-r1-distill-qwen-7b-1n8g.yaml", few))
+    assert 0 < step["tlt"] <= step["off"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_memory_of_the_page_is_fresh(path):
+    config = load_config(path)
+    stages = estimate_memory(config, config.model.architecture, config.cluster.num_ranks)
+    cells = " | ".join(memory_cells(config, stages))
+    (row,) = [line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"[{path.stem}]" in line]
+    assert cells in row, "docs/recipes.md is stale: run `make docs`"
