@@ -79,8 +79,8 @@ def build_backend(
         device=device,
         local_ranks=local_ranks,
     )
-    if tp is not None and tp.size > 1:
-        # Ranks see different amounts of free memory, and their schedulers must decide alike.
+    if tp is not None and tp.size > 1 and kv_cache_bytes is None:
+        # Ranks see different amounts of free memory, and their schedulers must decide alike; a plan is the same on all.
         num_blocks = int(tp.all_gather(torch.tensor([num_blocks], device=device)).min())
     engine = Engine(
         decoder,

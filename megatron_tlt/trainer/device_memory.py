@@ -21,7 +21,7 @@ def planned_cache_bytes(config: Config, world: World) -> int | None:
 
     Needs `cluster.memory_gib` on CUDA: see `with_device_memory`.
     """
-    if world.device.type != "cuda":
+    if world.device.type == "cpu":
         return None
     shape = ModelConfig.from_hf(config.model.path)
     return estimate_memory(config, shape, world.size, "cuda")[0].parts[KV]
@@ -32,7 +32,7 @@ def with_device_memory(config: Config, world: World) -> Config:
 
     Raises ConfigError if a GPU has less than is configured.
     """
-    if world.device.type != "cuda":
+    if world.device.type == "cpu":
         return config
     total = min(world.all_gather_object(torch.cuda.mem_get_info(world.device)[1] / GIB))
     limit = config.cluster.memory_gib

@@ -93,12 +93,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     rewards = RewardPool(config.rewards, on_verdict=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
 
-    # Policy, drafter, engine: the KV cache is what the memory plan leaves beside everything else, so it comes last.
     tp = tensor_parallel(world, config.rollout.tp)
-    policy = _policy(config, world, algorithm)
-    drafter_trainer = _drafter_trainer(config, world, tp)
-    cache = planned_cache_bytes(config, world)
-    backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
+    policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
     params = sampling_params(config)
     metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
 
@@ -145,6 +141,20 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
         shutdown=shutdown,
     )
+
+
+def build_models(
+    config: Config, world: World, algorithm: Algorithm, tokenizer: Tokenizer, tp: TensorParallel
+) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
+    """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
+
+    The KV cache is what the plan leaves beside everything else, so the engine comes last.
+    """
+    policy = _policy(config, world, algorithm)
+    drafter_trainer = _drafter_trainer(config, world, tp)
+    cache = planned_cache_bytes(config, world)
+    backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
+    return policy, drafter_trainer, backend
 
 
 def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:

@@ -9,8 +9,8 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   3F)` a drafted position, with a norm's input and output in fp32 of 4H; and the largest of (1) the loss: outputs,
   targets and gradient, `T*H*(12 + e)`, and four fp32 blocks of the LM head; (2) the MLP's way back, `T*e*(3F + H)` and
   the gradient of its last weight; (3) all gradients, summed in fp32 over t where there are several ranks.
-* Embedding and LM head are the engine's own tables. For a window the head is gathered with t > 1, and the C decoder's
-  packed one is unpacked.
+* Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
+  C decoder's packed one is unpacked.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
 
 Compared with what the trainer allocates in tests/unit/config/planning/test_drafter_memory.py.
@@ -37,7 +37,7 @@ def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> in
 
 
 def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
-    """Gradients, activations and temporaries of one micro-step, and a head that was put together."""
+    """Gradients, activations and temporaries of one micro-step."""
     if not config.idle.train_drafter:
         return 0
     sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
@@ -49,17 +49,17 @@ def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     count = drafter_parameters(shape)
     gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_BUCKET_BYTES, 4 * count)
-    served = element_bytes(config.rollout.dtype)
-    states = tokens * hidden * served
-    return states + max(loss, back, gradients) + _head_copy(config, shape, device) * served
+    states = tokens * hidden * element_bytes(config.rollout.dtype)
+    return states + max(loss, back, gradients)
 
 
-def _head_copy(config: Config, shape: ModelShape, device: Device) -> int:
-    """Elements of the LM head, where the engine does not keep it in one piece."""
+def drafter_head_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+    """The LM head from a window's first micro-step to its merge, where the engine does not keep it in one piece."""
     packed = device == "cpu" and config.rollout.kernels != "torch"
-    if shape.tie_word_embeddings or not (packed or config.rollout.tp > 1):
+    in_one_piece = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
+    if not config.idle.train_drafter or in_one_piece:
         return 0
-    return shape.vocab_size * shape.hidden_size
+    return shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
 
 
 def drafter_merge_bytes(config: Config, shape: ModelShape) -> int:

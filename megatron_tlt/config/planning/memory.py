@@ -1,8 +1,8 @@
 """Memory of one rank, planned before anything is allocated: what `check` prints, and what setup allocates by.
 
 Not everything is there at once: activations belong to the update, the drafter's gradients to the idle window, the
-bucket to the push, a released KV cache to the rollout, offloaded optimizer state to the update and the save. A rank
-needs what its fullest phase needs.
+bucket to the push, a released KV cache to the rollout, offloaded optimizer state to the update. A rank needs what its
+fullest phase needs; a save takes nothing on the device, a resume what an update has but activations.
 
 On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
 most what all running requests need at full length. So a device is full when the plan says so, and never more: weights
@@ -28,8 +28,8 @@ RUNTIME_BYTES: dict[Device, int] = {"cuda": 2 * GIB, "cpu": GIB // 2}
 # Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
 _FRAGMENT_SHARE = 0.02
 
-Phase = Literal["rollout", "idle window", "update", "merge", "push", "save"]
-PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "push", "save")
+Phase = Literal["rollout", "idle window", "update", "merge", "push"]
+PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "push")
 KV = "KV cache"
 
 
@@ -114,13 +114,13 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "drafter": engine.drafter_weight_bytes(config, shape),
         "drafter training": drafter.drafter_state_bytes(config, shape, device),
         "drafter step": drafter.drafter_step_bytes(config, shape, device),
+        "drafter's LM head": drafter.drafter_head_bytes(config, shape, device),
         "drafter merge": drafter.drafter_merge_bytes(config, shape),
         "drafter push": drafter.drafter_push_bytes(config, shape, device),
         "push bucket": policy.push_bytes(config, shape, dims),
-        "save bucket": policy.save_bytes(device),
         "runtime": RUNTIME_BYTES[device],
     }
-    host = _host_parts(config, shape, parts, device)
+    host = _host_parts(config, shape, parts, dims, device)
     if device == "cpu":
         del host["optimizer"], host["checkpoint"]  # the first is among the parts; the second is as before
         return RankMemory(stage, parts | host, _only(config, device))
@@ -128,12 +128,12 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
 
 
 def _host_parts(
-    config: Config, shape: ModelShape, parts: dict[str, int], device: Device
+    config: Config, shape: ModelShape, parts: dict[str, int], dims: Dims, device: Device
 ) -> dict[str, int]:
     """What lies in the host's memory where the device has its own."""
     return {
         "optimizer": parts["optimizer"] * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + parts["weights"],
+        "checkpoint": parts["optimizer"] + parts["weights"] // dims.dp,
         "hidden states": drafter.hidden_state_bytes(config, device),
         "drafter before a window": parts["drafter training"],
         "drafter in a save (rank 0)": drafter.drafter_save_bytes(config, shape),
@@ -147,17 +147,17 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "activations": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
+        "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),
-        "save bucket": ("save",),
     }
     if config.rollout.release_cache:
         only |= {KV: ("rollout",), "graphs": ("rollout",)}
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
         if device == "cuda":  # on CPU the host is where it lies anyway
-            only["optimizer"] = ("update", "save")
+            only["optimizer"] = ("update",)
     return only
 
 

@@ -1,4 +1,4 @@
-"""Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a push and of a save.
+"""Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a push.
 
 Legend: P parameters on this rank, V vocabulary, H hidden, F intermediate, e bytes of an element, d data parallel size.
 
@@ -19,9 +19,6 @@ from megatron_tlt.config.planning.activations import Slice, update_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.interfaces import ModelShape
-
-_SAVE_BUCKET = 512 * MIB  # what a checkpoint gathers on the device at a time
-
 
 
 def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
@@ -67,8 +64,3 @@ def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:
     largest = max(table, gate_up) * element_bytes(config.actor.dtype)
     bucket = max(config.sync.bucket_mib * MIB, largest)
     return bucket if dims.tp * dims.pp == 1 else bucket + 2 * largest
-
-
-def save_bytes(device: Device) -> int:
-    """What a checkpoint takes on the device beside the optimizer's state."""
-    return _SAVE_BUCKET if device == "cuda" else 0
