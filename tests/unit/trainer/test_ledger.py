@@ -1,0 +1,211 @@
+"""Every recipe on a GPU that is a ledger: the real build order, a step, a save and a resume, with shapes only.
+
+What the ledger saw in each phase is what the memory plan says, and never more than the GPU has. The engine, its cache,
+drafter and drafter training, offload and push are the real ones on the meta device; the policy is `ShapePolicy`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.actor import logprob, offload, weights
+from megatron_tlt.backends import build
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.planning.engine import verified_rows
+from megatron_tlt.config.planning.memory import PHASES, RUNTIME_BYTES, estimate_memory
+from megatron_tlt.config.planning.parameters import GIB
+from megatron_tlt.drafter import controller, fingerprint
+from megatron_tlt.drafter.controller import OnlineDrafterController
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle import torch_drafter
+from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.rollout.engine import GraphBudget
+from megatron_tlt.rollout.sampler import SamplingRows
+from megatron_tlt.sync.push import BucketedSync
+from megatron_tlt.trainer import setup
+from megatron_tlt.types import HiddenStateSample
+from tests.helpers.ledger import Ledger, LedgerError
+from tests.helpers.shape_policy import META, ShapePolicy
+
+RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
+ALLOWED = 0.05  # of the plan
+
+
+class Ranks:
+    """Rank 0 of `size` ranks, whose collectives cost what their results do."""
+
+    def __init__(self, size: int):
+        self.rank, self.size = 0, size
+
+    def all_reduce(self, tensor):
+        pass
+
+    def all_gather(self, tensor):
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def broadcast(self, tensor):
+        return tensor
+
+    def broadcast_object(self, value):
+        return value
+
+
+def eagle_on_meta(config: ModelConfig) -> EagleModel:
+    with META:
+        return EagleModel(config)
+
+
+@pytest.fixture
+def on_meta(monkeypatch):
+    """What would draw weights for real, talk to other ranks, or look for a GPU."""
+
+    def graphs(rollout, decoder):
+        if rollout.tp > 1 or not rollout.cuda_graphs:
+            return None
+        return GraphBudget(decoder, rollout.graph_memory_mib << 20)
+
+    monkeypatch.setattr(setup, "_starting_drafter", lambda c: eagle_on_meta(ModelConfig.from_hf(c.model.path)))
+    monkeypatch.setattr(torch_drafter, "EagleModel", eagle_on_meta)
+    monkeypatch.setattr(fingerprint, "policy_fingerprint", lambda *_: {})
+    monkeypatch.setattr(build, "_graphs", graphs)
+    monkeypatch.setattr(controller, "_all_reduce", lambda tensor: None)
+    monkeypatch.setattr(weights, "dist", SimpleNamespace(all_gather=lambda *_, **k: None, broadcast=lambda *_, **k: None))
+    monkeypatch.setattr(offload, "_address", lambda tensor: tensor.untyped_storage()._cdata)
+    monkeypatch.setitem(logprob._CHUNK_ELEMENTS, "meta", logprob._CHUNK_ELEMENTS["cuda"])
+
+
+class Replay:
+    """One rank of one pipeline stage of a recipe."""
+
+    def __init__(self, recipe: Path, stage: int, folder: Path, monkeypatch, overrides=()):
+        config = load_config(recipe, [f"model.path={folder}", *overrides])
+        architecture = config.model.architecture
+        self.shape = ModelConfig(
+            **architecture.model_dump(),
+            qkv_bias=architecture.family == "qwen2",
+            qk_norm=architecture.family == "qwen3",
+        )
+        (folder / "config.json").write_text(json.dumps(self.shape.to_hf("bfloat16")))
+        self.config, self.stage, self.ranks = config, stage, config.cluster.num_ranks
+        self.plan = estimate_memory(config, self.shape, self.ranks)[stage]
+        self.ledger = Ledger(config.cluster.memory_gib * GIB - self._apart)
+        self.world = SimpleNamespace(
+            rank=0, size=self.ranks, device=META, local_size=8, all_gather_object=lambda value: [value]
+        )
+        self.tp = Ranks(config.rollout.tp)
+        monkeypatch.setattr(setup, "_policy", lambda c, *_: ShapePolicy(c, self.shape, self.ranks, stage))
+
+    @property
+    def _apart(self) -> int:
+        """What no tensor allocates."""
+        return RUNTIME_BYTES["cuda"] + self.plan.parts["fragments"]
+
+    def build(self):
+        tokenizer = SimpleNamespace(eos_token_ids=())
+        self.policy, trainer, self.backend = setup.build_models(
+            self.config, self.world, None, tokenizer, self.tp
+        )
+        self.drafter = OnlineDrafterController(self.world, self.backend, trainer)
+        self.sync = BucketedSync(self.config.sync, self.backend, self.world)
+
+    def push(self):
+        drafter = self.drafter.unpublished()
+        self.sync.push(self.policy.named_weights(), self.policy.policy_version, drafter)
+        if drafter is not None:
+            self.drafter.mark_published(drafter[1])
+
+    def rollout(self):
+        """The largest prefill, and the largest verification with its draws; then what `generate` does at its end."""
+        rollout = self.config.rollout
+        self.backend.resume()
+        runner = self.backend.engine.runner
+        getattr(runner.decoder, "inner", runner.decoder).paged = lambda q, *_: torch.empty_like(q)
+        prefill = self._batch(rollout.max_batched_tokens, rollout.max_running_requests)
+        prefill.all_hidden = True
+        out = runner.decoder.forward(prefill, runner.kv)
+        runner.pages.write(prefill.slot_mapping, out.all_hidden)
+        rows = verified_rows(self.config)
+        out = runner.decoder.forward(self._batch(rows, rows), runner.kv)
+        zeros = np.zeros(rows)
+        sampling = SamplingRows(
+            zeros.astype(np.uint64), zeros.astype(np.float32) + 1, zeros.astype(np.int32), zeros + 1, zeros, False
+        )
+        runner.sampler.sample(out.logits, sampling)
+        del out
+        if rollout.release_cache:
+            self.backend.release()
+
+    def _batch(self, tokens: int, logits: int) -> DecoderInput:
+        one = torch.empty(tokens, dtype=torch.int32, device=META)
+        edges, tables = torch.empty(2, dtype=torch.int32, device=META), one[:8].view(1, 8)
+        return DecoderInput(one, one, one, edges, one[:1], tables, one[:logits])
+
+    def idle(self):
+        """Two micro-steps on answers as long as a micro-step."""
+        trainer = self.drafter.trainer
+        self.drafter.begin_step(self.policy.policy_version)
+        size = self.config.drafter.online.micro_step_tokens
+        for prompt in range(2 * self.tp.size):
+            hidden = torch.zeros(size - 1, self.shape.hidden_size, dtype=torch.bfloat16)
+            tokens = np.zeros(size, np.int64)
+            sample = HiddenStateSample(prompt, 0, self.policy.policy_version, tokens, hidden, 8)
+            trainer.buffer.add(sample)
+        for _ in range(2):
+            assert self.drafter.train_step() is not None
+
+    def step(self):
+        for phase in PHASES:
+            self.ledger.phase(phase)
+            {
+                "rollout": self.rollout,
+                "idle window": self.idle,
+                "update": self.policy.train_step,
+                "merge": self.drafter.merge,
+                "push": self.push,
+            }[phase]()
+
+    def save_and_resume(self):
+        self.ledger.phase("save")
+        state = self.drafter.state_dict()
+        copies = [torch.empty_like(p, device="cpu") for p in self.policy.weights.values()]
+        del copies
+        self.ledger.phase("resume")
+        with self.policy.on_device():
+            self.drafter.load_state_dict(state)
+
+
+def stages(recipe: Path) -> list[tuple[Path, int]]:
+    return [(recipe, stage) for stage in range(load_config(recipe).actor.pp)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage"),
+    [case for recipe in RECIPES for case in stages(recipe)],
+    ids=lambda value: value.stem if isinstance(value, Path) else f"stage{value}",
+)
+def test_a_recipe_allocates_what_the_plan_says(recipe, stage, tmp_path, monkeypatch, on_meta):
+    replay = Replay(recipe, stage, tmp_path, monkeypatch)
+    plan, ledger = replay.plan, replay.ledger
+    with ledger:
+        ledger.phase("build")
+        replay.build()
+        replay.push()
+        for _ in range(2):
+            replay.step()
+        replay.save_and_resume()
+        replay.step()
+    seen = {name: size + replay._apart for name, size in ledger.peaks.items()}
+    planned = {phase: plan.of_phase(phase) for phase in PHASES}
+    print({n: f"{seen[n] / GIB:.2f} of {size / GIB:.2f}" for n, size in planned.items()}, ledger.host / GIB)
+    wrong = {n: seen[n] / size for n, size in planned.items() if abs(seen[n] / size - 1) > ALLOWED}
+    assert wrong == {}
+    assert max(seen.values()) <= replay.config.cluster.memory_gib * GIB
+    for name in ("build", "save", "resume"):
+        assert seen[name] <= plan.total
