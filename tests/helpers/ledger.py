@@ -1,4 +1,4 @@
-"""`Ledger`: stands in for a GPU's allocator. Tensors are on the meta device; bytes are counted by storage, as they live and die.
+"""`Ledger`: stands in for a GPU's allocator: tensors on the meta device, bytes counted as storages come and go.
 
 What code asks of values comes back as ones, and large tensors of the host are on meta, too, and counted apart: so real
 code runs with the shapes of a 70B model in milliseconds. Not counted: what the allocator rounds up and cannot use.
@@ -7,6 +7,7 @@ code runs with the shapes of a 70B model in milliseconds. Not counted: what the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -34,7 +35,9 @@ class LedgerError(RuntimeError):
 class Ledger:
     """A device of `limit` bytes. Inside `with`, every allocation on meta is one of it, but for those of the host."""
 
-    def __init__(self, limit: float):
+    def __init__(self, limit: float, values: Mapping[tuple[int, ...], list[Any]] | None = None):
+        """`values`: what `tolist` of a tensor of a shape gives, where ones would not do."""
+        self.values = dict(values or {})
         self.limit, self.live, self.peak, self.host = int(limit), 0, 0, 0
         self.peaks: dict[str, int] = {}
         self._storages: dict[int, int] = {}  # _cdata -> bytes
@@ -51,7 +54,7 @@ class Ledger:
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
-        self._stack.enter_context(_Values())
+        self._stack.enter_context(_Values(self))
         self._stack.enter_context(_Allocations(self))
         return self
 
@@ -97,11 +100,16 @@ class Ledger:
 
 
 class _Values(TorchFunctionMode):
-    """Values of tensors on meta are ones; on the CPU they stay on meta."""
+    """Values of tensors on meta are ones."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self._ledger = ledger
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].device.type == "meta" and func in _VALUES:
-            return _VALUES[func](args[0])
+            given = self._ledger.values.get(tuple(args[0].shape)) if func is Tensor.tolist else None
+            return _VALUES[func](args[0]) if given is None else given
         return func(*args, **(kwargs or {}))
 
 
@@ -120,6 +128,8 @@ class _Allocations(TorchDispatchMode):
             is_host = torch.Size(args[0]).numel() * item > _LARGE
         if is_host:
             kwargs |= {"device": "meta", "pin_memory": False}
+        if func is torch.ops.aten.copy_.default and args[0].device.type == "cpu" and args[1].device.type == "meta":
+            return args[0]  # a small tensor of the host keeps its values
         if func is torch.ops.aten.nonzero.default and args[0].device.type == "meta":
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
         out = func(*args, **kwargs)

@@ -107,7 +107,7 @@ class ShapePolicy:
         )
         self.optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
         self.module = SimpleNamespace(
-            parameters=lambda: iter(self.weights.values()), named_parameters=lambda: self.weights.items()
+            parameters=lambda: iter(self.weights.values()), named_parameters=self.weights.items
         )
         self._offload = OptimizerOffload(self, self.optimizer)
         if actor.offload_optimizer:

@@ -7,6 +7,7 @@ drafter and drafter training, offload and push are the real ones on the meta dev
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from megatron_tlt.config.planning.memory import PHASES, RUNTIME_BYTES, estimate_
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.drafter import controller, fingerprint
 from megatron_tlt.drafter.controller import OnlineDrafterController
+from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import torch_drafter
 from megatron_tlt.models.eagle.model import EagleModel
@@ -31,7 +33,7 @@ from megatron_tlt.rollout.sampler import SamplingRows
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import setup
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.ledger import Ledger, LedgerError
+from tests.helpers.ledger import Ledger
 from tests.helpers.shape_policy import META, ShapePolicy
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
@@ -75,8 +77,10 @@ def on_meta(monkeypatch):
     monkeypatch.setattr(torch_drafter, "EagleModel", eagle_on_meta)
     monkeypatch.setattr(fingerprint, "policy_fingerprint", lambda *_: {})
     monkeypatch.setattr(build, "_graphs", graphs)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no meta; all is bf16 as it is
     monkeypatch.setattr(controller, "_all_reduce", lambda tensor: None)
-    monkeypatch.setattr(weights, "dist", SimpleNamespace(all_gather=lambda *_, **k: None, broadcast=lambda *_, **k: None))
+    no_call = SimpleNamespace(all_gather=lambda *_, **__: None, broadcast=lambda *_, **__: None)
+    monkeypatch.setattr(weights, "dist", no_call)
     monkeypatch.setattr(offload, "_address", lambda tensor: tensor.untyped_storage()._cdata)
     monkeypatch.setitem(logprob._CHUNK_ELEMENTS, "meta", logprob._CHUNK_ELEMENTS["cuda"])
 
@@ -95,7 +99,10 @@ class Replay:
         (folder / "config.json").write_text(json.dumps(self.shape.to_hf("bfloat16")))
         self.config, self.stage, self.ranks = config, stage, config.cluster.num_ranks
         self.plan = estimate_memory(config, self.shape, self.ranks)[stage]
-        self.ledger = Ledger(config.cluster.memory_gib * GIB - self._apart)
+        merge_table = [[number] * self.ranks for number in (1, 1, 1, 0, 0)]  # tokens, steps, steps; none failed
+        limit = config.cluster.memory_gib * GIB - self._apart
+        metrics = [0, *[1] * 5]  # no rank failed; loss, tokens and the parts of one drafted position
+        self.ledger = Ledger(limit, {(5, self.ranks): merge_table, (6,): metrics})
         self.world = SimpleNamespace(
             rank=0, size=self.ranks, device=META, local_size=8, all_gather_object=lambda value: [value]
         )
@@ -122,25 +129,35 @@ class Replay:
             self.drafter.mark_published(drafter[1])
 
     def rollout(self):
-        """The largest prefill, and the largest verification with its draws; then what `generate` does at its end."""
+        """The largest prefill; logits and draws of the largest verification; then what `generate` does at its end."""
         rollout = self.config.rollout
         self.backend.resume()
         runner = self.backend.engine.runner
-        getattr(runner.decoder, "inner", runner.decoder).paged = lambda q, *_: torch.empty_like(q)
+        decoder = getattr(runner.decoder, "inner", runner.decoder)
+        decoder.paged = lambda q, *_: torch.empty_like(q)
+        graphs = self._captured(runner.decoder)
         prefill = self._batch(rollout.max_batched_tokens, rollout.max_running_requests)
         prefill.all_hidden = True
-        out = runner.decoder.forward(prefill, runner.kv)
+        every, decoder._layers = decoder._layers, decoder._layers[:2]  # what they leave behind is the same
+        out = decoder.forward(prefill, KVCache(runner.kv.num_blocks, runner.kv.block_size, runner.kv.data[:2]))
+        decoder._layers = every
         runner.pages.write(prefill.slot_mapping, out.all_hidden)
-        rows = verified_rows(self.config)
-        out = runner.decoder.forward(self._batch(rows, rows), runner.kv)
-        zeros = np.zeros(rows)
-        sampling = SamplingRows(
-            zeros.astype(np.uint64), zeros.astype(np.float32) + 1, zeros.astype(np.int32), zeros + 1, zeros, False
-        )
-        runner.sampler.sample(out.logits, sampling)
         del out
+        rows = verified_rows(self.config)
+        hidden = torch.empty(rows, self.shape.hidden_size, dtype=torch.bfloat16, device=META)
+        logits = decoder.logits(hidden)
+        few = np.zeros(128)  # the sampler takes some rows at a time
+        params = few.astype(np.float32) + 1, few.astype(np.int32), few + 1, few
+        runner.sampler.sample(logits[: len(few)], SamplingRows(few.astype(np.uint64), *params, False))
+        del logits, graphs
         if rollout.release_cache:
             self.backend.release()
+
+    def _captured(self, decoder) -> torch.Tensor | None:
+        """What captured graphs may take of their budget beside the pool's buffers."""
+        pool = getattr(decoder, "pool", None)
+        budget = self.config.rollout.graph_memory_mib << 20
+        return None if pool is None else torch.empty(budget - pool.memory_bytes(), dtype=torch.uint8, device=META)
 
     def _batch(self, tokens: int, logits: int) -> DecoderInput:
         one = torch.empty(tokens, dtype=torch.int32, device=META)
@@ -148,17 +165,16 @@ class Replay:
         return DecoderInput(one, one, one, edges, one[:1], tables, one[:logits])
 
     def idle(self):
-        """Two micro-steps on answers as long as a micro-step."""
+        """A micro-step on answers as long as it takes."""
         trainer = self.drafter.trainer
         self.drafter.begin_step(self.policy.policy_version)
         size = self.config.drafter.online.micro_step_tokens
-        for prompt in range(2 * self.tp.size):
+        for prompt in range(self.tp.size):
             hidden = torch.zeros(size - 1, self.shape.hidden_size, dtype=torch.bfloat16)
             tokens = np.zeros(size, np.int64)
             sample = HiddenStateSample(prompt, 0, self.policy.policy_version, tokens, hidden, 8)
             trainer.buffer.add(sample)
-        for _ in range(2):
-            assert self.drafter.train_step() is not None
+        assert self.drafter.train_step() is not None
 
     def step(self):
         for phase in PHASES:
