@@ -78,7 +78,7 @@ def simulation_of(config: Config) -> SimConfig:
             "gpu": "rtx4090" if small else "h100",
         },
         "workload": {
-            "steps": 3,
+            "steps": 2,
             "prompts_per_step": config.train.prompts_per_step,
             "lengths": {"median": max(1.0, config.rollout.max_tokens * _MEDIAN_SHARE)},
         },
@@ -90,7 +90,7 @@ def simulation_of(config: Config) -> SimConfig:
             "pp": config.actor.pp,
             "recompute": config.actor.recompute == "full",
             "logprob_passes": (config.algorithm.kl_coef > 0) + (config.algorithm.mini_batches > 1),
-            "micro_step_tokens": config.drafter.online.micro_step_tokens * config.rollout.tp,
+            "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
         },
     }
     return SimConfig.model_validate(tree)
@@ -140,7 +140,7 @@ micro-step.
 
 Assumed in seconds: answers with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {_STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 at 35 %
-MFU in updates, for the two small recipes RTX 4090. Three steps, the drafter learning in them. Other lengths,
+MFU in updates, for the two small recipes RTX 4090. Two steps, the drafter learning in them. Other lengths,
 drafters and machines: `megatron-tlt simulate`.
 """
 

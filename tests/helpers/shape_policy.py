@@ -46,6 +46,40 @@ class _Column(torch.autograd.Function):
         return own, None, None
 
 
+class _NormColumn(torch.autograd.Function):
+    """`_Column` of a norm of x that is computed again on the way back: only x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, s: int) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.s = s
+        return _gathered(torch.empty_like(x), s) @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, w = ctx.saved_tensors
+        full = _gathered(torch.empty_like(x), ctx.s)
+        _ = _scattered(grad @ w, ctx.s), grad.T @ full
+        return torch.empty_like(x), None, None
+
+
+class _GatedRow(torch.autograd.Function):
+    """`_Row` of the activation of x [T, 2 F / t], which is computed again on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, s: int) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.s = s
+        return _scattered(x.new_empty(len(x), w.shape[1]) @ w.T, s)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, w = ctx.saved_tensors
+        gated, full = x.new_empty(len(x), w.shape[1]), _gathered(grad, ctx.s)
+        _ = full.T @ gated, full @ w
+        return torch.empty_like(x), None, None
+
+
 class _Row(torch.autograd.Function):
     """x [T, N] times w [H, N], summed over the ranks and divided over s."""
 
@@ -95,6 +129,7 @@ class ShapePolicy:
         self.dims = dims = Dims.fit(num_ranks, actor.tp, actor.pp, actor.cp)
         at, pipeline = SimpleNamespace(tp=0, pp=stage), tuple(range(dims.pp))
         self.groups = SimpleNamespace(dims=dims, at=at, tp=None, pp=None, pipeline=pipeline)
+        self.redone = actor.recompute_modules if actor.recompute == "selective" else ()
         self.policy_version, dtype = 0, DTYPES[actor.dtype]
         self.weights = self._shards(dtype)
         self.reference = self._shards(dtype) if config.algorithm.kl_coef > 0 else {}
@@ -162,16 +197,27 @@ class ShapePolicy:
         c, t, at = self.shape, self.dims.tp, f"decoder.layers.{index}."
         heads, groups, d = c.num_heads // t, c.num_kv_heads // t, c.head_dim
         w = {k.removeprefix(at): p for k, p in self.weights.items() if k.startswith(at)}
-        qkv = _Column.apply(_norm(x), w["self_attention.linear_qkv.weight"], s)
+        qkv = self._normed(x, w["self_attention.linear_qkv.weight"], s)
         q, k, v = qkv.split([heads * d, groups * d, groups * d], dim=1)
         rotated = [_Fused.apply(part, (1, n, len(part), d), False) for part, n in ((q, heads), (k, groups))]
         value = v.view(1, len(v), groups, d).transpose(1, 2)
         attended = torch.ops.aten._scaled_dot_product_flash_attention(*rotated, value, 0.0, True)[0]
         out = attended.transpose(1, 2).reshape(-1, heads * d)
         x = x + _Row.apply(out, w["self_attention.linear_proj.weight"], s)
-        up = _Column.apply(_norm(x), w["mlp.linear_fc1.weight"], s)
-        gated = _Fused.apply(up, (len(up), up.shape[1] // 2), True)
-        return x + _Row.apply(gated, w["mlp.linear_fc2.weight"], s)
+        weights = w["mlp.linear_fc1.weight"], w["mlp.linear_fc2.weight"]
+        if "mlp" in self.redone:
+            return x + checkpoint(self._mlp, x, *weights, s, use_reentrant=True, preserve_rng_state=False)
+        return x + self._mlp(x, *weights, s)
+
+    def _normed(self, x: Tensor, w: Tensor, s: int) -> Tensor:
+        """A product of the norm of x."""
+        return _NormColumn.apply(x, w, s) if "layernorm" in self.redone else _Column.apply(_norm(x), w, s)
+
+    def _mlp(self, x: Tensor, fc1: Tensor, fc2: Tensor, s: int) -> Tensor:
+        up = self._normed(x, fc1, s)
+        if "mlp_act" in self.redone:
+            return _GatedRow.apply(up, fc2, s)
+        return _Row.apply(_Fused.apply(up, (len(up), up.shape[1] // 2), True), fc2, s)
 
     def _loss(self, x: Tensor, tokens: int, s: int) -> Tensor:
         tied = self.weights.get("embedding.word_embeddings.weight")

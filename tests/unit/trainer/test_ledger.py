@@ -17,6 +17,7 @@ import torch
 
 from megatron_tlt.actor import logprob, offload, weights
 from megatron_tlt.backends import build
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.engine import verified_rows
 from megatron_tlt.config.planning.memory import PHASES, RUNTIME_BYTES, estimate_memory
@@ -77,6 +78,8 @@ def on_meta(monkeypatch):
     monkeypatch.setattr(torch_drafter, "EagleModel", eagle_on_meta)
     monkeypatch.setattr(fingerprint, "policy_fingerprint", lambda *_: {})
     monkeypatch.setattr(build, "_graphs", graphs)
+    sizes = DrafterSection.sizes
+    monkeypatch.setattr(DrafterSection, "sizes", lambda self, _: sizes(self, "cuda"))
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no meta; all is bf16 as it is
     monkeypatch.setattr(controller, "_all_reduce", lambda tensor: None)
     no_call = SimpleNamespace(all_gather=lambda *_, **__: None, broadcast=lambda *_, **__: None)
@@ -168,7 +171,7 @@ class Replay:
         """A micro-step on answers as long as it takes."""
         trainer = self.drafter.trainer
         self.drafter.begin_step(self.policy.policy_version)
-        size = self.config.drafter.online.micro_step_tokens
+        size = self.config.drafter.sizes("cuda").micro_step_tokens
         for prompt in range(self.tp.size):
             hidden = torch.zeros(size - 1, self.shape.hidden_size, dtype=torch.bfloat16)
             tokens = np.zeros(size, np.int64)
