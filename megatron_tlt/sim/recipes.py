@@ -33,7 +33,7 @@ _COLUMNS = {
     "engine": ("engine weights", "drafter", "graphs"),
     "rollout step": ("rollout step",),
     "KV cache": (KV,),
-    "drafter training": ("drafter training", "drafter step"),
+    "drafter training": ("drafter training", "drafter step", "drafter's LM head"),
     "push": ("push bucket",),
 }
 

@@ -70,9 +70,7 @@ def on_meta(monkeypatch):
     """What would draw weights for real, talk to other ranks, or look for a GPU."""
 
     def graphs(rollout, decoder):
-        if rollout.tp > 1 or not rollout.cuda_graphs:
-            return None
-        return GraphBudget(decoder, rollout.graph_memory_mib << 20)
+        return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows)
 
     monkeypatch.setattr(setup, "_starting_drafter", lambda c: eagle_on_meta(ModelConfig.from_hf(c.model.path)))
     monkeypatch.setattr(torch_drafter, "EagleModel", eagle_on_meta)
