@@ -1,9 +1,11 @@
 """Compares an installed TensorRT-LLM with a recorded contract: run it with the Python of TensorRT-LLM's environment.
 
     ENV/bin/python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json
+    python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json --sources CHECKOUT
 
-Prints every recorded class, field, method and parameter that is not there, and what could not be looked at. Exit code 1
-if something is missing, 2 if there is no tensorrt_llm. Standard library and tensorrt_llm only, Python 3.10.
+The second form reads a checkout or an unpacked wheel and imports nothing (`trtllm_signatures.py`). Prints each recorded
+class, field, method and parameter that is not there, and what could not be looked at. Exit code 1 if something is
+missing, 2 if there is no tensorrt_llm. Standard library and tensorrt_llm only, Python 3.10.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from trtllm_signatures import source_differences
 
 # The engine's class passes what it does not name itself to this one's fields.
 ARGUMENTS_OF = {"AsyncLLM": ("tensorrt_llm.llmapi", "TorchLlmArgs")}
@@ -84,7 +88,13 @@ def main() -> int:
     """Prints the comparison; 1 if something is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("contract", type=Path)
-    contract = json.loads(parser.parse_args().contract.read_text(encoding="utf-8"))
+    parser.add_argument("--sources", type=Path, help="a checkout of TensorRT-LLM, or its wheel unpacked")
+    args = parser.parse_args()
+    contract = json.loads(args.contract.read_text(encoding="utf-8"))
+    if args.sources is not None:
+        found = list(source_differences(contract, args.sources))
+        print("\n".join(found) if found else f"all recorded names are in {args.sources}")
+        return 1 if found else 0
     try:
         importlib.import_module("tensorrt_llm")
     except ImportError as error:

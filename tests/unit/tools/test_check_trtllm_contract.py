@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from check_trtllm_contract import differences, unseen
+from trtllm_signatures import source_differences
 
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import CONTRACTS, fake_python
@@ -72,3 +74,74 @@ def test_the_command(tmp_path: Path) -> None:
     assert other.returncode == 1
     assert "version: 1.2.1 is installed, the contract is of 1.3.0rc27" in other.stdout
     assert "class tensorrt_llm.llmapi.Eagle3DecodingConfig: missing" in other.stdout
+
+
+SOURCES = {
+    "llmapi/llm_args.py": """
+class Strict(BaseModel):
+    pass
+class Base(Strict):
+    max_len: int = Field(default=3, validation_alias=AliasChoices("max_len", "longest"))
+class TorchLlmArgs(Base):
+    model: str
+class KvCacheConfig(Strict):
+    dtype: str = "auto"
+""",
+    "llmapi/llm.py": """
+class LLM:
+    def __init__(self, model: str, dtype: str = "auto", **kwargs): ...
+    async def generate(self, inputs, *, seed=0): ...
+class AsyncLLM(LLM):
+    def release(self, tags): self.engine.free(tags)
+""",
+    "broken.py": "def (",
+}
+
+
+def test_sources_are_compared_without_an_import(tmp_path: Path) -> None:
+    """Inherited fields and methods, aliases, keyword-only parameters, arguments that are passed on."""
+    for name, text in SOURCES.items():
+        path = tmp_path / "tensorrt_llm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    fields = {name: {} for name in ("model", "max_len", "longest", "dtype", "missing")}
+    methods = {"release": {"tags": {}}, "generate": {"inputs": {}, "seed": {}, "n": {}}, "resume": {}}
+    contract = {
+        "classes": {
+            "AsyncLLM": {
+                "module": "m",
+                "fields": fields,
+                "methods": {name: {"params": params} for name, params in methods.items()},
+            },
+            "KvCacheConfig": {"module": "m", "fields": {"dtype": {}, "max_len": {}}},
+            "Gone": {"module": "m"},
+            "Engine": {"methods": {}},
+        }
+    }
+    assert list(source_differences(contract, tmp_path)) == [
+        "AsyncLLM.missing: no such field",
+        "AsyncLLM.generate(n): no such parameter",
+        "AsyncLLM.resume(): missing",
+        "KvCacheConfig.max_len: no such field",
+        "class Gone: in no file",
+    ]
+    (tmp_path / "c.json").write_text(json.dumps(contract))
+    command = [sys.executable, str(ROOT / "tools/check_trtllm_contract.py"), str(tmp_path / "c.json")]
+    done = subprocess.run([*command, "--sources", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "class Gone: in no file" in done.stdout
+
+
+def test_a_record_has_signatures_and_no_code(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SOURCES["llmapi/llm.py"])
+    command = [sys.executable, str(ROOT / "tools/trtllm_signatures.py"), str(tmp_path), "a.py"]
+    subprocess.run(
+        [*command, "--commit", "0" * 40, "--out", str(tmp_path / "r.json")], check=True, timeout=60
+    )
+    classes = json.loads((tmp_path / "r.json").read_text())["files"]["a.py"]["classes"]
+    assert classes["AsyncLLM"]["bases"] == ["LLM"] and classes["AsyncLLM"]["reached"] == [
+        "engine",
+        "engine.free",
+    ]
+    start = classes["LLM"]["methods"]["__init__"]
+    assert start == {"params": {"model": None, "dtype": "'auto'"}, "decorators": [], "takes_more": True}
+    assert classes["LLM"]["methods"]["generate"]["params"] == {"inputs": None, "seed": "0"}

@@ -1,0 +1,87 @@
+"""The adapter and its contracts against signatures that were recorded from TensorRT-LLM's sources, commit by commit."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trtllm_signatures import read_module
+
+from tests.helpers.mpi import ROOT
+from tests.helpers.trtllm_engines import CONTRACTS
+
+HERE = ROOT / "megatron_tlt/backends/trtllm"
+RECORDS = sorted((CONTRACTS / "signatures").glob("*.json"))
+WORKERS = [path for path in RECORDS if path.stem.startswith("rlhf_utils")]
+CLASSES = {"rlhf_utils": "WorkerExtension", "async_llm": "AsyncLLM", "auto_mapper": "AutoCheckpointMapper"}
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """Classes and functions of a record's only file."""
+    (entry,) = json.loads(path.read_text())["files"].values()
+    return entry
+
+
+def ours() -> dict[str, Any]:
+    return read_module((HERE / "extension.py").read_text())["classes"]["TltWorkerExtension"]
+
+
+def rpcs() -> set[str]:
+    """Methods that the server calls in the engine's workers."""
+    tree = ast.parse((HERE / "server.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"]
+    return {ast.literal_eval(call.args[0]) for call in calls}
+
+
+@pytest.mark.parametrize("contract", sorted(CONTRACTS.glob("*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in RECORDS if p.stem.split("-")[0] in CLASSES], ids=lambda p: p.stem
+)
+def test_the_contracts_methods_are_in_the_sources(contract: Path, path: Path) -> None:
+    name = CLASSES[path.stem.split("-")[0]]
+    there = recorded(path)["classes"][name]
+    said = json.loads(contract.read_text())["classes"][name]
+    compared = 0
+    for method, entry in said["methods"].items():
+        if method not in there["methods"] and there["bases"]:
+            continue  # a base's, in another file
+        assert list(entry["params"]) == list(there["methods"][method]["params"]), method
+        compared += 1
+    assert compared
+    assert set(said.get("attributes", {})) <= set(there["reached"])
+
+
+@pytest.mark.parametrize("path", WORKERS, ids=lambda p: p.stem)
+def test_the_extension_reaches_only_what_the_engines_own_reaches(path: Path) -> None:
+    """In every recorded release: `update_weights` of theirs, and the engine behind it."""
+    there, mine = recorded(path)["classes"]["WorkerExtension"], ours()
+    known = {*there["reached"], *there["methods"], *mine["methods"]}
+    assert "engine.reset_prefix_cache" in mine["reached"]
+    assert set(mine["reached"]) <= known
+    place = there["replaced_arguments"]["device_id"]
+    tree = ast.parse((HERE / "extension.py").read_text())
+    values = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert ast.literal_eval(values["DEVICE"]) == place
+
+
+def test_every_call_into_the_workers_is_a_method_of_ours_or_of_every_release() -> None:
+    """`WorkerExtension.reset_prefix_cache` is in one of two recorded commits."""
+    releases = [set(recorded(path)["classes"]["WorkerExtension"]["methods"]) for path in WORKERS]
+    assert any("reset_prefix_cache" in methods for methods in releases)
+    assert not all("reset_prefix_cache" in methods for methods in releases)
+    assert rpcs() == {"tlt_update", "tlt_update_drafter", "tlt_reset_prefix_cache"}
+    assert rpcs() <= set(ours()["methods"]) | set.intersection(*releases)
+
+
+def test_the_decorator_is_used_bare_as_it_may_be() -> None:
+    entry = recorded(next(p for p in RECORDS if p.stem.startswith("ray_utils")))
+    assert entry["functions"]["control_action_decorator"]["params"] == {"func": "None", "drain": "True"}
+    assert ours()["methods"]["tlt_update_drafter"]["decorators"] == ["control_action_decorator"]

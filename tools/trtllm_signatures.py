@@ -1,0 +1,171 @@
+"""Signatures of TensorRT-LLM's sources by `ast`: nothing is imported, so neither a GPU nor its dependencies are needed.
+
+    python tools/trtllm_signatures.py CHECKOUT --commit SHA --out tests/contracts/trtllm/signatures/SHA8.json PATH ...
+
+Reads PATH ... below CHECKOUT (an unpacked wheel will do) and records of each class its bases, fields, methods with
+parameters and defaults, and what the methods reach from `self`; of each function its parameters. No code is kept.
+Standard library only, Python 3.10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Signature = dict[str, Any]
+
+
+def read_module(source: str) -> Signature:
+    """Classes and functions of a module, by name."""
+    tree = ast.parse(source)
+    return {
+        "classes": {node.name: _class(node) for node in tree.body if isinstance(node, ast.ClassDef)},
+        "functions": {node.name: _function(node) for node in tree.body if isinstance(node, _FUNCTIONS)},
+    }
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _class(node: ast.ClassDef) -> Signature:
+    """Bases, annotated fields with their defaults and aliases, methods, and names reached from `self`."""
+    fields = {
+        item.target.id: _default(item.value)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    methods = [item for item in node.body if isinstance(item, _FUNCTIONS)]
+    return {
+        "bases": [ast.unparse(base) for base in node.bases],
+        "fields": fields,
+        "aliases": sorted({alias for item in node.body for alias in _aliases(item)}),
+        "methods": {method.name: _function(method) for method in methods},
+        "reached": sorted({name for method in methods for name in _reached(method)}),
+        "replaced_arguments": dict(found for method in methods for found in _replaced(method)),
+    }
+
+
+def _function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+    """Parameters in order with their defaults (null: none), without `self`."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    values: list[ast.expr | None] = [None] * (len(positional) - len(node.args.defaults))
+    values += node.args.defaults
+    pairs = [*zip(positional, values), *zip(node.args.kwonlyargs, node.args.kw_defaults)]
+    params = {arg.arg: _default(value) for arg, value in pairs if arg.arg not in ("self", "cls")}
+    found: Signature = {"params": params, "decorators": [ast.unparse(d) for d in node.decorator_list]}
+    if node.args.vararg or node.args.kwarg:
+        found["takes_more"] = True
+    return found
+
+
+def _default(value: ast.expr | None) -> str | None:
+    """The text of a default; long ones are cut, for a name is what is compared."""
+    return None if value is None else ast.unparse(value)[:60]
+
+
+def _aliases(item: ast.stmt) -> Iterator[str]:
+    """Strings in a field's alias=, validation_alias= and the like."""
+    if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
+        for keyword in item.value.keywords:
+            if keyword.arg and "alias" in keyword.arg:
+                for node in ast.walk(keyword.value):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        yield node.value
+
+
+def _reached(method: ast.AST) -> Iterator[str]:
+    """Dotted names that begin with `self.`, without it; each beginning of a chain counts as well."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text.startswith("self.") and text.replace(".", "").replace("_", "").isalnum():
+                yield text[len("self.") :]
+
+
+def _replaced(method: ast.AST) -> Iterator[tuple[str, int]]:
+    """`arguments[6] = self.device_id` gives ("device_id", 6)."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            place, text = node.targets[0].slice, ast.unparse(node.value)
+            is_place = isinstance(place, ast.Constant) and isinstance(place.value, int)
+            if is_place and text.startswith("self."):
+                yield text[len("self.") :], place.value  # type: ignore[union-attr]
+
+
+def index(tree: Path) -> dict[str, list[Signature]]:
+    """Every class of the sources below `tree` by its name; files that do not parse are left out."""
+    found: dict[str, list[Signature]] = {}
+    for path in sorted((tree / "tensorrt_llm").rglob("*.py")):
+        try:
+            classes = read_module(path.read_text(encoding="utf-8"))["classes"]
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for name, entry in classes.items():
+            found.setdefault(name, []).append(entry)
+    return found
+
+
+def names_of(name: str, classes: dict[str, list[Signature]], seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields, aliases and methods (name -> signature) of a class with those of its bases in the same sources."""
+    fields: set[str] = set()
+    methods: dict[str, Signature] = {}
+    for entry in classes.get(name, []):
+        for base in entry["bases"]:
+            last = base.split("[")[0].split(".")[-1]
+            if last not in (*seen, name):
+                inherited = names_of(last, classes, (*seen, name))
+                fields |= inherited["fields"]
+                methods = {**inherited["methods"], **methods}
+        fields |= {*entry["fields"], *entry["aliases"]}
+        methods = {**methods, **entry["methods"]}
+    return {"fields": fields, "methods": methods}
+
+
+def source_differences(contract: Signature, tree: Path) -> Iterator[str]:
+    """Fields, methods and parameters of the contract that the sources below `tree` do not have, a line each."""
+    classes = index(tree)
+    for name, entry in contract["classes"].items():
+        if "module" not in entry:
+            continue
+        if name not in classes:
+            yield f"class {name}: in no file"
+            continue
+        found = names_of(name, classes)
+        fields = found["fields"] | set(found["methods"].get("__init__", {"params": {}})["params"])
+        if name == "AsyncLLM":  # what it does not name itself, it passes on
+            fields |= names_of("TorchLlmArgs", classes)["fields"]
+        yield from (
+            f"{name}.{field}: no such field" for field in entry.get("fields", {}) if field not in fields
+        )
+        for method, said in entry.get("methods", {}).items():
+            there = found["methods"].get(method)
+            if there is None:
+                yield f"{name}.{method}(): missing"
+            elif "takes_more" not in there:
+                missing = [p for p in said["params"] if p not in there["params"]]
+                yield from (f"{name}.{method}({p}): no such parameter" for p in missing)
+
+
+def main() -> int:
+    """Records the files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("paths", nargs="+", help="files, relative to the checkout")
+    parser.add_argument("--commit", required=True, help="that the files were read at")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    files = {path: read_module((args.checkout / path).read_text(encoding="utf-8")) for path in args.paths}
+    record = {"repository": "NVIDIA/TensorRT-LLM", "commit": args.commit, "files": files}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
