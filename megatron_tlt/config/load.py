@@ -42,6 +42,7 @@ _SET_ELSEWHERE = {
     "tp": "all ranks are one engine",
     "backend": "it is the embedded engine's",
     "trtllm": "it is the embedded engine's",
+    "vllm": "it is the embedded engine's",
     "samples_per_prompt": "use --n",
     **{
         name: f"use --{name.replace('_', '-')}"

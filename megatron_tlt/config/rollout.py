@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.types import BackendName
 
 _LEAST_VERIFY_ROWS = 512  # few requests with the longest drafts, too
@@ -19,7 +20,8 @@ class RolloutSection(Section):
     """Sampling of answers and the engine that does it."""
 
     backend: BackendName = "embedded"
-    """Rollout engine. embedded: ours, in the training process. trtllm: TensorRT-LLM, in a process of its own."""
+    """Rollout engine. embedded: ours, in the training process. trtllm, vllm: TensorRT-LLM and
+    vLLM, in a process of their own."""
     tp: PositiveInt = 1
     """Tensor parallel size of one engine replica; ranks / tp replicas."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -68,6 +70,8 @@ class RolloutSection(Section):
     """Speculative decoding in the embedded engine."""
     trtllm: TrtllmSection = TrtllmSection()
     """The TensorRT-LLM engine."""
+    vllm: VllmSection = VllmSection()
+    """The vLLM engine."""
 
     @property
     def verify_rows(self) -> int:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm.build import build_trtllm
+from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
@@ -212,6 +214,19 @@ def open_backend(
         return build_trtllm(
             config.rollout, config.model, config.sync, device=world.device, tokenizer=tokenizer
         )
+    drafter = _drafter_weights(config, drafter_trainer)
+    keep_hidden_states = keep_hidden_states or drafter_trainer is not None
+    if config.rollout.backend == "vllm":
+        return build_vllm(
+            config.rollout,
+            config.model,
+            config.sync,
+            device=world.device,
+            tokenizer=tokenizer,
+            local_ranks=world.local_size,
+            drafter=drafter,
+            keep_hidden_states=keep_hidden_states,
+        )
     return build_backend(
         config.rollout,
         config.model,
@@ -221,8 +236,8 @@ def open_backend(
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
         load_weights=False,  # the first push brings them, in the same way as every later one
-        drafter=_drafter_weights(config, drafter_trainer),
-        keep_hidden_states=keep_hidden_states or drafter_trainer is not None,
+        drafter=drafter,
+        keep_hidden_states=keep_hidden_states,
         kv_cache_bytes=kv_cache_bytes,
     )
 
@@ -366,7 +381,7 @@ def _rollout_cache(
     num_samples = rollout.samples_per_prompt
     if not config.rollout_cache.enabled:
         return NoRolloutCache(backend, params, num_samples)
-    if not isinstance(backend, EmbeddedBackend):
+    if not isinstance(backend, EmbeddedBackend | VllmBackend):
         why = f"rollout.backend = {rollout.backend} has no keyed sampling"
         return NoRolloutCache(backend, params, num_samples, why if world.is_main else None)
     identity = {
@@ -374,6 +389,7 @@ def _rollout_cache(
         "eos": list(tokenizer.eos_token_ids),
         "device": world.device.type,
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
+        **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
     }
     return RolloutCache(
         config.rollout_cache,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.backends.process import child_environment
 from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_llm_kwargs, build_sampling_params
-from megatron_tlt.backends.trtllm.process import child_environment
+from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.trtllm.server import Host
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
@@ -35,7 +36,7 @@ def run_adapter(contract: Contract) -> None:
     try:
         for spec in SPECULATIONS:
             sys.modules.pop(EXTENSION, None)
-            install(contract, child_environment({}, "/package", section))
+            install(contract, child_environment({}, "/package", launch_of(section).environment))
             asyncio.run(_talk(contract, spec))
     finally:
         uninstall()

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.backends.process import EngineProcess
+from megatron_tlt.backends.transport import open_transport
 from megatron_tlt.backends.trtllm.args import build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.process import EngineProcess
-from megatron_tlt.backends.trtllm.weights import open_transport
+from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.trtllm import TrtllmSection
@@ -81,7 +82,7 @@ def start_backend(folder: Path, *, version: str = "1.2.1", **fields: Any) -> Trt
     """A backend whose engine stands and has no weights. `fields`: of `rollout.trtllm`."""
     settings = section(fake_python(folder, version), version=version, **fields)
     rollout = RolloutSection(max_running_requests=8, max_batched_tokens=64, order="arrival", trtllm=settings)
-    process = EngineProcess(settings)
+    process = EngineProcess(launch_of(settings))
     transport = open_transport(settings.transport, process)
     arguments = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64))
     process.call("start", llm=arguments, patience=settings.start_s)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.process import EngineProcess
+from megatron_tlt.backends.transport import open_transport
 from megatron_tlt.backends.trtllm.args import build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.process import EngineProcess
-from megatron_tlt.backends.trtllm.weights import open_transport
+from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def build_trtllm(
     drafter = section.drafter_path
     names = frozenset() if drafter is None else drafter_names(Path(drafter).resolve())
     ends = sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
-    process = EngineProcess(section, visible_device(torch.device(device)))
+    process = EngineProcess(launch_of(section), visible_device(torch.device(device)))
     started = False
     try:
         transport = open_transport(section.transport, process)
@@ -71,26 +71,6 @@ def build_trtllm(
     if section.sleep != "none":
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
-
-
-def visible_device(device: torch.device) -> dict[str, str]:
-    """Variables that show an engine the rank's GPU alone; none on CPU. Raises ConfigError.
-
-    TensorRT-LLM takes the names in CUDA_VISIBLE_DEVICES for integers, so a UUID (which Slurm and Kubernetes write)
-    becomes an index, of the order that NVML counts in.
-    """
-    if device.type != "cuda":
-        return {}
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    ours = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    name = ours[index] if ours else str(index)
-    if name.isdigit():
-        return {"CUDA_VISIBLE_DEVICES": name}
-    try:
-        return {"CUDA_VISIBLE_DEVICES": str(index_of(name)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    except ValueError as error:
-        allowed = f"TensorRT-LLM needs a GPU's index in CUDA_VISIBLE_DEVICES: {error}"
-        raise ConfigError.of("rollout.backend", "trtllm", allowed) from error
 
 
 def drafter_names(directory: Path) -> frozenset[str]:

@@ -10,11 +10,12 @@ from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import CAPABILITIES
 
 Problems = Iterator[ConfigProblem]
+_VLLM_SERIES = "0.32."  # what backends/vllm/plugin/internals.py knows
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 
 def check_backend(config: Config, device: str | None) -> Problems:
-    """Settings beyond the engine's `BackendCapabilities`, and wrong settings of TensorRT-LLM's own section."""
+    """Settings beyond the engine's `BackendCapabilities`, and wrong settings of an engine's own section."""
     yield from _check_sampling(config)
     yield from _check_drafting(config)
     can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
@@ -23,6 +24,8 @@ def check_backend(config: Config, device: str | None) -> Problems:
         yield ConfigProblem("rollout.tp", rollout.tp, allowed)
     if rollout.backend == "trtllm":
         yield from _check_trtllm(config, device)
+    if rollout.backend == "vllm":
+        yield from _check_vllm(config, device)
 
 
 def _check_sampling(config: Config) -> Problems:
@@ -37,7 +40,8 @@ def _check_sampling(config: Config) -> Problems:
     if not can.stop_strings and rollout.stop:
         allowed = f"must be empty with {name}, which stops at tokens only"
         yield ConfigProblem("rollout.stop", rollout.stop, allowed)
-    if not can.logprobs and config.algorithm.importance_cap > 0:
+    is_set = "importance_cap" in config.algorithm.model_fields_set
+    if not can.logprobs and is_set and config.algorithm.importance_cap > 0:
         allowed = (
             f"must be 0 with {name}: the actor computes the log-probs, so there is no mismatch to correct"
         )
@@ -46,22 +50,51 @@ def _check_sampling(config: Config) -> Problems:
 
 def _check_drafting(config: Config) -> Problems:
     """Our drafters and selectors, and drafter training in idle time."""
-    can, section = CAPABILITIES[config.rollout.backend], config.rollout.speculation
-    name = f"rollout.backend: {config.rollout.backend}"
-    at = "rollout.speculation"
-    if section.drafter != "none" and not can.per_request_draft_len:
-        allowed = f"must be 'none' with {name}, which has drafters of its own: rollout.trtllm.speculation"
+    backend, section = config.rollout.backend, config.rollout.speculation
+    can, name, at = CAPABILITIES[backend], f"rollout.backend: {backend}", "rollout.speculation"
+    if section.drafter not in can.drafters:
+        kinds = ", ".join(map(repr, can.drafters))
+        allowed = f"must be {kinds} with {name}"
+        allowed += (
+            ", which has drafters of its own: rollout.trtllm.speculation" if backend == "trtllm" else ""
+        )
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
+    drafts = section.drafter != "none" and (backend == "trtllm" or "selector" in section.model_fields_set)
+    if drafts and not can.per_request_draft_len:
         allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
-    if config.idle.work_stealing and not can.keyed_sampling:
-        allowed = (
-            f"must be false with {name}: without keyed sampling an answer depends on the engine that gives it"
+    if config.idle.work_stealing and not can.withdraw:
+        allowed = f"must be false with {name}: "
+        allowed += (
+            "its requests cannot be taken out again"
+            if can.keyed_sampling
+            else "without keyed sampling an answer depends on the engine that gives it"
         )
         yield ConfigProblem("idle.work_stealing", True, allowed)
     if config.idle.train_drafter and not can.hidden_states:
         allowed = f"must be false with {name}: it gives no hidden states to train on"
         yield ConfigProblem("idle.train_drafter", True, allowed)
+
+
+def _check_vllm(config: Config, device: str | None) -> Problems:
+    rollout, section = config.rollout, config.rollout.vllm
+    name = "rollout.backend: vllm"
+    if not section.version.startswith(_VLLM_SERIES):
+        yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
+    if section.transport == "cuda_ipc" and device == "cpu":
+        yield ConfigProblem("rollout.vllm.transport", section.transport, "must be another one on CPU")
+    if config.idle.train_drafter and not section.hidden_mib:
+        allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
+        yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
+    if rollout.numerics == "invariant":
+        allowed = f"must be 'default' with {name}: its matrix products round by the shape of the batch"
+        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
+    if rollout.release_cache:
+        allowed = f"must be false with {name}: its cache stays"
+        yield ConfigProblem("rollout.release_cache", True, allowed)
+    if rollout.kernels != "auto":
+        allowed = f"must be 'auto' with {name}, which has kernels of its own"
+        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
 
 
 def _check_trtllm(config: Config, device: str | None) -> Problems:

@@ -233,7 +233,7 @@ def test_weights_through_shared_memory(tmp_path: Path) -> None:
     backend = start_backend(tmp_path, transport="shared_memory", **EAGLE)
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
-    folder = Path(backend._transport._directory.name)
+    folder = backend._transport._directory.path
     backend.begin_update(2)
     backend.update_weights(WeightBucket(2, [("a.weight", weights["a.weight"])]))
     assert list(folder.iterdir()) == [], "one bucket at a time"

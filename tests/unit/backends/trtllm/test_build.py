@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.backends.trtllm import build as trtllm_build
-from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names, visible_device
+from megatron_tlt.backends import devices
+from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -135,7 +137,7 @@ def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(
         nvmlDeviceGetHandleByIndex=lambda i: i,
         nvmlDeviceGetUUID=lambda handle: uuids[handle],
     )
-    monkeypatch.setattr(trtllm_build, "index_of", partial(index_of, nvml=nvml))
+    monkeypatch.setattr(devices, "index_of", partial(index_of, nvml=nvml))
     for name, index in (("GPU-00ba-3", "2"), ("GPU-00bb", "1")):  # CUDA takes a beginning of a UUID, too
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"0,{name}")
         wanted = {"CUDA_VISIBLE_DEVICES": index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

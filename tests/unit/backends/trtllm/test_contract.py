@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -12,8 +11,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_tlt.backends.trtllm.process import child_environment
-from megatron_tlt.backends.trtllm.weights import describe, ipc_entry, older_handle, pack_tensors, plain_ipc
+from megatron_tlt.backends.entries import DEVICE, handle_of
+from megatron_tlt.backends.process import child_environment
+from megatron_tlt.backends.transport import describe, ipc_entry, older_handle, pack_tensors, plain_ipc
+from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.wire import frame, message_of
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import SyncError
@@ -23,12 +24,10 @@ from tests.helpers.trtllm_fake.package import install, uninstall
 
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))
-THERE = (
-    "wire",
-    "trtllm/instances",
-    "trtllm/server",
-    "trtllm/extension",
-)  # modules of the engine's environment
+THERE = (  # modules of the engine's environment
+    *("wire", "serving", "receiving", "entries"),
+    *("trtllm/instances", "trtllm/server", "trtllm/extension"),
+)
 
 
 def used_names(path: Path) -> list[tuple[str, ...]]:
@@ -119,15 +118,14 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
     entry = {**describe("a.weight", tensor), "ipc": plain_ipc(tuple(given.values()))}
     try:
-        install(Contract.load(FILES[0]), child_environment({}, "", TrtllmSection()))
-        sys.modules.pop(EXTENSION, None)
-        extension = importlib.import_module(EXTENSION)
-        function, args = extension.handle_of(message_of(frame({"type": "weights", **entry})[4:]), None)
+        launch = launch_of(TrtllmSection(python="python"))
+        install(Contract.load(FILES[0]), child_environment({}, "", launch.environment))
+        function, args = handle_of(message_of(frame({"type": "weights", **entry})[4:]), None)
     finally:
         uninstall()
         sys.modules.pop(EXTENSION, None)
     assert callable(function)
-    assert names[extension.DEVICE] == "storage_device"
+    assert names[DEVICE] == "storage_device"
     there = dict(zip(names, args, strict=True))
     assert there == {**given, "storage_device": None}, "the engine puts its own device there"
 

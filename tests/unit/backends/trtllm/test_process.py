@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.backends.trtllm.process import EngineProcess, child_environment
+from megatron_tlt.backends.process import EngineProcess, child_environment
+from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, frame
-from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import BackendError
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with, scratch_directory, section
@@ -67,7 +67,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_a_child_with_a_wrong_hello_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
     started = time.monotonic()
     with pytest.raises(BackendError) as caught:
-        EngineProcess(section(child(tmp_path, data)))
+        EngineProcess(launch_of(section(child(tmp_path, data))))
     assert time.monotonic() - started < 120, "killed, not waited for"
     assert message in str(caught.value)
     assert "the child was here" in str(caught.value), "the end of the log"
@@ -87,7 +87,7 @@ def test_a_child_with_a_wrong_hello_is_killed(tmp_path: Path, data: bytes, messa
     ],
 )
 def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
-    process = EngineProcess(section(child(tmp_path, frame(HELLO) + after), silence_s=1.0))
+    process = EngineProcess(launch_of(section(child(tmp_path, frame(HELLO) + after), silence_s=1.0)))
     with pytest.raises(BackendError, match=message):
         process.call("stats")
     assert not process.is_alive
@@ -97,14 +97,14 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
-        EngineProcess(section(python_with(tmp_path, "echo no engine here; exit 7")))
+        EngineProcess(launch_of(section(python_with(tmp_path, "echo no engine here; exit 7"))))
 
 
 def test_an_environment_without_tensorrt_llm_is_an_error() -> None:
     with pytest.raises(
         BackendError, match=r"(?s)exit code 1 before its hello.*No module named 'tensorrt_llm'"
     ):
-        EngineProcess(section(sys.executable))
+        EngineProcess(launch_of(section(sys.executable)))
 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
@@ -120,7 +120,9 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
         "MPIEXEC_LIKE": "stays: no launcher's prefix",
     }
     there = child_environment(
-        ours, "/package", TrtllmSection(environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})
+        ours,
+        "/package",
+        launch_of(section("python", environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})).environment,
     )
     assert there == {
         "PATH": "/sbin",
@@ -140,12 +142,14 @@ def test_a_long_temporary_directory_is_refused(tmp_path: Path, monkeypatch: pyte
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with pytest.raises(BackendError, match="set TMPDIR"):
-        EngineProcess(section(sys.executable))
+        EngineProcess(launch_of(section(sys.executable)))
     assert list(long.iterdir()) == []
 
 
 def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:
-    program = "from megatron_tlt.backends.trtllm.server import end_with_parent\nend_with_parent(0)\nwhile True: pass"
+    program = (
+        "from megatron_tlt.backends.serving import end_with_parent\nend_with_parent(0)\nwhile True: pass"
+    )
     script = f"{shlex.quote(sys.executable)} -c '{program}' & echo $!; sleep 2"
     parent = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     pid, deadline = int(parent.stdout), time.monotonic() + 60

@@ -87,3 +87,41 @@ def test_check_and_adapter_know_the_same_versions(version: str) -> None:
 def test_generate_is_the_embedded_engine(override: str) -> None:
     with pytest.raises(ConfigError, match="not read by generate: it is the embedded engine's"):
         load_engine([override])
+
+
+VLLM = ("rollout.backend=vllm",)
+
+
+def test_vllm_runs_what_it_can() -> None:
+    assert problems(*VLLM) == {}
+    assert problems(*VLLM, "rollout.speculation.drafter=ngram", "train.deterministic=true") == {}
+    eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
+    assert problems(*VLLM, *eagle, "idle.train_drafter=true") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["rollout.speculation.drafter=suffix"], "rollout.speculation.drafter"),
+        (
+            ["rollout.speculation.drafter=ngram", "rollout.speculation.selector=fixed"],
+            "rollout.speculation.selector",
+        ),
+        (["idle.work_stealing=true"], "idle.work_stealing"),
+        (["rollout.stop=[x]"], "rollout.stop"),
+        (["rollout.tp=2"], "rollout.tp"),
+        (["rollout.numerics=invariant"], "rollout.numerics"),
+        (["rollout.release_cache=true"], "rollout.release_cache"),
+        (["rollout.kernels=torch"], "rollout.kernels"),
+        (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
+        (["algorithm.importance_cap=2"], "algorithm.importance_cap"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(overrides: list[str], path: str) -> None:
+    assert set(problems(*VLLM, *overrides)) == {path}
+
+
+def test_ngram_is_vllms() -> None:
+    assert set(problems("rollout.backend=embedded", "rollout.speculation.drafter=ngram")) == {
+        "rollout.speculation.drafter"
+    }

@@ -16,51 +16,55 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_tlt.backends.wire import PROTOCOL, FrameReader, WireError, frame
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import BackendError
 
-if TYPE_CHECKING:
-    from megatron_tlt.config.trtllm import TrtllmSection
-
 Message = dict[str, Any]
-PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
-MODULE = f"{PACKAGE}.trtllm.server"
 # Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
-# From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
-_ENGINE = {
-    "TLLM_DISABLE_MPI": "1",
-    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not another Ray cluster on this machine
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
-}
 _LONGEST_PATH = 107  # of a Unix socket on Linux
 _TAIL_BYTES = 4000
 _TICK_S = 0.25
 _END_S = 30.0
 
 
-def child_environment(ours: Mapping[str, str], package: str, section: TrtllmSection) -> dict[str, str]:
-    """The environment of the engine's process: ours without launcher and Python, with the engine's own. Pure."""
+@dataclass(frozen=True)
+class EngineLaunch:
+    """What is started, in which environment, and how long it may take."""
+
+    name: str  # the engine's, as in messages
+    section: str  # path of its configuration
+    package: tuple[str, Path]  # the directory of Python files that it runs, and the name that it has there
+    module: str
+    python: str
+    version: str  # of the engine; another one is refused
+    heartbeat_s: float
+    silence_s: float
+    start_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)  # more variables
+
+
+def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the engine's process: ours without launcher and Python, and `more`. Pure."""
     kept = {
         name: value for name, value in ours.items() if not name.startswith(_LAUNCHER) and name not in _PYTHON
     }
-    return {**kept, **_ENGINE, "PYTHONPATH": package, **section.environment}
+    return {**kept, "PYTHONPATH": package, **more}
 
 
 class EngineProcess:
     """The child process and the socket to it. Used by one thread of the rank."""
 
-    def __init__(self, section: TrtllmSection, variables: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, launch: EngineLaunch, variables: Mapping[str, str] = MappingProxyType({})):
         """Starts the child and shakes hands. `variables`: of its environment, over all others. Raises BackendError."""
-        assert section.python is not None  # `config.checks.backend`
-        self._section = section
+        self.launch = launch
         self._directory = Path(tempfile.mkdtemp(prefix="tlt-"))  # 0700
         self.log = self._directory / "engine.log"
         self._reader = FrameReader()
@@ -71,7 +75,7 @@ class EngineProcess:
         self._child: subprocess.Popen[bytes] | None = None
         listener = self._listen()
         try:
-            self._child = self._spawn(section.python, variables)
+            self._child = self._spawn(variables)
             self._socket = self._accept(listener)
             self.engine_version = self._handshake()
         finally:
@@ -87,15 +91,17 @@ class EngineProcess:
         listener.listen(1)
         return listener
 
-    def _spawn(self, python: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        (self._directory / PACKAGE).symlink_to(Path(__file__).resolve().parents[1])
-        environment = child_environment(os.environ, str(self._directory), self._section) | dict(variables)
+    def _spawn(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        launch = self.launch
+        name, place = launch.package
+        (self._directory / name).symlink_to(place)
+        environment = child_environment(os.environ, str(self._directory), launch.environment) | dict(variables)
         try:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
             with self.log.open("wb") as log, signals_blocked():
                 # Not `resolve`: an environment's python is a link, and is known by the link's place.
                 return subprocess.Popen(
-                    [os.path.abspath(python), "-m", MODULE, str(self._directory / "socket")],
+                    [os.path.abspath(launch.python), "-m", launch.module, str(self._directory / "socket")],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -105,10 +111,12 @@ class EngineProcess:
                 )
         except OSError as error:
             shutil.rmtree(self._directory, ignore_errors=True)
-            raise BackendError(f"rollout.trtllm.python = {python!r} cannot be started: {error}") from error
+            raise BackendError(
+                f"{launch.section}.python = {launch.python!r} cannot be started: {error}"
+            ) from error
 
     def _accept(self, listener: socket.socket) -> socket.socket:
-        deadline = time.monotonic() + self._section.start_s
+        deadline = time.monotonic() + self.launch.start_s
         listener.settimeout(_TICK_S)
         while True:
             try:
@@ -116,26 +124,27 @@ class EngineProcess:
             except TimeoutError:
                 self._check_alive("before its hello")
                 if time.monotonic() > deadline:
-                    raise self.failure(f"sent no hello within {self._section.start_s:g} s") from None
+                    raise self.failure(f"sent no hello within {self.launch.start_s:g} s") from None
                 continue
             connection.settimeout(_TICK_S)
             return connection
 
     def _handshake(self) -> str:
-        hello = self._next(self._section.start_s)
+        hello = self._next(self.launch.start_s)
         if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
             raise self.failure(f"has protocol {hello.get('protocol')!r}, this side has {PROTOCOL}")
         engine = str(hello.get("engine"))
-        if engine != self._section.version:
-            raise self.failure(f"is TensorRT-LLM {engine}, rollout.trtllm.version is {self._section.version}")
-        self.send({"type": "hello", "protocol": PROTOCOL, "heartbeat_s": self._section.heartbeat_s})
+        launch = self.launch
+        if engine != launch.version:
+            raise self.failure(f"is {launch.name} {engine}, {launch.section}.version is {launch.version}")
+        self.send({"type": "hello", "protocol": PROTOCOL, "heartbeat_s": self.launch.heartbeat_s})
         return engine
 
     @property
     def pid(self) -> int:
         """The child's process id. Raises BackendError once it is killed or closed."""
         if self._child is None:
-            raise BackendError("the TensorRT-LLM engine has been killed or closed")
+            raise BackendError(f"the {self.launch.name} engine has been killed or closed")
         return self._child.pid
 
     @property
@@ -147,11 +156,11 @@ class EngineProcess:
         """Sends a message. Raises BackendError if the child is gone or does not read, WireError if it is too long."""
         data = frame(message)
         assert self.pid and self._socket is not None
-        self._socket.settimeout(self._section.silence_s)
+        self._socket.settimeout(self.launch.silence_s)
         try:
             self._socket.sendall(data)
         except TimeoutError as error:
-            raise self.failure(f"took no message for {self._section.silence_s:g} s") from error
+            raise self.failure(f"took no message for {self.launch.silence_s:g} s") from error
         except OSError as error:
             raise self.failure("hung up") from error
         finally:
@@ -161,7 +170,7 @@ class EngineProcess:
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; answers that come meanwhile are kept in `answers`.
 
-        `patience`: seconds without a heartbeat in place of `rollout.trtllm.silence_s`. Raises BackendError.
+        `patience`: seconds without a heartbeat in place of the launch's `silence_s`. Raises BackendError.
         """
         self._calls += 1
         number = self._calls
@@ -175,7 +184,7 @@ class EngineProcess:
             elif message["type"] in ("reply", "error") and 0 < int(message.get("call") or 0) < number:
                 continue  # of a call that was interrupted here
             elif message["type"] == "error" and message.get("call") == number:
-                raise BackendError(f"TensorRT-LLM could not {kind}: {message.get('message')}")
+                raise BackendError(f"{self.launch.name} could not {kind}: {message.get('message')}")
             else:
                 raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
 
@@ -191,7 +200,7 @@ class EngineProcess:
     def _next(self, patience: float | None, beats: bool = False) -> Message:
         """The next message; heartbeats are skipped without `beats`. Silence counts from now at the earliest."""
         assert self.pid and self._socket is not None
-        limit = patience or self._section.silence_s
+        limit = patience or self.launch.silence_s
         self._seen = time.monotonic()
         while True:
             try:
@@ -239,7 +248,7 @@ class EngineProcess:
         self._kill()
         tail = self._tail()
         shown = f"the end of its log ({self.log}):\n{tail}" if tail else f"its log ({self.log}) is empty"
-        return BackendError(f"the TensorRT-LLM engine (process {pid}) {what}; {shown}")
+        return BackendError(f"the {self.launch.name} engine (process {pid}) {what}; {shown}")
 
     def _tail(self) -> str:
         with suppress(OSError), self.log.open("rb") as file:

@@ -1,6 +1,6 @@
 """How tensors reach the engine's process, as configured: GPU memory handles, shared memory, or bytes on the socket.
 
-An entry describes one tensor as plain data (see `extension.py`). A tensor's memory must stay as it is until the
+An entry describes one tensor as plain data (see `entries.py`). A tensor's memory must stay as it is until the
 call that names it has been answered, and of a drafter until the push is finished.
 """
 
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from megatron_tlt.backends.entries import describe, tensor_bytes
 from megatron_tlt.errors import ConfigError, SyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.backends.trtllm.process import EngineProcess
+    from megatron_tlt.backends.process import EngineProcess
 
 Named = tuple[str, "Tensor"]
 # A CUDA memory handle as torch's allocator writes it: a byte with the format's version, a byte with the kind of memory,
@@ -52,26 +53,13 @@ def open_transport(name: str, process: EngineProcess) -> Transport:
         return BytesTransport(process)
     if name == "shared_memory":
         if not _SHARED.is_dir():
-            raise ConfigError.of("rollout.trtllm.transport", name, f"needs {_SHARED}")
+            raise ConfigError.of(f"{process.launch.section}.transport", name, f"needs {_SHARED}")
         return SharedMemoryTransport(process)
     if not torch.cuda.is_available():
-        raise ConfigError.of("rollout.trtllm.transport", name, "needs CUDA: use shared_memory or bytes")
+        raise ConfigError.of(
+            f"{process.launch.section}.transport", name, "needs CUDA: use shared_memory or bytes"
+        )
     return CudaIpcTransport(process)
-
-
-def describe(name: str, tensor: Tensor) -> dict[str, Any]:
-    """Name, dtype and shape of an entry."""
-    return {
-        "name": name,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": [int(n) for n in tensor.shape],
-    }
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, row-major, on the host."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 class BytesTransport:
@@ -103,20 +91,35 @@ class BytesTransport:
         """Nothing is held."""
 
 
+class SharedDirectory:
+    """A directory in shared memory, private to this user, that a later job removes if this process could not."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
+        self.path = Path(self._directory.name)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)  # shows a later job that this process lives
+
+    def close(self) -> None:
+        """Removes it. A second call does nothing."""
+        self._directory.cleanup()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
 class SharedMemoryTransport:
-    """A file in /dev/shm for each call, private to this user, which the engine's workers read."""
+    """A file in /dev/shm for each call, which the engine's workers read."""
 
     def __init__(self, process: EngineProcess):
         self._process = process
-        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
-        self._lock = os.open(self._directory.name, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # shows a later job that this process lives
+        self._directory = SharedDirectory()
         self._held: list[Path] = []
         self._count = 0
 
     def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
         """See `Transport`."""
-        path = Path(self._directory.name) / str(self._count)
+        path = self._directory.path / str(self._count)
         self._count += 1
         entries = []
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -136,10 +139,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """See `Transport`."""
-        self._directory.cleanup()
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        self._directory.close()
 
 
 class CudaIpcTransport:

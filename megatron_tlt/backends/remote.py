@@ -1,0 +1,290 @@
+"""The rank's side of an engine in another process: what every such backend does alike.
+
+rank                                             the engine's process
+RemoteBackend --- EngineProcess: messages ------ serving.Connection --- a Host around the engine
+              --- Transport: tensors, by shared memory, GPU handles or the socket
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.backends.base import BaseBackend
+from megatron_tlt.backends.wire import WireError
+from megatron_tlt.errors import BackendError, SyncError, shortened
+from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.types import EngineStats, FinishReason, Prompt, Sample, SamplingParams, WeightBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.backends.process import EngineProcess
+    from megatron_tlt.backends.transport import Transport
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
+    from megatron_tlt.sync.served_weights import ServedWeights
+
+logger = logging.getLogger(__name__)
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+_HISTORY_MIB = 64  # lengths only
+Pending = dict[int, tuple[int, int]]  # a request's number -> (prompt id, sample index)
+
+
+class RemoteBackend(BaseBackend):
+    """A `RolloutBackend` around an engine in a process of its own."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        transport: Transport,
+        weights: ServedWeights,
+        rollout: RolloutSection,
+        *,
+        max_context: int,
+        eos_token_ids: Sequence[int] = (),
+        drafter_names: frozenset[str] = frozenset(),
+        tokenizer: Tokenizer | None = None,
+    ):
+        """`process` has a started engine. Without weights it refuses to answer until a push has arrived.
+
+        `max_context`: tokens of the longest prompt and answer. `drafter_names`: the tensors that the drafter was
+        started with.
+        """
+        longest_first = rollout.order == "longest_first"
+        super().__init__(weights, AnswerHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
+        self._process: EngineProcess | None = process
+        self._transport, self._tokenizer, self._rollout = transport, tokenizer, rollout
+        self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
+        self._drafter_names = drafter_names
+        self._name = process.launch.name
+        self._drafter_sums: dict[str, int] = {}  # of the open push
+        self._requests = 0
+        self._stats = EngineStats()
+
+    @property
+    def process(self) -> EngineProcess:
+        """The engine's process. Raises BackendError after `close`."""
+        if self._process is None:
+            raise BackendError("the rollout backend is closed")
+        return self._process
+
+    # -- what engines do differently ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        """Sampling arguments of a request, as plain data. Raises BackendError."""
+
+    @abstractmethod
+    def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
+        """What distinguishes one request of a prompt from its siblings, as plain data."""
+
+    def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        """The drafter's tensors under the engine's names."""
+        return list(weights.items())
+
+    def _note_beat(self, message: Mapping[str, Any]) -> None:
+        """Reads a heartbeat that came between answers."""
+
+    # -- answers ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: ProgressCallback | None = None,
+        have: Iterable[tuple[int, int]] = (),
+        on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
+    ) -> list[Sample]:
+        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
+
+        Those in `have` are neither made nor returned. `on_answer` gets each answer as soon as it is finished.
+        `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
+        """
+        self._must_serve(prompts, params)
+        self.resume()
+        started = time.perf_counter()
+        pending: Pending = {}
+        arguments, without = self._sampling(params), frozenset(have)
+        try:
+            for prompt in self._ordered(prompts):
+                left = [i for i in range(num_samples) if (prompt.prompt_id, i) not in without]
+                self._submit(prompt, params.seed, left, arguments, pending)
+            stops = frozenset(arguments["stop_token_ids"] or ())
+            samples = self._collect(pending, started, stops, on_progress, on_answer)
+        except BaseException:  # also an interrupt: what runs must not run on, or answer the next call
+            self._abandon(pending)
+            raise
+        self._stats.seconds += time.perf_counter() - started
+        self._stats.finished_requests += len(samples)
+        self._stats.prompt_tokens += sum(len(p.token_ids) for p in prompts)
+        self._after_generate()
+        samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
+        return samples
+
+    def _after_generate(self) -> None:
+        """The last answer has come."""
+
+    def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Raises BackendError for a request that cannot be answered now, or as it is asked."""
+        assert self.process
+        self._weights.check_ready()
+        if params.stop:
+            raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
+        most = self._max_context
+        for prompt in prompts:
+            total = len(prompt.token_ids) + params.max_tokens
+            if total > most:
+                raise BackendError(
+                    f"prompt {prompt.prompt_id}: prompt and answer of {total} tokens exceed the context of {most}"
+                )
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        seed: int,
+        samples: Sequence[int],
+        arguments: Mapping[str, Any],
+        pending: Pending,
+    ) -> None:
+        """One request a sample: engines differ in what they make of several samples in one. Adds to `pending`."""
+        if not samples:
+            return
+        first = self._requests + 1
+        self._requests += len(samples)
+        numbered = dict(zip(range(first, first + len(samples)), samples, strict=True))
+        requests = [{"id": n, **self._request(seed, prompt.prompt_id, i)} for n, i in numbered.items()]
+        ids = [int(i) for i in prompt.token_ids]
+        try:
+            self.process.send({"type": "submit", "requests": requests, "token_ids": ids, "params": arguments})
+        except WireError as error:
+            raise BackendError(f"prompt {prompt.prompt_id}: {error}") from error
+        pending.update({n: (prompt.prompt_id, i) for n, i in numbered.items()})
+
+    def _collect(
+        self,
+        pending: Pending,
+        started: float,
+        stops: frozenset[int],
+        on_progress: ProgressCallback | None,
+        on_answer: Callable[[Sample], None] | None,
+    ) -> list[Sample]:
+        """Waits until nothing is in flight by our own count. Empties `pending`."""
+        samples: list[Sample] = []
+        tokens = 0
+        self._stats.started = self._stats.started or started
+        while pending:
+            message = self.process.next_answer()
+            if message["type"] == "answer":
+                samples.append(self._take_answer(message, stops, pending))
+                tokens += len(samples[-1].token_ids)
+                self._stats.generated_tokens += len(samples[-1].token_ids)
+                if on_answer is not None:
+                    on_answer(samples[-1])
+            else:
+                self._note_beat(message)
+            running = min(len(pending), self._rollout.max_running_requests)
+            self._stats.running_curve.append((time.perf_counter() - started, running))
+            if on_progress is not None:
+                on_progress(running, len(pending) - running, tokens)
+        return samples
+
+    def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
+        key = pending.pop(message["id"], None)
+        if key is None:
+            raise self.process.failure(f"answered request {message['id']}, which was not submitted")
+        if "error" in message:
+            raise BackendError(f"{self._name} could not answer prompt {key[0]}: {message['error']}")
+        token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
+        if reason is None:
+            raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
+        if reason == "stop" and (not token_ids or token_ids[-1] not in stops):
+            raise BackendError(
+                f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
+            )
+        text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+        return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
+
+    def _abandon(self, pending: Pending) -> None:
+        """Aborts what is in flight and waits for its end, unless the engine is gone."""
+        try:
+            if not pending or not self.process.is_alive:
+                return
+            self.process.call("abort")
+            while pending:
+                pending.pop(self.process.next_answer().get("id", 0), None)
+        except BackendError as error:
+            logger.warning("after an interrupted rollout: %s", error)
+
+    def running_lengths(self) -> np.ndarray:
+        """Empty: the engine does not report answers under way."""
+        return np.zeros(0, np.int32)
+
+    def release(self) -> None:
+        """Gives the KV cache's memory back until `resume`, where the engine can."""
+
+    def resume(self) -> None:
+        """Allocates the KV cache's memory again, after a `release`."""
+
+    # -- pushes -----------------------------------------------------------------------------------------------
+
+    def begin_update(self, version: int) -> None:
+        """Opens a push of `version`; one that was open and never finished is given up."""
+        self._weights.begin(version)
+        self._drafter_sums = {}
+        self._transport.finish()  # of a push that was given up
+        self.process.call("begin_update", version=version, verify=self._weights.keep_checksums)
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
+        tensors = self._weights.accept(bucket)
+        if tensors:
+            self._transport.send(bucket.version, tensors)
+            self._weights.mark_loaded(tensors)
+
+    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sends the drafter's tensors into the open push. Raises SyncError.
+
+        They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
+        """
+        policy_version = self._weights.require_open(f"a drafter of version {version}")
+        names = self._drafter_names
+        if not names:
+            raise SyncError(f"a drafter of version {version} came to an engine that has none")
+        if weights.keys() != names:
+            wrong = shortened(sorted(weights.keys() ^ names))
+            raise SyncError(
+                f"the drafter of version {version} has not the tensors it was started with: {wrong}"
+            )
+        self._send_drafter(policy_version, weights)
+        self._weights.accept_drafter(version)
+
+    def _send_drafter(self, policy_version: int, weights: Mapping[str, Tensor]) -> None:
+        tensors = self._for_engine(weights)
+        self._transport.send(policy_version, tensors, drafter=True)
+        if self._weights.keep_checksums:
+            self._drafter_sums = {name: checksum(tensor) for name, tensor in tensors}
+
+    def finish_update(self) -> None:
+        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        version = self._weights.require_complete()
+        reply = self.process.call("finish_update", version=version)
+        self._transport.finish()
+        if reply["drafter_checksums"] != self._drafter_sums:
+            raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
+        self._weights.commit(reply["checksums"])
+
+    def close(self) -> None:
+        """Ends the engine's process. A second call does nothing."""
+        if self._process is not None:
+            self._process.close()
+            self._transport.close()
+        self._process = None

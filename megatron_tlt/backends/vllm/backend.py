@@ -1,0 +1,158 @@
+"""The vLLM backend: the rank's side of an engine in another process that samples with our noise.
+
+Answers equal the embedded engine's, with any drafter and with none, up to near-ties: the engines round differently, and
+vLLM's matrix products differ in the last bits between batch shapes (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.backends.entries import load_entry
+from megatron_tlt.backends.remote import Pending, RemoteBackend
+from megatron_tlt.backends.vllm.args import drafter_tensors, request_args, strategy_of
+from megatron_tlt.models.keys import request_key
+from megatron_tlt.types import (
+    VLLM_CAPABILITIES,
+    BackendCapabilities,
+    EngineStats,
+    HiddenStateSample,
+    Prompt,
+    Sample,
+    SamplingParams,
+    SpeculationStats,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.backends.transport import SharedDirectory
+    from megatron_tlt.interfaces import ProgressCallback
+
+_MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded engine
+
+
+class VllmBackend(RemoteBackend):
+    """A `RolloutBackend` around a vLLM engine."""
+
+    def __init__(
+        self,
+        *args: Any,
+        directory: SharedDirectory,
+        drafter: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ):
+        """As `RemoteBackend`. Hidden states come through `directory`. The first push also brings `drafter`, unless it
+        brings another one.
+        """
+        super().__init__(*args, drafter_names=frozenset(drafter or ()), **kwargs)
+        self._directory, self._unsent = directory, drafter
+        self._sink: Callable[[HiddenStateSample], None] | None = None
+        self._prompts: dict[int, Prompt] = {}  # of the generate under way
+        self._seed = 0
+        self._lengths = np.zeros(0, np.int32)
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        """What this engine supports."""
+        return VLLM_CAPABILITIES
+
+    def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
+        return {"key": request_key(seed, prompt_id, sample_index)}
+
+    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        return request_args(params, self._eos_token_ids)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        num_samples: int,
+        on_progress: ProgressCallback | None = None,
+        have: Iterable[tuple[int, int]] = (),
+        on_answer: Callable[[Sample], None] | None = None,
+        goes_on: bool = False,
+    ) -> list[Sample]:
+        """See `RemoteBackend.generate`."""
+        self._prompts, self._seed = {p.prompt_id: p for p in prompts}, params.seed
+        self._lengths = np.zeros(0, np.int32)
+        return super().generate(prompts, params, num_samples, on_progress, have, on_answer, goes_on)
+
+    def _note_beat(self, message: Mapping[str, Any]) -> None:
+        self._lengths = np.array(message["lengths"], np.int32)
+
+    def running_lengths(self) -> np.ndarray:
+        """Tokens that each running answer had at the last heartbeat, int32 [B]."""
+        return self._lengths
+
+    # -- hidden states ----------------------------------------------------------------------------------------
+
+    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+        """From now on calls `sink` with the hidden states of finished answers, as many as the engine has room for."""
+        if (sink is None) != (self._sink is None):
+            self.process.call("collect", on=sink is not None)
+        self._sink = sink
+
+    def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
+        sample = super()._take_answer(message, stops, pending)
+        if "hidden" in message:
+            hidden = load_entry(message["hidden"], "cpu", None)
+            Path(message["hidden"]["file"]).unlink()
+            if self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
+                self._sink(self._with_hidden(sample, hidden))
+        return sample
+
+    def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
+        prompt = self._prompts[sample.prompt_id]
+        return HiddenStateSample(
+            prompt_id=sample.prompt_id,
+            sample_index=sample.sample_index,
+            policy_version=sample.policy_version,
+            token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int32),
+            hidden=hidden,
+            prompt_len=len(prompt.token_ids),
+            key=request_key(self._seed, sample.prompt_id, sample.sample_index),
+        )
+
+    # -- pushes and figures -----------------------------------------------------------------------------------
+
+    def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        return drafter_tensors(weights)
+
+    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sends the drafter's tensors into the open push; they replace the old ones in place. Raises SyncError."""
+        super().update_drafter(weights, version)
+        self._unsent = None
+
+    def finish_update(self) -> None:
+        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        if self._unsent is not None:
+            self._send_drafter(self._weights.require_complete(), self._unsent)
+        super().finish_update()
+        self._unsent = None
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call: steps and drafts are the sampler's in the engine. Resets them."""
+        counts = self.process.call("stats")
+        stats, self._stats = self._stats, EngineStats()
+        plain = counts["steps"] - counts["draft_steps"]
+        steps = {"none": plain, strategy_of(self._rollout).name: counts["draft_steps"]}
+        stats.steps = counts["steps"]
+        stats.speculation = SpeculationStats(
+            steps_by_strategy={name: count for name, count in steps.items() if count},
+            row_steps=counts["rows"],
+            drafted_tokens=sum(counts["drafted_at"]),
+            emitted_tokens=counts["emitted"],
+            drafted_at=counts["drafted_at"],
+            accepted_at=counts["accepted_at"],
+        )
+        return stats
+
+    def close(self) -> None:
+        """Ends the engine's process. A second call does nothing."""
+        super().close()
+        self._directory.close()

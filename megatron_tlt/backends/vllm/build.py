@@ -1,0 +1,119 @@
+"""Starting a vLLM engine for a rank."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.process import EngineProcess
+from megatron_tlt.backends.transport import SharedDirectory, open_transport
+from megatron_tlt.backends.vllm.args import drafter_config, engine_args, speculative_config
+from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.backends.vllm.launch import launch_of
+from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.rollout.kv_cache import choose_num_blocks
+from megatron_tlt.sync.served_weights import ServedWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.interfaces import Tokenizer
+
+_BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
+
+
+def build_vllm(
+    rollout: RolloutSection,
+    model: ModelSection,
+    sync: SyncSection,
+    *,
+    device: torch.device | str,
+    tokenizer: Tokenizer | None = None,
+    local_ranks: int = 1,
+    drafter: Mapping[str, Tensor] | None = None,
+    keep_hidden_states: bool = False,
+) -> VllmBackend:
+    """The engine of this rank, started on its device, without weights (version -1).
+
+    `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`. The settings have
+    passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    """
+    device = torch.device(device)
+    policy = ModelConfig.from_hf(model.path)
+    if rollout.speculation.uses_eagle and drafter is None:
+        assert rollout.speculation.drafter_path is not None  # `config.checks`
+        drafter = load_drafter(rollout.speculation.drafter_path, policy).weights
+    if not rollout.speculation.uses_eagle:
+        drafter = None
+    weights = ServedWeights(
+        policy.parameter_shapes(), ("lm_head.weight",) if policy.tie_word_embeddings else (), sync.verify
+    )
+    launch = launch_of(rollout)
+    with ExitStack() as undo:
+        directory = SharedDirectory()
+        undo.callback(directory.close)
+        process = EngineProcess(launch, visible_device(device))
+        undo.callback(process.close)
+        transport = open_transport(rollout.vllm.transport, process)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = _arguments(rollout, model, policy, device, local_ranks, Path(folder))
+            process.call(
+                "start",
+                patience=launch.start_s,
+                llm=arguments,
+                hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
+                max_len=model.max_context,
+                max_requests=rollout.max_running_requests,
+                directory=str(directory.path),
+            )
+        undo.pop_all()
+    return VllmBackend(
+        process,
+        transport,
+        weights,
+        rollout,
+        max_context=model.max_context,
+        eos_token_ids=sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        tokenizer=tokenizer,
+        directory=directory,
+        drafter=drafter,
+    )
+
+
+def _arguments(
+    rollout: RolloutSection,
+    model: ModelSection,
+    policy: ModelConfig,
+    device: torch.device,
+    local_ranks: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """The engine's arguments; writes the drafter's config.json into `folder`, which the engine reads at its start."""
+    has_drafter = rollout.speculation.uses_eagle
+    if has_drafter:
+        (folder / "config.json").write_text(json.dumps(drafter_config(policy, rollout.dtype)))
+    layers = policy.num_layers + has_drafter
+    block_bytes = 2 * layers * policy.num_kv_heads * policy.head_dim * DTYPES[rollout.dtype].itemsize * _BLOCK
+    blocks = choose_num_blocks(
+        block_bytes,
+        block_size=_BLOCK,
+        max_running=rollout.max_running_requests,
+        max_context=model.max_context + rollout.vllm.draft_len,  # drafts lie behind the last token
+        budget_mib=rollout.kv_cache_mib,
+        device=device,
+        local_ranks=local_ranks,
+    )
+    is_eager = device.type != "cuda" or not rollout.cuda_graphs
+    speculation = speculative_config(rollout, folder if has_drafter else None)
+    return engine_args(rollout, model, blocks * block_bytes, speculation, is_eager)

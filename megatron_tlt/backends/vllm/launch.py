@@ -1,0 +1,54 @@
+"""How vLLM's process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_tlt.backends.process import EngineLaunch
+from megatron_tlt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.config.vllm import VllmSection
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# In this order, beside the package: what `make setup-vllm` and `make bench-vllm` make.
+ENVIRONMENTS = (".venv/vllm", ".venv/peers-vllm")
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: ours
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin knows the first
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",  # none of the environment's own
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def launch_of(rollout: RolloutSection) -> EngineLaunch:
+    """The process of a configuration. Raises ConfigError if there is no Python to run."""
+    section = rollout.vllm
+    python = find_python(section)
+    if python is None:
+        allowed = f"needs vLLM's environment: make setup-vllm ({', '.join(ENVIRONMENTS)} do not exist)"
+        raise ConfigError.of("rollout.vllm.python", section.python, allowed)
+    threads = {"OMP_NUM_THREADS": str(rollout.threads)}
+    return EngineLaunch(
+        name="vLLM",
+        section="rollout.vllm",
+        package=("megatron_tlt", _PACKAGE),
+        module="megatron_tlt.backends.vllm.server",
+        python=python,
+        version=section.version,
+        heartbeat_s=section.heartbeat_s,
+        silence_s=section.silence_s,
+        start_s=section.start_s,
+        environment={**_ENGINE, **threads, **section.environment},
+    )
+
+
+def find_python(section: VllmSection) -> str | None:
+    """The configured Python, or that of an environment beside the package; None: there is none."""
+    if section.python is not None:
+        return section.python
+    found = (_PACKAGE.parent / name / "bin" / "python" for name in ENVIRONMENTS)
+    return next((str(path) for path in found if path.exists()), None)

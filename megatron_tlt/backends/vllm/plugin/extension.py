@@ -1,0 +1,89 @@
+"""The extension of vLLM's worker: keyed sampling, hidden states, weights in place. Called by `collective_rpc`.
+
+vLLM mixes the class into its worker: no `__init__`, names of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_tlt.backends.entries import Entry, Sums, load_entry
+from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
+from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
+
+
+class TltWorkerExtension:
+    """Methods of the worker that the server calls."""
+
+    model_runner: Any
+    tlt_sampling: KeyedSampling
+    tlt_tap: HiddenStateTap | None
+    _tlt_is_loading: bool
+
+    def tlt_install(self, hidden_bytes: int, max_len: int, max_requests: int) -> None:
+        """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request."""
+        self.tlt_sampling = KeyedSampling(self.model_runner)
+        self.tlt_tap = None
+        if hidden_bytes:
+            self.tlt_tap = HiddenStateTap(self.model_runner, hidden_bytes, max_len, max_requests)
+        self._tlt_is_loading = False
+
+    def tlt_collect(self, is_on: bool) -> None:
+        """From now on keeps hidden states, or does not. Raises RuntimeError without a budget for them."""
+        if self.tlt_tap is None:
+            if is_on:
+                raise RuntimeError("this engine was started without room for hidden states")
+            return
+        self.tlt_tap.is_on = is_on
+
+    def tlt_end(self, request: str, count: int) -> Tensor | None:
+        """The request has ended: its hidden states [count, H], if they were kept."""
+        self.tlt_sampling.forget(request)
+        return None if self.tlt_tap is None else self.tlt_tap.take(request, count)
+
+    def tlt_counts(self) -> dict[str, Any]:
+        """Steps and drafts since the last call. Resets them."""
+        return self.tlt_sampling.counts.take()
+
+    def tlt_begin_update(self) -> None:
+        """Opens a push of the policy; one that was open is given up: its layers are half loaded until the next."""
+        model = self.model_runner.get_model()
+        if self._tlt_is_loading:
+            internals.end_reload(self, model, is_draft=False)
+        internals.begin_reload(self, model)
+        self._tlt_is_loading = True
+
+    def tlt_update(self, entries: Sequence[Entry], verify: bool) -> Sums:
+        """Loads some of the policy's tensors; returns the CRC-32 of each as it arrived, if `verify`."""
+        sums: Sums = {}
+        internals.load(
+            self, self.model_runner.get_model(), self._tlt_tensors(entries, sums if verify else None)
+        )
+        return sums
+
+    def tlt_finish_update(self) -> None:
+        """All tensors of the policy have come: it serves them."""
+        internals.end_reload(self, self.model_runner.get_model(), is_draft=False)
+        self._tlt_is_loading = False
+
+    def tlt_update_drafter(self, entries: Sequence[Entry], verify: bool) -> Sums:
+        """Loads all tensors of the drafter, in place; its tables are the policy's. Raises ValueError without one."""
+        model = internals.draft_model(self)
+        if model is None:
+            raise ValueError("this engine has no trained drafter")
+        sums: Sums = {}
+        internals.begin_reload(self, model)
+        internals.load(self, model, self._tlt_tensors(entries, sums if verify else None))
+        internals.end_reload(self, model, is_draft=True)
+        return sums
+
+    def _tlt_tensors(self, entries: Sequence[Entry], sums: Sums | None) -> list[tuple[str, Tensor]]:
+        # Copies: a layer's parts wait for the last one, perhaps for buckets, while the sender uses its memory again.
+        device = self.model_runner.device
+        tensors = [(entry["name"], load_entry(entry, device, sums).clone()) for entry in entries]
+        internals.synchronize()
+        return tensors

@@ -1,0 +1,84 @@
+"""The policy's hidden states of answers, kept while vLLM computes them, for drafter training.
+
+Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
+ended. A rejected draft's position is written again by the next step, so the last value of a position is the answer's.
+
+Legend: S slots, L positions of the longest request, H hidden size, T tokens of a forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.backends.vllm.plugin import internals
+
+
+class HiddenStateTap:
+    """Hidden states of some running requests: a budget of bytes says of how many."""
+
+    def __init__(self, runner: Any, budget_bytes: int, max_len: int, max_requests: int):
+        self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
+        self._max_requests = max_requests
+        self._pool: Tensor | None = None  # [S * L + 1, H]; the last row takes what is not kept
+        self._free: list[int] = []
+        self._slots: dict[str, int] = {}
+        self._first: dict[str, int] = {}  # lowest position seen: above 0 where the prefix cache had the start
+        self._refused: set[str] = set()
+        self.is_on = False
+        internals.hook_forward(runner, self._seen)
+
+    def _seen(self, hidden: Tensor, positions: Tensor) -> None:
+        if not self.is_on:
+            return
+        if self._pool is None:
+            self._make_pool(hidden)
+        assert self._pool is not None
+        starts = internals.row_starts(self._runner)
+        total = int(starts[-1])
+        requests = internals.request_ids(self._runner)
+        trash = len(self._pool) - 1
+        bases = np.array([self._base(request) for request in requests])
+        counts = np.diff(starts)
+        base = torch.from_numpy(np.repeat(bases, counts)).to(hidden.device)
+        where = torch.where(base >= 0, base + positions[:total].long(), trash)
+        self._pool.index_copy_(0, where, hidden[:total].detach())
+        first = positions[torch.from_numpy(starts[:-1].astype(np.int64)).to(positions.device)].tolist()
+        for request, position in zip(requests, first, strict=True):
+            if request in self._slots:
+                self._first[request] = min(position, self._first.get(request, position))
+
+    def _make_pool(self, like: Tensor) -> None:
+        width = like.shape[-1]
+        slots = min(self._max_requests, self._budget // (self._max_len * width * like.element_size()))
+        # Memory that is never written is never touched on a CPU.
+        self._pool = like.new_empty(slots * self._max_len + 1, width)
+        self._free = list(range(slots))[::-1]
+
+    def _base(self, request: str) -> int:
+        """First row of the request's slot; -1: it has none."""
+        slot = self._slots.get(request)
+        if slot is None:
+            if not self._free or request in self._refused:
+                self._refused.add(request)
+                return -1
+            slot = self._slots[request] = self._free.pop()
+        return slot * self._max_len
+
+    def take(self, request: str, count: int) -> Tensor | None:
+        """States [count, H] of the positions 0 .. count - 1 of a request that has ended; frees its slot.
+
+        None: they were not kept, or not all of them. The tensor is a view, good until the next forward.
+        """
+        self._refused.discard(request)
+        slot, first = self._slots.pop(request, None), self._first.pop(request, 1)
+        if slot is None:
+            return None
+        self._free.append(slot)
+        if first > 0 or self._pool is None:
+            return None
+        at = slot * self._max_len
+        return self._pool[at : at + count]

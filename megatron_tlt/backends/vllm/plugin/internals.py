@@ -1,0 +1,223 @@
+"""Everything that the plugin needs of vLLM's internals, for vLLM 0.32 (model runner V1), held to its real signatures.
+
+vLLM promises none of these names. `check` compares each with what is recorded here and names what differs, before an
+engine is started: another version needs a look at every function of this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+SERIES = "0.32."
+# (module, name, its parameters): functions that are called, replaced, or called back.
+SIGNATURES = (
+    ("v1.worker.gpu_model_runner", "GPUModelRunner._sample", "self logits spec_decode_metadata"),
+    ("v1.worker.gpu_model_runner", "GPUModelRunner.get_model", "self"),
+    ("v1.worker.gpu_worker", "Worker.get_draft_model", "self"),
+    (
+        "v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer._sample_draft_tokens",
+        "self hidden_states sampling_metadata",
+    ),
+    (
+        "v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.propose",
+        (
+            "self num_speculative_tokens target_token_ids target_positions target_hidden_states next_token_ids "
+            "token_indices_to_sample common_attn_metadata sampling_metadata mm_embed_inputs "
+            "num_rejected_tokens_gpu slot_mappings"
+        ),
+    ),
+    ("v1.engine.llm_engine", "LLMEngine.step", "self"),
+    ("v1.engine.llm_engine", "LLMEngine.abort_request", "self request_ids internal"),
+    (
+        "v1.engine.llm_engine",
+        "LLMEngine.reset_prefix_cache",
+        "self reset_running_requests reset_connector",
+    ),
+    ("v1.engine.llm_engine", "LLMEngine.collective_rpc", "self method timeout args kwargs"),
+    ("model_executor.model_loader.reload", "initialize_layerwise_reload", "model"),
+    ("model_executor.model_loader.reload", "finalize_layerwise_reload", "args kwargs"),
+    ("model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
+    ("model_executor.models.utils", "get_draft_quant_config", "vllm_config"),
+    ("model_executor.models.utils", "maybe_prefix", "prefix name"),
+)
+# (module, class, its fields): what is read from, or built.
+FIELDS = (
+    ("v1.outputs", "SamplerOutput", "sampled_token_ids logprobs_tensors"),
+    (
+        "v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        "draft_token_ids num_draft_tokens logits_indices target_logits_indices bonus_logits_indices",
+    ),
+)
+
+
+def differences(version: str) -> list[str]:
+    """What of vLLM is not as recorded here; empty: the plugin fits."""
+    if not version.startswith(SERIES):
+        return [f"version {version}: the plugin knows {SERIES}x"]
+    found = []
+    for module, name, expected in SIGNATURES:
+        try:
+            actual = " ".join(inspect.signature(_find(module, name)).parameters)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{module}.{name}: {error}")
+            continue
+        if actual != expected:
+            found.append(f"{module}.{name} has the parameters ({actual}), not ({expected})")
+    for module, name, expected in FIELDS:
+        missing = set(expected.split()) - set(getattr(_find(module, name), "__dataclass_fields__", ()))
+        if missing:
+            found.append(f"{module}.{name} has no {', '.join(sorted(missing))}")
+    return found
+
+
+def _find(module: str, name: str) -> Any:
+    found: Any = import_module(f"vllm.{module}")
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# -- the model runner's batch ---------------------------------------------------------------------------------
+
+
+def request_ids(runner: Any) -> list[str]:
+    """Internal ids of the requests of the step under way, by row."""
+    batch = runner.input_batch
+    return list(batch.req_ids[: batch.num_reqs])
+
+
+def extra_args(runner: Any, request: str) -> dict[str, Any]:
+    """`SamplingParams.extra_args` of a request."""
+    return dict(runner.requests[request].sampling_params.extra_args)
+
+
+def output_lengths(runner: Any) -> np.ndarray:
+    """Output tokens of each row before this step, int64 [B]; 0 for one in the middle of its prompt."""
+    batch = runner.input_batch
+    rows = slice(0, batch.num_reqs)
+    done = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+    lengths: np.ndarray = np.maximum(done, 0).astype(np.int64)
+    return lengths
+
+
+def row_starts(runner: Any) -> np.ndarray:
+    """Where the rows of a forward begin among its tokens, int [B + 1]."""
+    starts: np.ndarray = runner.query_start_loc.np[: runner.input_batch.num_reqs + 1]
+    return starts
+
+
+def drafts(metadata: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Drafted tokens of each row, int [B], and the tokens, row by row, int [sum]."""
+    return np.asarray(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids.cpu().numpy()
+
+
+def sampler_output(tokens: Tensor) -> Any:
+    """What `_sample` returns: tokens int32 [B, 1 + longest draft], -1 behind a row's last one."""
+    from vllm.v1.outputs import SamplerOutput
+
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+# -- replaced functions ---------------------------------------------------------------------------------------
+
+
+def replace_sampler(runner: Any, sample: Callable[[Tensor, Any], Any]) -> None:
+    """`sample(logits [T, V], metadata)` instead of vLLM's sampler and rejection sampler."""
+    runner._sample = sample
+
+
+def replace_draft_sampler(runner: Any, begin: Callable[[], None], sample: Callable[[Tensor], Tensor]) -> bool:
+    """`sample(logits [B, V])` instead of the drafter's, after `begin()` at the start of each proposal.
+
+    False: the drafter has no logits (ngram), or there is none.
+    """
+    drafter: Any = getattr(runner, "drafter", None)
+    if not hasattr(drafter, "_sample_draft_tokens"):
+        return False
+    propose = drafter.propose
+
+    def begin_and_propose(*args: Any, **kwargs: Any) -> Tensor:
+        begin()
+        proposed: Tensor = propose(*args, **kwargs)
+        return proposed
+
+    def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
+        return sample(drafter.model.compute_logits(hidden_states)), None
+
+    drafter.propose, drafter._sample_draft_tokens = begin_and_propose, sample_draft
+    return True
+
+
+def hook_forward(runner: Any, seen: Callable[[Tensor, Tensor], None]) -> None:
+    """Calls `seen(hidden states [T, H] behind the final norm, positions [T])` after each forward of the policy."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if runner.input_batch.num_reqs:  # not a warm-up
+            seen(output[0] if isinstance(output, tuple) else output, kwargs["positions"])
+
+    runner.get_model().register_forward_hook(hook, with_kwargs=True)
+
+
+# -- weights --------------------------------------------------------------------------------------------------
+
+
+def begin_reload(worker: Any, model: nn.Module) -> None:
+    """Every layer waits for its weights; when the last one has come it is processed into the tensors that serve."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+
+
+def load(worker: Any, model: Any, tensors: list[tuple[str, Tensor]]) -> None:
+    """Loads some tensors under Hugging Face names."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        model.load_weights(iter(tensors))
+
+
+def end_reload(worker: Any, model: Any, is_draft: bool) -> None:
+    """Ends a reload. Layers without new weights keep theirs. Packs a tied head's copy for CPUs again."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    config = worker.model_config
+    if is_draft:
+        config = worker.vllm_config.speculative_config.draft_model_config
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, config)
+        _pack_tied_head(worker.model_runner.get_model())
+
+
+def draft_model(worker: Any) -> Any:
+    """The drafter's model; None for one without weights."""
+    return getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+
+
+def _pack_tied_head(model: Any) -> None:
+    """On CPUs a tied LM head computes with a packed copy of the embedding, which a reload leaves as it was."""
+    head, table = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
+    if head is None or table is None or head.weight.device.type != "cpu":
+        return
+    if head.weight.data_ptr() == table.weight.data_ptr():
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def synchronize() -> None:
+    """Waits for the device, so that memory of another process may be used again."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

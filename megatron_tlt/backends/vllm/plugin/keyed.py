@@ -1,0 +1,164 @@
+"""Keyed sampling and coupled verification in vLLM's model runner, with the embedded engine's own sampler.
+
+    logits [T, V]  ->  token of row i at output position t:  argmax(logits / T + G(key_i, t))   rollout/sampler.py
+    drafts         ->  accepted while they equal these tokens; the next token is the bonus      coupled verification
+
+so an answer is a function of seed, prompt and policy: of no batch, drafter or draft length (docs/numerics.md). vLLM's
+own `seed` gives a request a generator: its answers survive another batch, but not another drafter.
+
+Legend: B requests of a step, T rows of logits, V vocabulary, K longest draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.models.keyed_noise import key_tensor, perturbed
+from megatron_tlt.models.keys import row_keys
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+
+ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p]
+Arguments = tuple[int, float, int, float, float]
+
+
+class DraftCounts:
+    """Drafted and accepted tokens since the last `take`, by draft position."""
+
+    def __init__(self) -> None:
+        self._drafted = np.zeros(0, np.int64)
+        self._accepted = np.zeros(0, np.int64)
+        self.rows = self.emitted = self.steps = self.draft_steps = 0
+
+    def add(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """One step: drafted and accepted tokens of each row, int [B]."""
+        self.steps += 1
+        rows = drafted > 0
+        if not rows.any():
+            return
+        self.draft_steps += 1
+        longest = int(drafted.max())
+        if longest > len(self._drafted):
+            self._drafted = np.pad(self._drafted, (0, longest - len(self._drafted)))
+            self._accepted = np.pad(self._accepted, (0, longest - len(self._accepted)))
+        at = np.arange(longest)
+        self._drafted[:longest] += (at < drafted[rows, None]).sum(0)
+        self._accepted[:longest] += (at < accepted[rows, None]).sum(0)
+        self.rows += int(rows.sum())
+        self.emitted += int(accepted[rows].sum()) + int(rows.sum())
+
+    def take(self) -> dict[str, Any]:
+        """The counts as plain data. Resets them."""
+        counts = {
+            "steps": self.steps,
+            "draft_steps": self.draft_steps,
+            "rows": self.rows,
+            "emitted": self.emitted,
+            "drafted_at": self._drafted.tolist(),
+            "accepted_at": self._accepted.tolist(),
+        }
+        self.__init__()  # type: ignore[misc]
+        return counts
+
+
+class KeyedSampling:
+    """Samples for one model runner, and perturbs what its drafter proposes."""
+
+    def __init__(self, runner: Any, count_near_ties: bool = False):
+        """Replaces the runner's sampler and its drafter's."""
+        self._runner, self._device = runner, runner.device
+        self.sampler = Sampler(torch.device(self._device), count_near_ties=count_near_ties)
+        self.counts = DraftCounts()
+        self._arguments: dict[str, Arguments] = {}
+        # For the proposal after a sample: keys, temperatures and positions of the next tokens, and tokens proposed.
+        self._next = (np.zeros(0, np.uint64), np.zeros(0, np.float32), np.zeros(0, np.int64))
+        self._proposed = 0
+        internals.replace_sampler(runner, self._sample)
+        internals.replace_draft_sampler(runner, self._begin_proposal, self._sample_draft)
+
+    def forget(self, request: str) -> None:
+        """The request has ended."""
+        self._arguments.pop(request, None)
+
+    def _arguments_of(self, request: str) -> Arguments:
+        found = self._arguments.get(request)
+        if found is None:
+            given = internals.extra_args(self._runner, request)[ARGUMENT]
+            found = self._arguments[request] = tuple(given)
+        return found
+
+    def _sample(self, logits: Tensor, metadata: Any) -> Any:
+        """logits [T, V]: of each request one row, or one for each drafted token and a bonus row after them."""
+        arguments = [self._arguments_of(request) for request in internals.request_ids(self._runner)]
+        count = len(arguments)
+        drafted, draft_tokens = (
+            (np.zeros(count, np.int64), np.zeros(0, np.int64))
+            if metadata is None
+            else internals.drafts(metadata)
+        )
+        done = internals.output_lengths(self._runner)
+        rows = drafted + 1
+        owner = np.repeat(np.arange(count), rows)
+        starts = np.cumsum(rows) - rows
+        within = np.arange(len(owner)) - starts[owner]
+        sampling = _rows(arguments)
+        keys = sampling.keys
+        part = sampling.part(owner)
+        part.keys = row_keys(part.keys, done[owner] + within)
+        tokens = self.sampler.sample(logits.float(), part)[0].cpu().numpy()
+        out, accepted = follow(tokens, starts, drafted, draft_tokens)
+        self.counts.add(drafted, accepted)
+        self._next = (keys, sampling.temperature, done + accepted + 1)
+        return internals.sampler_output(torch.from_numpy(out).to(self._device))
+
+    def _begin_proposal(self) -> None:
+        self._proposed = 0
+
+    def _sample_draft(self, logits: Tensor) -> Tensor:
+        """The next drafted token of each request, int64 [B]: the noise of the position that it stands for."""
+        keys, temperature, first = self._next
+        noise_keys = key_tensor(row_keys(keys, first + self._proposed), self._device)
+        self._proposed += 1
+        temperatures = torch.from_numpy(temperature).to(self._device)
+        return perturbed(logits.float(), noise_keys, temperatures).argmax(dim=-1)
+
+
+def follow(
+    tokens: np.ndarray, starts: np.ndarray, drafted: np.ndarray, draft_tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Coupled verification of chains.
+
+    tokens int [T]: the policy's keyed token behind each fed token; `starts` [B]: each request's first row;
+    `drafted` [B] and `draft_tokens` [sum]: its draft. Returns tokens int32 [B, K + 1], -1 behind the last, and
+    accepted drafts int [B].
+    """
+    width = int(drafted.max(initial=0)) + 1
+    at = np.arange(width)
+    exists = at <= drafted[:, None]
+    drawn = tokens[np.where(exists, starts[:, None] + at, 0)]
+    firsts = np.cumsum(drafted) - drafted
+    is_draft = at[:-1] < drafted[:, None]
+    padded = np.append(draft_tokens, -1)
+    proposed = padded[np.where(is_draft, firsts[:, None] + at[:-1], len(draft_tokens))]
+    accepted = (is_draft & (drawn[:, :-1] == proposed)).cumprod(axis=1).sum(axis=1)
+    out = np.where(at <= accepted[:, None], drawn, -1).astype(np.int32)
+    return out, accepted
+
+
+def _rows(arguments: list[Arguments]) -> SamplingRows:
+    """One row a request, with the request's key."""
+    keys, temperature, top_k, top_p, min_p = zip(*arguments, strict=True)
+    rows = SamplingRows(
+        np.array(keys, np.uint64),
+        np.array(temperature, np.float32),
+        np.array(top_k, np.int32),
+        np.array(top_p, np.float64),
+        np.array(min_p, np.float32),
+        is_masked=True,
+    )
+    rows.is_masked = bool(rows.masked.any())
+    return rows

@@ -1,0 +1,59 @@
+"""Hidden states by request: rejected drafts are overwritten, what finds no room or has a hole is left out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
+
+H, L = 3, 8
+
+
+class Runner:
+    """What the tap reads of a model runner: the rows of a forward."""
+
+    def __init__(self) -> None:
+        self.input_batch: Any = None
+        self.query_start_loc: Any = None
+
+    def set(self, **counts: int) -> None:
+        starts = np.cumsum([0, *counts.values()])
+        self.input_batch = SimpleNamespace(num_reqs=len(counts), req_ids=list(counts))
+        self.query_start_loc = SimpleNamespace(np=starts)
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(internals, "hook_forward", lambda runner, seen: setattr(runner, "seen", seen))
+    return Runner()
+
+
+def forward(runner: Any, value: float, **positions: list[int]) -> None:
+    """A forward whose state at a position p is `value + p`; two padding rows behind."""
+    runner.set(**{name: len(p) for name, p in positions.items()})
+    flat = torch.tensor([*(p for some in positions.values() for p in some), 0, 0])
+    runner.seen((value + flat.float())[:, None].expand(-1, H), flat)
+
+
+def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:
+    tap = HiddenStateTap(runner, budget_bytes=2 * L * H * 4, max_len=L, max_requests=8)
+    forward(runner, 900.0, a=[0, 1])
+    tap.is_on = True
+    forward(runner, 100.0, a=[0, 1, 2], b=[0, 1])
+    forward(runner, 200.0, b=[2, 3, 4], a=[3], c=[0])  # b's drafts at 3 and 4 are rejected; c finds no slot
+    forward(runner, 300.0, b=[3], a=[4])
+    b, a = tap.take("b", 4), tap.take("a", 5)
+    assert b is not None and a is not None
+    assert b[:, 0].tolist() == [100, 101, 202, 303]
+    assert a[:, 2].tolist() == [100, 101, 102, 203, 304]
+    assert tap.take("c", 1) is None
+    forward(runner, 400.0, d=[3, 4])  # its start came from a prefix cache
+    assert tap.take("d", 5) is None
+    forward(runner, 500.0, e=[0], f=[0])
+    assert tap.take("e", 1) is not None and tap.take("f", 1) is not None, "both slots are free again"
