@@ -46,8 +46,7 @@ class SpeculationSection(Section):
 
     drafter: Literal["none", "suffix", "eagle", "hybrid", "ngram"] = "none"
     """none: plain decoding. suffix: sibling and earlier answers, nothing to train. eagle: a trained one-layer drafter.
-    hybrid: the better of the two for each request. ngram: the request's own text (backend vllm only, which has neither
-    suffix nor hybrid)."""
+    hybrid: the better of the two for each request. ngram: the request's own text (backend vllm only)."""
     drafter_path: str | None = None
     """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
     allow_other_policy: bool = False

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
 # Policies whose EAGLE drafter vLLM has a class for: its own for Llama, the plugin's for Qwen3.
 EAGLE_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -39,6 +40,12 @@ def speculative_config(rollout: RolloutSection, drafter: Path | None) -> dict[st
             "num_speculative_tokens": section.draft_len,
             "prompt_lookup_max": section.ngram_size,
             "prompt_lookup_min": 1,
+        }
+    if rollout.speculation.drafter == "suffix":
+        return {
+            "method": "custom_class",
+            "num_speculative_tokens": section.draft_len,
+            "model": SUFFIX_PROPOSER,
         }
     assert drafter is not None
     return {"method": "eagle", "num_speculative_tokens": section.draft_len, "model": str(drafter)}

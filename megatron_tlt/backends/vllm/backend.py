@@ -62,7 +62,7 @@ class VllmBackend(RemoteBackend):
         return VLLM_CAPABILITIES
 
     def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
-        return {"key": request_key(seed, prompt_id, sample_index)}
+        return {"key": request_key(seed, prompt_id, sample_index), "prompt_id": prompt_id}
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids)

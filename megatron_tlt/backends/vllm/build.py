@@ -75,6 +75,8 @@ def build_vllm(
                 hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
                 max_len=model.max_context,
                 max_requests=rollout.max_running_requests,
+                suffix=_suffix(rollout),
+                draft_len=rollout.vllm.draft_len,
                 directory=str(directory.path),
             )
         undo.pop_all()
@@ -89,6 +91,12 @@ def build_vllm(
         directory=directory,
         drafter=drafter,
     )
+
+
+def _suffix(rollout: RolloutSection) -> dict[str, Any] | None:
+    """Settings of the suffix drafter; None where it does not draft."""
+    section = rollout.speculation
+    return section.suffix.model_dump() if section.uses_suffix else None
 
 
 def _arguments(

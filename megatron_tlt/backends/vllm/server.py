@@ -10,7 +10,7 @@ carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file t
 
 | from the client | answer |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, directory) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, suffix, draft_len, directory) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
 """
 
@@ -94,7 +94,8 @@ class Host:
     async def _start(self, message: Message) -> Message:
         self._directory = Path(message["directory"])
         self._engine = await self._in_thread(door.start_engine, message["llm"])
-        await self._rpc("tlt_install", message["hidden_bytes"], message["max_len"], message["max_requests"])
+        names = ("hidden_bytes", "max_len", "max_requests", "suffix", "draft_len")
+        await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
 
     # -- requests ---------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Host:
     def _add(self, message: Message) -> None:
         request, params = message["request"], message["params"]
         number = request["id"]
-        extra = {ARGUMENT: [request["key"], *params["sampling"]]}
+        extra = {ARGUMENT: [request["key"], *params["sampling"], request["prompt_id"]]}
         self._live[str(number)] = (number, "", len(message["token_ids"]))
         internal = self._engine.add_request(
             str(number), {"prompt_token_ids": message["token_ids"]}, door.sampling_params(params, extra)

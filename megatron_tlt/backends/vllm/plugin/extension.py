@@ -14,6 +14,8 @@ from megatron_tlt.backends.entries import Entry, Sums, load_entry
 from megatron_tlt.backends.vllm.plugin import internals
 from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
+from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
+from megatron_tlt.config.speculation import SuffixSection
 
 
 class TltWorkerExtension:
@@ -24,9 +26,24 @@ class TltWorkerExtension:
     tlt_tap: HiddenStateTap | None
     _tlt_is_loading: bool
 
-    def tlt_install(self, hidden_bytes: int, max_len: int, max_requests: int) -> None:
-        """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request."""
-        self.tlt_sampling = KeyedSampling(self.model_runner)
+    def tlt_install(
+        self,
+        hidden_bytes: int,
+        max_len: int,
+        max_requests: int,
+        suffix: dict[str, Any] | None,
+        draft_len: int,
+    ) -> None:
+        """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
+
+        `suffix`: settings of the suffix drafter, which drafts alone or beside EAGLE; None: it does not.
+        """
+        bridge = None
+        if suffix is not None:
+            vocab = self.model_runner.model_config.get_vocab_size()
+            section = SuffixSection.model_validate(suffix)
+            bridge = SuffixBridge(section, max_requests, max_len, vocab, draft_len)
+        self.tlt_sampling = KeyedSampling(self.model_runner, bridge)
         self.tlt_tap = None
         if hidden_bytes:
             self.tlt_tap = HiddenStateTap(self.model_runner, hidden_bytes, max_len, max_requests)

@@ -110,6 +110,17 @@ def output_lengths(runner: Any) -> np.ndarray:
     return lengths
 
 
+def prompt_tokens(runner: Any, request: str) -> list[int]:
+    """A request's prompt."""
+    return list(runner.requests[request].prompt_token_ids)
+
+
+def is_drawn(runner: Any) -> np.ndarray:
+    """Bool [B]: rows whose sample counts; not those in the middle of their prompt."""
+    drawn: np.ndarray = ~runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+    return drawn
+
+
 def row_starts(runner: Any) -> np.ndarray:
     """Where the rows of a forward begin among its tokens, int [B + 1]."""
     starts: np.ndarray = runner.query_start_loc.np[: runner.input_batch.num_reqs + 1]
@@ -136,8 +147,13 @@ def replace_sampler(runner: Any, sample: Callable[[Tensor, Any], Any]) -> None:
     runner._sample = sample
 
 
-def replace_draft_sampler(runner: Any, begin: Callable[[], None], sample: Callable[[Tensor], Tensor]) -> bool:
-    """`sample(logits [B, V])` instead of the drafter's, after `begin()` at the start of each proposal.
+def replace_draft_sampler(
+    runner: Any,
+    begin: Callable[[], None],
+    sample: Callable[[Tensor], Tensor],
+    improve: Callable[[Tensor], Tensor],
+) -> bool:
+    """`sample(logits [B, V])` instead of the drafter's, between `begin()` and `improve(drafts [B, K])`.
 
     False: the drafter has no logits (ngram), or there is none.
     """
@@ -148,8 +164,7 @@ def replace_draft_sampler(runner: Any, begin: Callable[[], None], sample: Callab
 
     def begin_and_propose(*args: Any, **kwargs: Any) -> Tensor:
         begin()
-        proposed: Tensor = propose(*args, **kwargs)
-        return proposed
+        return improve(propose(*args, **kwargs))
 
     def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
         return sample(drafter.model.compute_logits(hidden_states)), None

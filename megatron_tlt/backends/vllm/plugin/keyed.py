@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.models.keyed_noise import key_tensor, perturbed
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 
-ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p]
-Arguments = tuple[int, float, int, float, float]
+ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id]
+Arguments = tuple[int, float, int, float, float, int]
 
 
 class DraftCounts:
@@ -68,9 +69,9 @@ class DraftCounts:
 class KeyedSampling:
     """Samples for one model runner, and perturbs what its drafter proposes."""
 
-    def __init__(self, runner: Any, count_near_ties: bool = False):
-        """Replaces the runner's sampler and its drafter's."""
-        self._runner, self._device = runner, runner.device
+    def __init__(self, runner: Any, suffix: SuffixBridge | None = None, count_near_ties: bool = False):
+        """Replaces the runner's sampler and its drafter's. `suffix` drafts beside the drafter, or in its place."""
+        self._runner, self._device, self._suffix = runner, runner.device, suffix
         self.sampler = Sampler(torch.device(self._device), count_near_ties=count_near_ties)
         self.counts = DraftCounts()
         self._arguments: dict[str, Arguments] = {}
@@ -78,11 +79,17 @@ class KeyedSampling:
         self._next = (np.zeros(0, np.uint64), np.zeros(0, np.float32), np.zeros(0, np.int64))
         self._proposed = 0
         internals.replace_sampler(runner, self._sample)
-        internals.replace_draft_sampler(runner, self._begin_proposal, self._sample_draft)
+        has_logits = internals.replace_draft_sampler(
+            runner, self._begin_proposal, self._sample_draft, self._improve
+        )
+        if suffix is not None and not has_logits:
+            runner.drafter.source = suffix.propose_lists
 
     def forget(self, request: str) -> None:
         """The request has ended."""
         self._arguments.pop(request, None)
+        if self._suffix is not None:
+            self._suffix.finish(request)
 
     def _arguments_of(self, request: str) -> Arguments:
         found = self._arguments.get(request)
@@ -93,7 +100,8 @@ class KeyedSampling:
 
     def _sample(self, logits: Tensor, metadata: Any) -> Any:
         """logits [T, V]: of each request one row, or one for each drafted token and a bonus row after them."""
-        arguments = [self._arguments_of(request) for request in internals.request_ids(self._runner)]
+        names = internals.request_ids(self._runner)
+        arguments = [self._arguments_of(request) for request in names]
         count = len(arguments)
         drafted, draft_tokens = (
             (np.zeros(count, np.int64), np.zeros(0, np.int64))
@@ -113,7 +121,20 @@ class KeyedSampling:
         out, accepted = follow(tokens, starts, drafted, draft_tokens)
         self.counts.add(drafted, accepted)
         self._next = (keys, sampling.temperature, done + accepted + 1)
+        if self._suffix is not None:
+            is_drawn = internals.is_drawn(self._runner)
+            self._suffix.note(names, self._prompt_of, arguments, done, drafted, accepted, out, is_drawn)
         return internals.sampler_output(torch.from_numpy(out).to(self._device))
+
+    def _prompt_of(self, request: str) -> tuple[list[int], int]:
+        """A request's prompt, and the id that its siblings share."""
+        return internals.prompt_tokens(self._runner, request), self._arguments_of(request)[-1]
+
+    def _improve(self, proposed: Tensor) -> Tensor:
+        """EAGLE's drafts, or the suffix drafter's where those are worth more."""
+        if self._suffix is None or proposed.shape[1] == 0:
+            return proposed
+        return self._suffix.improve(internals.request_ids(self._runner), proposed)
 
     def _begin_proposal(self) -> None:
         self._proposed = 0
@@ -151,7 +172,7 @@ def follow(
 
 def _rows(arguments: list[Arguments]) -> SamplingRows:
     """One row a request, with the request's key."""
-    keys, temperature, top_k, top_p, min_p = zip(*arguments, strict=True)
+    keys, temperature, top_k, top_p, min_p, _ = zip(*arguments, strict=True)
     rows = SamplingRows(
         np.array(keys, np.uint64),
         np.array(temperature, np.float32),

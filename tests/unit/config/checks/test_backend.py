@@ -97,12 +97,12 @@ def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM, "rollout.speculation.drafter=ngram", "train.deterministic=true") == {}
     eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
     assert problems(*VLLM, *eagle, "idle.train_drafter=true") == {}
+    assert problems(*VLLM, "rollout.speculation.drafter=suffix") == {}
 
 
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
-        (["rollout.speculation.drafter=suffix"], "rollout.speculation.drafter"),
         (
             ["rollout.speculation.drafter=ngram", "rollout.speculation.selector=fixed"],
             "rollout.speculation.selector",
