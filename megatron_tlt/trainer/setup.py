@@ -226,6 +226,7 @@ def open_backend(
             local_ranks=world.local_size,
             drafter=drafter,
             keep_hidden_states=keep_hidden_states,
+            kv_cache_bytes=kv_cache_bytes,
         )
     return build_backend(
         config.rollout,

@@ -145,6 +145,8 @@ def test_hidden_states_are_the_embedded_engines(
         answers(backend, prompts, SAMPLING[0])
         backend.collect_hidden_states(None)
         both.append({(s.prompt_id, s.sample_index): s for s in got})
+    for mine_table, theirs_table in zip(ours.lookup_tables(), vllm.lookup_tables(), strict=True):
+        assert torch.equal(mine_table, theirs_table)
     assert both[0].keys() == both[1].keys()
     assert len(both[0]) == 16
     for key, mine in both[0].items():

@@ -15,6 +15,9 @@ import numpy as np
 from megatron_tlt.backends.entries import load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
 from megatron_tlt.backends.vllm.args import drafter_tensors, request_args, strategy_of
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
     VLLM_CAPABILITIES,
@@ -25,6 +28,7 @@ from megatron_tlt.types import (
     Sample,
     SamplingParams,
     SpeculationStats,
+    WeightBucket,
 )
 
 if TYPE_CHECKING:
@@ -44,13 +48,15 @@ class VllmBackend(RemoteBackend):
         *args: Any,
         directory: SharedDirectory,
         drafter: Mapping[str, Tensor] | None = None,
+        keeps_tables: bool = False,
         **kwargs: Any,
     ):
         """As `RemoteBackend`. Hidden states come through `directory`. The first push also brings `drafter`, unless it
-        brings another one.
+        brings another one. `keeps_tables`: `lookup_tables` will be read.
         """
         super().__init__(*args, drafter_names=frozenset(drafter or ()), **kwargs)
-        self._directory, self._unsent = directory, drafter
+        self._directory, self._unsent, self._keeps_tables = directory, drafter, keeps_tables
+        self._tables: dict[str, Tensor] = {}
         self._sink: Callable[[HiddenStateSample], None] | None = None
         self._prompts: dict[int, Prompt] = {}  # of the generate under way
         self._seed = 0
@@ -118,10 +124,27 @@ class VllmBackend(RemoteBackend):
             key=request_key(self._seed, sample.prompt_id, sample.sample_index),
         )
 
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """Copies of embedding and LM head [V, H], made at the push. Raises BackendError where none were to be kept."""
+        if EMBED not in self._tables:
+            raise BackendError(
+                "this engine was started without room for hidden states: there is no table to train with"
+            )
+        return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
+
     # -- pushes and figures -----------------------------------------------------------------------------------
 
     def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return drafter_tensors(weights)
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
+        super().update_weights(bucket)
+        if self._keeps_tables:
+            dtype = DTYPES[self._rollout.dtype]
+            self._tables |= {
+                n: t.detach().to(dtype, copy=True) for n, t in bucket.tensors if n in (EMBED, HEAD)
+            }
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sends the drafter's tensors into the open push; they replace the old ones in place. Raises SyncError."""

@@ -43,10 +43,12 @@ def build_vllm(
     local_ranks: int = 1,
     drafter: Mapping[str, Tensor] | None = None,
     keep_hidden_states: bool = False,
+    kv_cache_bytes: int | None = None,
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
-    `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`. The settings have
+    `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
+    `keep_hidden_states`: those of answers will be collected. `kv_cache_bytes`: the cache of the memory plan. The settings have
     passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
@@ -67,7 +69,7 @@ def build_vllm(
         undo.callback(process.close)
         transport = open_transport(rollout.vllm.transport, process)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = _arguments(rollout, model, policy, device, local_ranks, Path(folder))
+            arguments = _arguments(rollout, model, policy, device, local_ranks, kv_cache_bytes, Path(folder))
             process.call(
                 "start",
                 patience=launch.start_s,
@@ -90,6 +92,7 @@ def build_vllm(
         tokenizer=tokenizer,
         directory=directory,
         drafter=drafter,
+        keeps_tables=keep_hidden_states,
     )
 
 
@@ -105,6 +108,7 @@ def _arguments(
     policy: ModelConfig,
     device: torch.device,
     local_ranks: int,
+    cache_bytes: int | None,
     folder: Path,
 ) -> dict[str, Any]:
     """The engine's arguments; writes the drafter's config.json into `folder`, which the engine reads at its start."""
@@ -118,7 +122,7 @@ def _arguments(
         block_size=_BLOCK,
         max_running=rollout.max_running_requests,
         max_context=model.max_context + rollout.vllm.draft_len,  # drafts lie behind the last token
-        budget_mib=rollout.kv_cache_mib,
+        budget_bytes=cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
         device=device,
         local_ranks=local_ranks,
     )

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_tlt.backends.trtllm import build as trtllm_build
 from megatron_tlt.backends import devices
 from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.trtllm import build as trtllm_build
 from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
