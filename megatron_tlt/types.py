@@ -214,7 +214,7 @@ VLLM_CAPABILITIES = BackendCapabilities(
     stop_strings=False,
     tensor_parallel=False,
     withdraw=False,
-    drafters=("none", "ngram", "suffix", "eagle", "hybrid"),
+    drafters=("none", "suffix", "eagle", "hybrid"),
 )
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": EMBEDDED_CAPABILITIES,

@@ -24,7 +24,6 @@ from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
-from megatron_tlt.types import EMBEDDED_CAPABILITIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,9 +177,6 @@ def _check(
     """Raises ConfigError with every setting that no engine can be built with."""
     section = rollout.speculation
     problems = list(check_speculation(section, has_drafter))
-    if section.drafter not in EMBEDDED_CAPABILITIES.drafters:
-        allowed = f"must be one of {', '.join(EMBEDDED_CAPABILITIES.drafters)} in the embedded engine"
-        problems.append(ConfigProblem("rollout.speculation.drafter", section.drafter, allowed))
     if section.uses_suffix and find_compiler() is None:
         allowed = "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose none or eagle)"
         problems.append(ConfigProblem("rollout.speculation.drafter", section.drafter, allowed))

@@ -44,9 +44,9 @@ class BanditSection(Section):
 class SpeculationSection(Section):
     """Speculative decoding: which drafter, and when it pays. Answers never depend on it."""
 
-    drafter: Literal["none", "suffix", "eagle", "hybrid", "ngram"] = "none"
+    drafter: Literal["none", "suffix", "eagle", "hybrid"] = "none"
     """none: plain decoding. suffix: sibling and earlier answers, nothing to train. eagle: a trained one-layer drafter.
-    hybrid: the better of the two for each request. ngram: the request's own text (backend vllm only)."""
+    hybrid: the better of the two for each request."""
     drafter_path: str | None = None
     """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
     allow_other_policy: bool = False

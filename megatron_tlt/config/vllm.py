@@ -22,8 +22,6 @@ class VllmSection(Section):
     """How weights get there: files in /dev/shm, through the socket, or handles of GPU memory."""
     draft_len: PositiveInt = Field(default=4, le=32)
     """Tokens drafted in a row, the same for all requests and steps (the selector is the embedded engine's)."""
-    ngram_size: PositiveInt = 3
-    """Longest text that the drafter ngram looks up."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running answers, in the engine's process: requests that find none left are not
     trained on."""

@@ -34,13 +34,6 @@ def speculative_config(rollout: RolloutSection, drafter: Path | None) -> dict[st
     section = rollout.vllm
     if rollout.speculation.drafter == "none":
         return None
-    if rollout.speculation.drafter == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": section.draft_len,
-            "prompt_lookup_max": section.ngram_size,
-            "prompt_lookup_min": 1,
-        }
     if rollout.speculation.drafter == "suffix":
         return {
             "method": "custom_class",

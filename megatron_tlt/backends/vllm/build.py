@@ -48,8 +48,8 @@ def build_vllm(
     """The engine of this rank, started on its device, without weights (version -1).
 
     `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
-    `keep_hidden_states`: those of answers will be collected. `kv_cache_bytes`: the cache of the memory plan. The settings have
-    passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    `keep_hidden_states`: those of answers will be collected. `kv_cache_bytes`: the cache of the memory plan. The
+    settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)

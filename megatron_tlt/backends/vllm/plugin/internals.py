@@ -155,7 +155,7 @@ def replace_draft_sampler(
 ) -> bool:
     """`sample(logits [B, V])` instead of the drafter's, between `begin()` and `improve(drafts [B, K])`.
 
-    False: the drafter has no logits (ngram), or there is none.
+    False: the drafter has no logits (suffix), or there is none.
     """
     drafter: Any = getattr(runner, "drafter", None)
     if not hasattr(drafter, "_sample_draft_tokens"):

@@ -94,17 +94,16 @@ VLLM = ("rollout.backend=vllm",)
 
 def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM) == {}
-    assert problems(*VLLM, "rollout.speculation.drafter=ngram", "train.deterministic=true") == {}
+    assert problems(*VLLM, "rollout.speculation.drafter=suffix", "train.deterministic=true") == {}
     eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
     assert problems(*VLLM, *eagle, "idle.train_drafter=true") == {}
-    assert problems(*VLLM, "rollout.speculation.drafter=suffix") == {}
 
 
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
         (
-            ["rollout.speculation.drafter=ngram", "rollout.speculation.selector=fixed"],
+            ["rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed"],
             "rollout.speculation.selector",
         ),
         (["idle.work_stealing=true"], "idle.work_stealing"),
@@ -119,9 +118,3 @@ def test_vllm_runs_what_it_can() -> None:
 )
 def test_what_vllm_cannot_do_is_refused(overrides: list[str], path: str) -> None:
     assert set(problems(*VLLM, *overrides)) == {path}
-
-
-def test_ngram_is_vllms() -> None:
-    assert set(problems("rollout.backend=embedded", "rollout.speculation.drafter=ngram")) == {
-        "rollout.speculation.drafter"
-    }
