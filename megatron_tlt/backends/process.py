@@ -162,7 +162,7 @@ class EngineProcess:
         except TimeoutError as error:
             raise self.failure(f"took no message for {self.launch.silence_s:g} s") from error
         except OSError as error:
-            raise self.failure("hung up") from error
+            raise self.failure(self._exit_text("hung up")) from error
         finally:
             if self._socket is not None:
                 self._socket.settimeout(_TICK_S)

@@ -128,7 +128,7 @@ def test_answers_are_the_embedded_engines_after_every_push(
         push(vllm, version, seed, new)
         assert vllm.policy_version == version
         assert len(vllm.weight_checksums()) == len(weights(None))
-        for params in SAMPLING:
+        for params in SAMPLING if version == 1 else SAMPLING[:1]:
             assert answers(vllm, prompts, params) == answers(ours, prompts, params), (version, params)
         assert (accept_length(vllm, prompts) > 1.5) == (new is not bad), "the drafter that was pushed drafts"
     assert answers(vllm, prompts[::-1], SAMPLING[0]) == answers(ours, prompts, SAMPLING[0])
@@ -173,6 +173,6 @@ def test_an_interrupted_rollout_leaves_nothing_and_a_killed_engine_is_named(
         key: answer for key, answer in expected.items() if key not in [(0, 0), (3, 2)]
     }
     os.kill(vllm.process.pid, signal.SIGKILL)
-    with pytest.raises(BackendError, match=r"the vLLM engine .*signal 9.*the end of its log"):
+    with pytest.raises(BackendError, match=r"the vLLM engine .* was ended by signal 9; the end of its log"):
         vllm.generate(prompts, SAMPLING[0], 4)
     assert list(vllm._directory.path.iterdir()) == [], "files of hidden states are read once and removed"

@@ -1,0 +1,66 @@
+"""Whole runs that roll out with a real vLLM: TLT changes no weight, and a resumed run ends at the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
+from megatron_tlt.config.vllm import VllmSection
+from tests.helpers.mpi import ROOT, run_ranks
+from tests.helpers.runs import checkpoint_tensors, rows
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
+    ),
+]
+SMALL = (
+    *(
+        "train.num_steps=3",
+        "train.prompts_per_step=8",
+        "rollout.max_tokens=160",
+        "rollout.max_running_requests=32",
+    ),
+    *("checkpoint.every=1", "checkpoint.keep=3", "eval.every=0", "idle.min_tail_seconds=0"),
+)
+OFF = (
+    "rollout.speculation.drafter=none",
+    "rollout.speculation.drafter_path=null",
+    "idle.train_drafter=false",
+)
+SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
+
+
+def train(run_dir: Path, *overrides: str) -> None:
+    config = str(ROOT / "configs/quickstart.yaml")
+    given = ("rollout.backend=vllm", f"train.run_dir={run_dir}", *SMALL, *overrides)
+    run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=600)
+
+
+def assert_same(run: Path, other: Path) -> None:
+    mine, theirs = (checkpoint_tensors(r / "checkpoints/step-000003") for r in (run, other))
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    figures = [[{name: row[name] for name in SAME} for row in rows(r)] for r in (run, other)]
+    assert figures[0] == figures[1]
+
+
+def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path: Path) -> None:
+    on, off, resumed = (tmp_path / name for name in ("on", "off", "resumed"))
+    train(on)
+    for row in rows(on):
+        assert row["spec/accept_length"] > 1.5, "the demo drafter drafts"
+        assert row["drafter/version"] == row["step"]
+    assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
+    train(off, *OFF)
+    assert_same(on, off)
+    shutil.copytree(on, resumed, ignore=shutil.ignore_patterns("status"))
+    shutil.rmtree(resumed / "checkpoints/step-000003")
+    train(resumed)
+    assert_same(resumed, on)

@@ -1,0 +1,86 @@
+"""What vLLM is started with, and what a request asks of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_tlt.backends.vllm.args import (
+    drafter_config,
+    drafter_tensors,
+    engine_args,
+    request_args,
+    speculative_config,
+)
+from megatron_tlt.backends.vllm.launch import launch_of
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.types import SamplingParams
+from tests.helpers.mpi import ROOT
+
+MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
+
+
+def rollout(drafter: str = "none", **vllm: Any) -> RolloutSection:
+    return RolloutSection.model_validate(
+        {"backend": "vllm", "speculation": {"drafter": drafter}, "vllm": {"draft_len": 3, **vllm}}
+    )
+
+
+def test_every_drafter_drafts_as_many_tokens() -> None:
+    assert speculative_config(rollout(), None) is None
+    for drafter, method in (("suffix", "custom_class"), ("eagle", "eagle"), ("hybrid", "eagle")):
+        config = speculative_config(rollout(drafter), Path("/drafter"))
+        assert config is not None
+        assert (config["method"], config["num_speculative_tokens"]) == (method, 3)
+
+
+def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
+    given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, is_eager=True)
+    assert given["swap_space"] == 1
+    assert given["kv_cache_memory_bytes"] == 1 << 20
+    assert given["load_format"] == "dummy", "the first push brings the weights"
+    with pytest.raises(ConfigError, match="set by other settings already: dtype"):
+        engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, is_eager=True)
+
+
+def test_a_request_ends_where_the_embedded_engines_does() -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_token_ids=(7,))
+    shared = {"max_tokens": 9, "sampling": [0.5, 3, 0.9, 0.1]}
+    assert request_args(params, (2,)) == {**shared, "stop_token_ids": [2, 7]}
+    forever = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, ignore_eos=True)
+    assert request_args(forever, (2,)) == {**shared, "stop_token_ids": []}
+
+
+def test_a_drafter_is_written_in_vllms_names() -> None:
+    policy = ModelConfig.from_hf(MODEL.path)
+    config = drafter_config(policy, "bf16")
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert (config["num_hidden_layers"], config["torch_dtype"]) == (1, "bfloat16")
+    x = torch.zeros(1)
+    assert [n for n, _ in drafter_tensors({"fc.weight": x, "layer.mlp.up_proj.weight": x})] == [
+        "fc.weight",
+        "layers.0.mlp.up_proj.weight",
+    ]
+    with pytest.raises(ConfigError, match="no EAGLE drafter of this kind for qwen2"):
+        drafter_config(
+            ModelConfig.from_hf(
+                policy.to_hf() | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+            ),
+            "fp32",
+        )
+
+
+def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENTS", ())
+    with pytest.raises(ConfigError, match="make setup-vllm"):
+        launch_of(rollout())
+    launch = launch_of(rollout(python="/v/bin/python", environment={"A": "b", "HF_HUB_OFFLINE": "0"}))
+    assert launch.python == "/v/bin/python"
+    assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert (launch.environment["A"], launch.environment["HF_HUB_OFFLINE"]) == ("b", "0")
