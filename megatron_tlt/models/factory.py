@@ -87,7 +87,11 @@ def build_eagle(policy: Decoder, threads: int = 1) -> EagleDecoder:
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
-        return TorchEagle(policy)
+        if policy.paged is None or not _has_triton("auto", policy.device):
+            return TorchEagle(policy)
+        from megatron_tlt.models.torch.kernels.sampling import best_candidates
+
+        return TorchEagle(policy, best_candidates)
     from megatron_tlt.models.native.decoder import NativeDecoder
 
     if not isinstance(policy, NativeDecoder):

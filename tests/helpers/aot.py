@@ -80,11 +80,12 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _launch_sampling(rows: int, vocab: int) -> None:
-    from megatron_tlt.models.torch.kernels.sampling import draw
+    from megatron_tlt.models.torch.kernels.sampling import best_candidates, draw
 
     numbers, counts, keys = (empty(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64))
     for is_masked in (False, True):
         draw(empty(rows, vocab), keys, numbers, counts, numbers, numbers, is_masked)
+    best_candidates(empty(rows, vocab), keys, numbers, 4)
 
 
 def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int, d: int) -> None:

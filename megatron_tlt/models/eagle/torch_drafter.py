@@ -33,7 +33,7 @@ from megatron_tlt.models.eagle.base import (
 )
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keyed_noise import perturbed
+from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import Plan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -49,8 +49,9 @@ class TorchEagle:
 
     kind = "torch"
 
-    def __init__(self, policy: TorchDecoder):
-        """Embedding and LM head are read from `policy` at every call."""
+    def __init__(self, policy: TorchDecoder, candidates: Candidates = best_candidates):
+        """Embedding and LM head are read from `policy` at every call. `candidates` may overwrite its logits."""
+        self.candidates = candidates
         self.config, self.device, self.dtype = policy.config, policy.device, policy.dtype
         self.policy = policy
         self.model = EagleModel(policy.config).to(policy.device, policy.dtype).requires_grad_(False)
@@ -257,7 +258,7 @@ class TorchRowDrafter:
         starts = torch.arange(batch + 1, device=tables.device)
         fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
         logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)
-        best, chosen = perturbed(logits, key, self._temperature[:batch]).topk(self._candidates, dim=-1)
+        best, chosen = self._eagle.candidates(logits, key, self._temperature[:batch], self._candidates)
         self._next_hidden[:batch].copy_(hidden)
         self._best[0, :batch].copy_(best)
         self._best[1, :batch].copy_(chosen)

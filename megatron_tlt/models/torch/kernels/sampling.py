@@ -1,4 +1,5 @@
-"""The Triton kernel of keyed sampling: one program draws one row's token and gives its log-probability.
+"""The Triton kernels of keyed sampling: one program draws a row's token and gives its log-probability, or finds a
+drafter's candidates.
 
 Instead of some 45 kernels over int64 [R, V], a row's logits are walked a few times inside one program: for their
 maximum; where a mask is on, for its thresholds; for the noise, the arg max and the sum of exponentials. A row's result
@@ -58,6 +59,21 @@ def draw(
         num_warps=_WARPS,
     )
     return out
+
+
+def best_candidates(logits: Tensor, keys: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Scores float32 [R, count] and tokens int32 [R, count] of the largest logits / T + noise, best first.
+
+    As `models.keyed_noise.best_candidates`; `logits` float32 [R, V] are overwritten.
+    """
+    assert logits.is_contiguous() and logits.dtype == torch.float32
+    rows, vocab = logits.shape
+    scores = torch.empty(rows, count, device=logits.device)
+    tokens = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
+    _best_candidates[(rows,)](
+        *(logits, keys, temperature, scores, tokens, vocab), COUNT=count, N=_BLOCK, num_warps=_WARPS
+    )
+    return scores, tokens
 
 
 @jit
@@ -183,3 +199,33 @@ def _draw(  # type: ignore[no-untyped-def]
     logprob = chosen - top - tl.log(tl.sum(sums, 0))
     tl.store(out + row, token)
     tl.store(out + num_rows + row, logprob.to(tl.int32, bitcast=True))
+
+
+@jit
+def _best_candidates(  # type: ignore[no-untyped-def]
+    logits, keys, temperatures, scores, tokens, vocab, COUNT: tl.constexpr, N: tl.constexpr
+):
+    """One row: its scores are computed once and kept in place of the logits, then read once a candidate."""
+    row, lane = tl.program_id(0), tl.arange(0, N)
+    key, heat = tl.load(keys + row).to(tl.uint64, bitcast=True), tl.load(temperatures + row)
+    is_hot = heat > 0
+    divisor = tl.where(is_hot, heat, 1.0)
+    line = logits + row.to(tl.int64) * vocab
+    for v0 in range(0, vocab, N):
+        at = v0 + lane
+        found = _scores(line, at, vocab, divisor)
+        tl.store(line + at, tl.where(is_hot, found + _gumbel(key, at), found), mask=at < vocab)
+    tl.debug_barrier()
+    last, taken = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
+    for rank in range(COUNT):
+        best, ids = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.int32) + vocab
+        for v0 in range(0, vocab, N):
+            at = v0 + lane
+            found = tl.load(line + at, mask=at < vocab, other=float("-inf"))
+            is_left = (found < last) | ((found == last) & (at > taken))
+            is_better = is_left & (at < vocab) & ((found > best) | (ids == vocab))
+            best, ids = tl.where(is_better, found, best), tl.where(is_better, at, ids)
+        last = tl.max(best, 0)
+        taken = tl.minimum(tl.min(tl.where(best == last, ids, vocab), 0), vocab - 1)
+        tl.store(scores + row * COUNT + rank, last)
+        tl.store(tokens + row * COUNT + rank, taken)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[5]
 _SHARED = 227 * 1024  # bytes of one processor of an H100: two blocks shall fit
 _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_draw": 184,
+    "_best_candidates": 128,
     "_add_norm": 48,
     "_rotate_into": 40,
     "_gated_silu": 40,

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor  # noqa: E402
+from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor  # noqa: E402
 from megatron_tlt.models.torch.kernels import sampling  # noqa: E402
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows  # noqa: E402
 
@@ -108,6 +108,24 @@ def test_a_row_depends_on_itself_only() -> None:
     for i in (0, 5):
         alone = sampler.sample(logits[i : i + 1], rows.part(slice(i, i + 1)))
         assert torch.equal(alone[0], token[i : i + 1]) and torch.equal(alone[1], logprob[i : i + 1])
+
+
+@pytest.mark.parametrize(("vocab", "count"), [(3, 3), (4, 1), (700, 4)])
+def test_candidates_of_a_drafter_are_the_largest_scores(vocab: int, count: int) -> None:
+    rows = rows_of(8)
+    keys, heat = key_tensor(rows.keys, DEVICE), torch.from_numpy(rows.temperature).to(DEVICE)
+    logits = logits_of(8, vocab)
+    want = best_candidates(logits, keys, heat, count)
+    got = sampling.best_candidates(logits.clone(), keys, heat, count)
+    assert got[1].tolist() == want[1].tolist()
+    torch.testing.assert_close(got[0], want[0], atol=1e-6, rtol=1e-6)
+
+
+def test_among_equal_candidates_the_lowest_ids_come_first() -> None:
+    logits = torch.zeros(1, 600, device=DEVICE)
+    logits[0, [590, 17, 3]] = 1.0
+    found = sampling.best_candidates(logits, torch.zeros(1, dtype=torch.int64, device=DEVICE), logits[0, :1], 4)
+    assert found[1].tolist() == [[3, 17, 590, 0]]
 
 
 def test_half_precision_logits_are_read_as_they_are() -> None:
