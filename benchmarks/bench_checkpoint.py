@@ -31,6 +31,7 @@ from lib.bench_record import ROOT, write_record
 sys.path.insert(0, str(ROOT))
 
 from megatron_tlt.drafter.flat_state import FlatState
+
 from megatron_tlt.drafter.state_file import StateSnapshot
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
