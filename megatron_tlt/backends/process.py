@@ -223,7 +223,7 @@ class EngineProcess:
                 raise self.failure(f"sent no heartbeat for {limit:g} s") from None
             return
         except OSError as error:
-            raise self.failure("hung up") from error
+            raise self.failure(self._exit_text("hung up")) from error
         if not data:
             raise self.failure(self._exit_text("hung up"))
         self._seen = time.monotonic()
