@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtllm_signatures import read_module
+from trtllm_signatures import names_of, read_module
 
+from megatron_tlt.backends.trtllm.args import build_llm_kwargs
+from megatron_tlt.backends.trtllm.instances import CLASS
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.trtllm import TrtllmSection
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import CONTRACTS
 
@@ -79,6 +84,22 @@ def test_every_call_into_the_workers_is_a_method_of_ours_or_of_every_release() -
     assert not all("reset_prefix_cache" in methods for methods in releases)
     assert rpcs() == {"tlt_update", "tlt_update_drafter", "tlt_reset_prefix_cache"}
     assert rpcs() <= set(ours()["methods"]) | set.intersection(*releases)
+
+
+def test_every_argument_of_the_older_series_is_a_field_in_the_sources() -> None:
+    """The sources of February 2026 still have what 1.2 has; a class forbids arguments that are none of its fields."""
+    sources = recorded(next(p for p in RECORDS if p.stem.startswith("llm_args")))["classes"]
+    known = {name: names_of(name, {n: [entry] for n, entry in sources.items()})["fields"] for name in sources}
+    said = json.loads((CONTRACTS / "1.2.1.json").read_text())["classes"]
+    for name in ("CudaGraphConfig", "KvCacheConfig", "EagleDecodingConfig", "NGramDecodingConfig"):
+        assert set(said[name]["fields"]) <= known[name], name
+    assert set(said["AsyncLLM"]["fields"]) <= known["TorchLlmArgs"]
+    section = TrtllmSection(python="p", speculation="eagle3", drafter_path="/d", layers_to_capture=(1, 2, 3))
+    rollout = RolloutSection(dtype="bf16", trtllm=section)
+    given = build_llm_kwargs(rollout, ModelSection(path="/m"))
+    assert set(given) <= known["TorchLlmArgs"]
+    for value in (v for v in given.values() if isinstance(v, dict)):
+        assert {*value} - {CLASS} <= known[value[CLASS]]
 
 
 def test_the_decorator_is_used_bare_as_it_may_be() -> None:
