@@ -30,9 +30,9 @@ from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_tlt.drafter.flat_state import FlatState
 
 from megatron_tlt.drafter.state_file import StateSnapshot
+from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
@@ -44,7 +44,7 @@ def states(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """(full, selective); they share the trained part."""
     model = EagleModel(config)
     model.initialise(0)
-    trained = FlatState(model, torch.optim.AdamW(model.parameters())).named()
+    trained = TrainingState(model).named()
     for kind in ("exp_avg", "exp_avg_sq"):
         for tensor in trained[kind].values():
             tensor.normal_()
