@@ -17,6 +17,7 @@ import torch
 
 from megatron_tlt.actor import logprob, offload, weights
 from megatron_tlt.backends import build
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.engine import verified_rows
@@ -34,7 +35,7 @@ from megatron_tlt.rollout.sampler import SamplingRows
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import setup
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.ledger import Ledger
+from tests.helpers.ledger import Ledger, LedgerError
 from tests.helpers.shape_policy import META, ShapePolicy
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
@@ -188,6 +189,14 @@ class Replay:
                 "push": self.push,
             }[phase]()
 
+    def run(self):
+        """From the start to the end of the first step."""
+        self.ledger.phase("build")
+        self.build()
+        self.push()
+        self.start = self.ledger.live
+        self.step()
+
     def save_and_resume(self):
         self.ledger.phase("save")
         state = self.drafter.state_dict()
@@ -211,13 +220,9 @@ def test_a_recipe_allocates_what_the_plan_says(recipe, stage, tmp_path, monkeypa
     replay = Replay(recipe, stage, tmp_path, monkeypatch)
     plan, ledger = replay.plan, replay.ledger
     with ledger:
-        ledger.phase("build")
-        replay.build()
-        replay.push()
-        for _ in range(2):
-            replay.step()
+        replay.run()
         replay.save_and_resume()
-        replay.step()
+        assert abs(ledger.live - replay.start) < 0.001 * replay.start  # nothing stays behind
     seen = {name: size + replay._apart for name, size in ledger.peaks.items()}
     planned = {phase: plan.of_phase(phase) for phase in PHASES}
     print({n: f"{seen[n] / GIB:.2f} of {size / GIB:.2f}" for n, size in planned.items()}, ledger.host / GIB)
@@ -226,3 +231,29 @@ def test_a_recipe_allocates_what_the_plan_says(recipe, stage, tmp_path, monkeypa
     assert max(seen.values()) <= replay.config.cluster.memory_gib * GIB
     for name in ("build", "save", "resume"):
         assert seen[name] <= plan.total
+
+
+SMALL = next(recipe for recipe in RECIPES if recipe.stem == "grpo-qwen2.5-7b-1n8g")
+
+
+def test_half_of_what_is_free_for_the_cache_is_too_much(tmp_path, monkeypatch, on_meta):
+    """The order and size of earlier versions: the engine first, its cache half of what is free."""
+    kept = ["rollout.release_cache=false", "actor.offload_optimizer=false"]
+    replay = Replay(SMALL, 0, tmp_path, monkeypatch, kept)
+
+    def engine_first(config, world, algorithm, tokenizer, tp):
+        trainer = setup._drafter_trainer(config, world, tp)
+        cache = (replay.ledger.limit - replay.ledger.live) // 2
+        backend = setup.open_backend(config, world, tokenizer, tp, trainer, kv_cache_bytes=cache)
+        return setup._policy(config, world, algorithm), trainer, backend
+
+    monkeypatch.setattr(setup, "build_models", engine_first)
+    with replay.ledger, pytest.raises(LedgerError, match="out of memory"):
+        replay.run()
+
+
+def test_a_cache_that_is_not_given_back_is_too_much(tmp_path, monkeypatch, on_meta):
+    monkeypatch.setattr(EmbeddedBackend, "release", lambda self: None)
+    replay = Replay(SMALL, 0, tmp_path, monkeypatch)
+    with replay.ledger, pytest.raises(LedgerError, match="out of memory"):
+        replay.run()
