@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
@@ -55,6 +56,11 @@ class TorchEagle:
         self.config, self.device, self.dtype = policy.config, policy.device, policy.dtype
         self.policy = policy
         self.model = EagleModel(policy.config).to(policy.device, policy.dtype).requires_grad_(False)
+        attention, mlp = self.model.layer.self_attn, self.model.layer.mlp
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = _joined([part.weight for part in parts])
+        self._qkv_bias = _joined([part.bias for part in parts]) if policy.config.qkv_bias else None
+        self._gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
         self.run_step: RunStep = lambda _key, step: step()
         self._loaded = False
 
@@ -105,11 +111,17 @@ class TorchEagle:
         """One pair of each of P chains: logits float32 [P, V] and output hidden states [P, H]. No value comes to the
         host. Mutates the cache.
         """
-        model, rope = self.model, self.model.rope(fed.positions)
-        x = model.join(self.policy.embed(fed.token_ids), hidden)
-        self._cache(kv, fed.slot_mapping, x, rope)
-        plan = self._plan(fed, first_visible, kv.block_size)
-        out = model.finish(x, hidden, plan.attend(model.queries(x, rope), kv.data[0], kv.data[1]))
+        layer, ops, eps = self.model.layer, self.policy.ops, self.config.rms_norm_eps
+        rope, norms = self.model.rope(fed.positions), None
+        if self.config.qk_norm:
+            norms = layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, eps
+        x = self.model.join(self.policy.embed(fed.token_ids), hidden)
+        qkv = linear(x, self._qkv, self._qkv_bias)
+        q = ops.rotate_into(qkv, norms, rope, fed.slot_mapping, kv.data)
+        attended = self._plan(fed, first_visible, kv.block_size).attend(q, kv.data[0], kv.data[1])
+        part = linear(attended.flatten(1), layer.self_attn.o_proj.weight)
+        x, h = ops.add_norm(x, part, layer.post_attention_layernorm.weight, eps)
+        out = x + linear(ops.gated_silu(linear(h, self._gate_up)), layer.mlp.down_proj.weight)
         return self.policy.logits(out), out
 
     def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
@@ -118,6 +130,14 @@ class TorchEagle:
         if self.policy.paged is None:
             return StaticPlan(fed, block_size, 1, group, first_visible)
         return PagedPlan(self.policy.paged, fed, block_size, (kv_heads, group), 1, first_visible)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One matrix of the rows of all `parts`, which become views of it: one product instead of several."""
+    joined = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return joined
 
 
 class TorchRowDrafter:

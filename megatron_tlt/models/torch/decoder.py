@@ -66,7 +66,7 @@ class TorchDecoder:
         assert not (aux_layers and invariant)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self._aux_layers = invariant, paged, aux_layers
-        self._ops = ops
+        self.ops = ops
         self._checked = False  # whether this machine was seen to compute rows alike
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
@@ -266,7 +266,7 @@ class TorchDecoder:
     ) -> Tensor:
         """The residual stream behind the last layer, [T, H]; behind each of `aux_layers` it is appended to `aux`."""
         rope, x = self._rope[positions], self._embed[token_ids]
-        eps, add_norm = self.config.rms_norm_eps, self._ops.add_norm
+        eps, add_norm = self.config.rms_norm_eps, self.ops.add_norm
         part: Tensor | None = None  # of the residual stream, not added yet
         for index, (layer, cache) in enumerate(zip(self._layers, kv.data, strict=True)):
             x, h = add_norm(x, part, layer["input_layernorm"], eps)
@@ -291,17 +291,17 @@ class TorchDecoder:
         if self.config.qk_norm:
             norms = layer["q_norm"], layer["k_norm"], self.config.rms_norm_eps
         qkv = linear(h, layer["qkv"], layer.get("qkv_bias"))
-        q = self._ops.rotate_into(qkv, norms, rope, slots, cache)
+        q = self.ops.rotate_into(qkv, norms, rope, slots, cache)
         attended = plan.attend(q, cache[0], cache[1])
         return self._reduce(linear(attended.flatten(1), layer["o_proj"]))
 
     def _mlp(self, layer: dict[str, Tensor], h: Tensor) -> Tensor:
-        both, gate = linear(h, layer["gate_up"]), self._ops.gated_silu
+        both, gate = linear(h, layer["gate_up"]), self.ops.gated_silu
         return self._reduce(linear(rowwise(gate, both) if self.invariant else gate(both), layer["down_proj"]))
 
     def _norm_final(self, x: Tensor) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
-            return self._ops.add_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[1]
+            return self.ops.add_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[1]
 
         return by_tiles(norm, x) if self.invariant else norm(x)
 

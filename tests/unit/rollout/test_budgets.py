@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import EagerCapturer
@@ -109,6 +110,19 @@ def test_a_ragged_step_waits_for_nothing(counts: list[int]) -> None:
     tiles = [n.arguments for n in counted.kernels if n.name == "_attend"]
     if max(counts) >= 64:
         assert 64 in {a["M"] // a["FOLD"] for a in tiles}, "a prefill tile carries 64 query rows"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(family: str) -> None:
+    is_qwen3 = family == "qwen3"
+    config = replace(CONFIG, num_layers=1, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
+    eagle = TorchEagle(decoder_of(config))
+    eagle.model.reserve_positions(512, META)
+    kv, batch = eagle.new_kv_cache(8, 16), batch_of([1] * 8)
+    hidden = torch.empty(8, config.hidden_size, dtype=torch.bfloat16, device=META)
+    with cost() as counted, torch.inference_mode():
+        eagle.step(batch, hidden, batch.context_lens, kv)
+    assert counted.launches <= 23 and counted.copies == 0
 
 
 def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logit() -> None:
