@@ -30,7 +30,6 @@ from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
-
 from megatron_tlt.drafter.state_file import StateSnapshot
 from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.models.config import ModelConfig

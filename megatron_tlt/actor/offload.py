@@ -56,18 +56,23 @@ class OptimizerOffload:
         """The state, and the gradient buffers if they are needed, are on the device inside, and afterwards where they
         were.
         """
-        copies, self._host_copies = self._host_copies, None
-        for storage, host in copies or ():
-            storage.resize_(host.numel())
-            _bytes_of(storage).copy_(host)
-        if copies is not None and gradients:
+        was_offloaded = self._host_copies is not None
+        self._restore()
+        if was_offloaded and gradients:
             with cpu_as_cuda():
                 self._ddp.restore_grad_buffers()
         try:
             yield
         finally:
-            if copies is not None:
+            if was_offloaded:
                 self.offload()
+
+    def _restore(self) -> None:
+        """Copies the state back to the device and frees the host's copies: the next ones take their memory."""
+        for storage, host in self._host_copies or ():
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+        self._host_copies = None
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Of moments and master weights, each once; none that a weight lies in, and no step counters."""

@@ -123,7 +123,8 @@ class OnlineDrafterTrainer:
         """One micro-step; None if there is nothing to train on. All ranks of a tensor-parallel group call it together.
 
         Raises DrafterError if the gradient is not finite, or memory ran out, on any rank of the group: the
-        drafter is then what it was when the window began, and `train_step` returns None from then on.
+        drafter is then what it was when the window began, and `train_step` returns None from then on. Memory that runs
+        out in the optimizer step of several ranks, whose collectives the others wait in, is raised as it is.
         """
         if not self.enabled or self._read_tables is None:
             return None
@@ -149,7 +150,8 @@ class OnlineDrafterTrainer:
 
     def _learn(self, sample: list[DraftSequence]) -> dict[str, float]:
         metrics = self._gradient(sample)
-        with _memory_errors("the drafter's optimizer step"):
+        alone = self._tp.size == 1  # else the others are in the step's collectives, and no roll-back ends their wait
+        with _memory_errors("the drafter's optimizer step") if alone else nullcontext():
             metrics |= self._trainer.apply(1.0 + self._extra_lr * (1.0 - metrics["accept/1"]))
         self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
         return metrics
@@ -272,10 +274,10 @@ class OnlineDrafterTrainer:
 
 @contextmanager
 def _memory_errors(where: str) -> Iterator[None]:
-    """Running out of memory becomes a DrafterError; any other error passes."""
+    """Running out of the device's or of pinned memory becomes a DrafterError; any other error passes."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if any(text in str(error) for text in ("out of memory", "can't allocate memory")):
             raise DrafterError(f"out of memory in {where}: {error}") from error
         raise

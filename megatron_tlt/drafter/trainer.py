@@ -57,7 +57,7 @@ class DrafterTrainer:
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:
-        """Sets the policy's embedding and LM head; hidden states must come from the same version."""
+        """Sets the embedding and LM head [V, H] through which the next batches are read."""
         self.embed, self.head = embed, head
 
     def step(self, batch: PairBatch) -> dict[str, float]:

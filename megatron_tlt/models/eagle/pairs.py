@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of a block of queries
+
 
 @dataclass(slots=True)
 class PairBatch:
@@ -28,8 +30,6 @@ class PairBatch:
     starts: list[int]  # [B + 1]
     first: list[int]  # [B], first base of each sequence, >= 1
     offsets: list[int]  # [B], position of each sequence's first token: > 0 for windows of long sequences
-
-_MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of a block of queries
 
 
 class PairLayout:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -111,14 +113,16 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
     assert report.disabled == (0,) and t.version == 1 and torch.equal(everything(t), begun)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu", "bug"])
+@pytest.mark.parametrize("kind", ["cuda", "pinned", "cpu", "bug"])
 def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: str) -> None:
     t = online_trainer()
     t.train_step()
 
     def fail(*_):
         if kind == "cuda":
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if kind == "pinned":  # what cudaHostAlloc's failure is raised as
+            raise RuntimeError("CUDA error: out of memory")
         if kind == "cpu":
             torch.empty(1 << 50)
         raise RuntimeError("shapes differ")
@@ -132,6 +136,19 @@ def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: st
         t.train_step()
     assert t.window_tokens == 0 and not t.enabled
     assert torch.equal(everything(t), everything(online_trainer(lengths=())))
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(1, DrafterError), (2, torch.OutOfMemoryError)])
+def test_out_of_memory_in_a_step_with_collectives_is_not_rolled_back(monkeypatch, ranks: int, error: type) -> None:
+    t = online_trainer()
+    t._tp = SimpleNamespace(rank=0, size=ranks, all_reduce=lambda values: None)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DrafterTrainer, "apply", fail)
+    with pytest.raises(error):
+        t.train_step()
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
