@@ -44,8 +44,9 @@ class OptimizerOffload:
 
     def values_of(self, tensor: Tensor) -> Tensor:
         """Where the values of a tensor are to be read: itself, or its part of the host copy."""
+        lies_in = tensor.untyped_storage()._cdata
         for storage, host in self._host_copies or ():
-            if storage._cdata == tensor.untyped_storage()._cdata:
+            if storage._cdata == lies_in:
                 return host.view(tensor.dtype).as_strided(
                     tensor.shape, tensor.stride(), tensor.storage_offset()
                 )

@@ -38,7 +38,7 @@ class BaseBackend:
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """Raises BackendError: the engine is in another process."""
-        raise BackendError("this engine does not show its weights: idle.train_drafter needs the embedded one")
+        raise BackendError("the weights of this engine cannot be read: idle.train_drafter needs another rollout.backend")
 
     @property
     def history_answers(self) -> int | None:

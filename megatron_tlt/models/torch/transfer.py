@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for: pinned memory, and for results a stream of their own."""
+"""Copies between host and device that hold up neither: pinned memory, and for results a stream of their own."""
 
 from __future__ import annotations
 
