@@ -38,7 +38,8 @@ class BaseBackend:
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """Raises BackendError: the engine is in another process."""
-        raise BackendError("the weights of this engine cannot be read: idle.train_drafter needs another rollout.backend")
+        needed = "idle.train_drafter needs another rollout.backend"
+        raise BackendError(f"the weights of this engine cannot be read: {needed}")
 
     @property
     def history_answers(self) -> int | None:
