@@ -55,4 +55,4 @@ class HiddenStateCollector:
         """Emits the samples that are on the host, in the order in which they were taken; with `wait` all of them."""
         while self._leaving and (wait or self._leaving[0][0].is_done):
             states, sample = self._leaving.popleft()
-            self._sink(sample(hidden=states.wait()))
+            self._sink(sample(hidden=states.wait_pageable()))

@@ -124,7 +124,7 @@ def _memory(
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
-        lines.append("Of the host's memory, for a rank (pinned, but for the suffix drafter)")
+        lines.append("Of the host's memory, for a rank (pinned, but for hidden states and the suffix drafter)")
         host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
         lines += format_table(header, host)
     return lines

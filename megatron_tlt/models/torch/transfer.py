@@ -44,6 +44,11 @@ class HostCopy:
             self._done.synchronize()
         return self._tensor
 
+    def wait_pageable(self) -> Tensor:
+        """`wait`, for a tensor that is kept: in pageable memory, so that the next copies reuse the pinned block."""
+        tensor = self.wait()
+        return tensor if self._done is None else tensor.clone()
+
 
 class HostCopies:
     """Copies from one device to the host. On CUDA they run beside the device's other work, into pinned memory."""

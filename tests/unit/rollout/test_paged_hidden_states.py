@@ -88,3 +88,7 @@ def test_states_leave_a_gpu_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyP
     assert not copy.is_done
     calls.append("device done")
     assert copy.is_done and torch.equal(copy.wait(), states)
+    kept = copy.wait_pageable()  # not in the pinned block, which the next copy reuses
+    assert torch.equal(kept, states) and kept.data_ptr() != copy.wait().data_ptr()
+    on_cpu = transfer.HostCopies(torch.device("cpu")).start(states)
+    assert on_cpu.wait_pageable() is on_cpu.wait()
