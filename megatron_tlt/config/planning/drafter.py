@@ -19,7 +19,7 @@ Compared with what the trainer allocates in tests/unit/config/planning/test_draf
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes
+from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
@@ -81,11 +81,14 @@ def hidden_state_bytes(config: Config, device: Device) -> int:
     return int(config.drafter.sizes(device).buffer_mib * MIB) if config.idle.train_drafter else 0
 
 
-def drafter_save_bytes(config: Config, shape: ModelShape) -> int:
+def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """The copy that a checkpoint is written from, in the host's memory of the first rank.
 
-    With t > 1 it is put together there before it is copied.
+    With t > 1 it is put together there, in pageable memory, before it is copied; else the copy of a GPU is pinned.
     """
     if not config.idle.train_drafter:
         return 0
-    return 16 * drafter_parameters(shape) * (1 if config.rollout.tp == 1 else 2)
+    copy = 16 * drafter_parameters(shape)
+    if config.rollout.tp > 1:
+        return 2 * copy
+    return pinned_bytes(copy) if device == "cuda" else copy

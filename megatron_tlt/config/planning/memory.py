@@ -18,7 +18,13 @@ from typing import Literal
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.planning import drafter, engine, policy
-from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, stage_parameters
+from megatron_tlt.config.planning.parameters import (
+    GIB,
+    MIB,
+    element_bytes,
+    pinned_bytes,
+    stage_parameters,
+)
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
@@ -131,12 +137,13 @@ def _host_parts(
     config: Config, shape: ModelShape, parts: dict[str, int], dims: Dims, device: Device
 ) -> dict[str, int]:
     """What lies in the host's memory where the device has its own."""
+    before = parts["drafter training"]
     return {
-        "optimizer": parts["optimizer"] * config.actor.offload_optimizer,
+        "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
         "checkpoint": parts["optimizer"] + parts["weights"] // dims.dp,
         "hidden states": drafter.hidden_state_bytes(config, device),
-        "drafter before a window": parts["drafter training"],
-        "drafter in a save (rank 0)": drafter.drafter_save_bytes(config, shape),
+        "drafter before a window": pinned_bytes(before) if device == "cuda" else before,
+        "drafter in a save (rank 0)": drafter.drafter_save_bytes(config, shape, device),
         "suffix drafter": engine.suffix_bytes(config),
     }
 
@@ -147,7 +154,11 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "activations": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
-        "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
+        "drafter's LM head": (
+            "idle window",
+            "update",
+            "merge",
+        ),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),

@@ -14,6 +14,11 @@ def element_bytes(dtype: str) -> int:
     return {"fp32": 4, "bf16": 2}[dtype]
 
 
+def pinned_bytes(size: int) -> int:
+    """The most that tensors of `size` bytes take in pinned memory: PyTorch rounds each up to a power of two."""
+    return 2 * size
+
+
 def layer_parameters(shape: ModelShape) -> int:
     """Parameters of one decoder layer; biases and head norms (well under 1 %) are left out."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)

@@ -124,7 +124,9 @@ def _memory(
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
-        lines.append("Of the host's memory, for a rank (pinned, but for hidden states and the suffix drafter)")
+        lines.append(
+            "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
+        )
         host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
         lines += format_table(header, host)
     return lines
@@ -141,7 +143,9 @@ def _cache_line(config: Config, shape: ModelShape, cache_bytes: int, device: Dev
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
     running = config.rollout.max_running_requests
-    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"]
+    return [
+        f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"
+    ]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:

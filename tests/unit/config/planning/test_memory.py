@@ -175,6 +175,22 @@ def test_what_is_given_back_is_there_in_its_phase_only():
     assert f"{freed.of_phase('rollout') / GIB:.2f}" in text and "in the rollout" in text
 
 
+def test_pinned_memory_is_counted_in_powers_of_two():
+    """Against the tensors of the drafter; what a CPU holds, and what is not pinned, is not rounded."""
+    shape, offload = shape_of("qwen2.5-7b"), "actor.offload_optimizer=true"
+    on = estimate_memory(config_of(*TLT, offload), shape, 2, "cuda")[0]
+    tensors = [2 * 3584**2, 3584**2, 3584**2, 512 * 3584, 512 * 3584, *[3584 * 18944] * 3, 3584, 3584]
+    rounded = sum(1 << (4 * n - 1).bit_length() for n in tensors) * 4  # weights, mean, two moments in fp32
+    plain = 16 * sum(tensors)
+    assert plain < rounded <= on.host["drafter in a save (rank 0)"] == 2 * plain
+    assert on.host["optimizer"] == 2 * on.parts["optimizer"]
+    assert on.host["drafter before a window"] == 2 * on.parts["drafter training"]
+    assert on.host["hidden states"] == 4096 * 2**20
+    cpu = estimate_memory(config_of(*TLT, offload), shape, 2, "cpu")[0].parts
+    assert cpu["drafter in a save (rank 0)"] == plain
+    assert cpu["drafter before a window"] == cpu["drafter training"]
+
+
 def test_chunks_are_those_of_the_loss():
     logprob = (Path(__file__).parents[4] / "megatron_tlt/actor/logprob.py").read_text()
     assert (
