@@ -19,6 +19,7 @@ Compared with what the trainer allocates in tests/unit/config/planning/test_draf
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.planning.engine import has_packed_head
 from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
@@ -55,7 +56,7 @@ def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
 
 def drafter_head_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """The LM head from a window's first micro-step to its merge, where the engine does not keep it in one piece."""
-    packed = device == "cpu" and config.rollout.kernels != "torch"
+    packed = has_packed_head(config, device)
     in_one_piece = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
     if not config.idle.train_drafter or in_one_piece:
         return 0

@@ -1,4 +1,4 @@
-"""Memory of the embedded rollout engine on one rank: weights, KV cache, a step's temporaries, graphs, drafters.
+"""Memory of the rollout engine on one rank: weights, KV cache, a step's temporaries, graphs, drafters.
 
 Legend: T rows of a forward, R rows whose logits are computed, H hidden, F intermediate, V vocabulary, d head width, K
 key-value heads, L layers, t = rollout.tp; e bytes of an element.
@@ -8,6 +8,9 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
   adds its one layer with all K heads, and `H*e` for the policy's hidden states, which it reads; every rank holds both.
 * On CUDA the KV cache is what remains of the device (`memory.py`); on CPU what all running requests need.
+* An engine in a process of its own has the same weights, and vLLM the cache that the plan gives it, without hidden
+  states; TensorRT-LLM takes a share of what is free. Their steps count as ours. Of their graphs nothing is known: with
+  the CUDA context of the process they are its "runtime", a guess.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
     heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
-    return (keys_values + shape.hidden_size * trained) * element_bytes(config.rollout.dtype)
+    states = shape.hidden_size * (trained and config.rollout.backend == "embedded")
+    return (keys_values + states) * element_bytes(config.rollout.dtype)
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:
@@ -43,11 +47,29 @@ def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """Weights of one rank of an engine. The native decoder (packed weights) holds the whole LM head on every rank."""
     rollout = config.rollout
     table = shape.vocab_size * shape.hidden_size
-    packed = device == "cpu" and rollout.kernels != "torch"
+    packed = has_packed_head(config, device)
     has_head = packed or rollout.tp > 1 or not shape.tie_word_embeddings
     count = shape.num_layers * layer_parameters(shape) // rollout.tp
     count += table + has_head * table // (1 if packed else rollout.tp)
     return count * element_bytes(rollout.dtype)
+
+
+def has_packed_head(config: Config, device: Device) -> bool:
+    """Whether the engine is the native decoder, which packs a whole LM head on every rank."""
+    rollout = config.rollout
+    return rollout.backend == "embedded" and device == "cpu" and rollout.kernels != "torch"
+
+
+def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
+    """What training a drafter takes beside vLLM: room for hidden states there, the policy's tables on the rank."""
+    rollout = config.rollout
+    if rollout.backend != "vllm" or not config.idle.train_drafter:
+        return {}
+    tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
+    return {
+        "rollout.vllm.hidden_mib": rollout.vllm.hidden_mib * MIB,
+        "embedding and LM head": tables * element_bytes(rollout.dtype),
+    }
 
 
 def drafter_weight_bytes(config: Config, shape: ModelShape) -> int:
@@ -89,6 +111,8 @@ def verified_rows(config: Config) -> int:
 def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """Captured graphs (`rollout.graph_pool`), where there are any: their budget; without one their output buffers."""
     rollout = config.rollout
+    if rollout.backend != "embedded":
+        return 0
     if device != "cuda" or not rollout.cuda_graphs or rollout.numerics != "default":
         return 0
     if rollout.graph_memory_mib is not None:

@@ -18,13 +18,7 @@ from typing import Literal
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.planning import drafter, engine, policy
-from megatron_tlt.config.planning.parameters import (
-    GIB,
-    MIB,
-    element_bytes,
-    pinned_bytes,
-    stage_parameters,
-)
+from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pinned_bytes, stage_parameters
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
@@ -126,6 +120,8 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "push bucket": policy.push_bytes(config, shape, dims),
         "runtime": RUNTIME_BYTES[device],
     }
+    if config.rollout.backend != "embedded":
+        parts |= {"engine's process": RUNTIME_BYTES[device], **engine.process_bytes(config, shape)}
     host = _host_parts(config, shape, parts, dims, device)
     if device == "cpu":
         del host["optimizer"], host["checkpoint"]  # the first is among the parts; the second is as before
@@ -154,15 +150,13 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "activations": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
-        "drafter's LM head": (
-            "idle window",
-            "update",
-            "merge",
-        ),  # from a window's first micro-step to its merge
+        "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),
     }
+    if config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache":
+        only[KV] = ("rollout",)
     if config.rollout.release_cache:
         only |= {KV: ("rollout",), "graphs": ("rollout",)}
     if config.actor.offload_optimizer:
@@ -178,7 +172,13 @@ def _kv_cache(
     """The configured cache; by default what all running requests need at full length, on CUDA at most what remains.
 
     Never less than one request needs: where that does not remain, the plan exceeds its limit and is refused.
+    TensorRT-LLM takes its share of what is free at the start of its engine, which is built last; without a limit
+    nothing is known of it.
     """
+    if config.rollout.backend == "trtllm":
+        held = max(sum(size for n, size in s.parts.items() if n not in s.only) for s in stages)
+        free = max(0, int((limit_gib or 0) * GIB) - held)
+        return int(config.rollout.trtllm.kv_cache_fraction * free)
     if config.rollout.kv_cache_mib is not None:
         return config.rollout.kv_cache_mib * MIB
     most = engine.kv_cache_bytes(config, shape, config.rollout.max_running_requests)

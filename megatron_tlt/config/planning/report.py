@@ -124,9 +124,7 @@ def _memory(
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
-        lines.append(
-            "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
-        )
+        lines.append("Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)")
         host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
         lines += format_table(header, host)
     return lines
@@ -139,13 +137,14 @@ def full_requests(config: Config, shape: ModelShape, cache_bytes: int) -> int:
 
 def _cache_line(config: Config, shape: ModelShape, cache_bytes: int, device: Device | None) -> list[str]:
     """What the cache holds; on CUDA without a limit nothing is known but that one request must fit."""
+    if config.rollout.backend == "trtllm":
+        share = config.rollout.trtllm.kv_cache_fraction
+        return [f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start"]
     held, length = full_requests(config, shape, cache_bytes), longest_request(config)
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
     running = config.rollout.max_running_requests
-    return [
-        f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"
-    ]
+    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:

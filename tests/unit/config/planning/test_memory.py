@@ -6,7 +6,7 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
 from megatron_tlt.config.planning.engine import kv_bytes_per_token
-from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory
+from megatron_tlt.config.planning.memory import KV, PHASES, check_memory, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB, total_parameters
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.rollout import sampler
@@ -189,6 +189,26 @@ def test_pinned_memory_is_counted_in_powers_of_two():
     cpu = estimate_memory(config_of(*TLT, offload), shape, 2, "cpu")[0].parts
     assert cpu["drafter in a save (rank 0)"] == plain
     assert cpu["drafter before a window"] == cpu["drafter training"]
+
+
+def test_an_engine_in_another_process_is_planned_by_its_own_settings():
+    shape = shape_of("qwen2.5-7b")
+    sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]
+    vllm_of = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.vllm.hidden_mib=512")
+    ours, vllm = (estimate_memory(c, shape, 2, "cuda", 110)[0] for c in (config_of(*TLT, *sizes), vllm_of))
+    assert ours.parts["graphs"] and not vllm.parts["graphs"]
+    assert vllm.parts["rollout.vllm.hidden_mib"] == 512 * 2**20
+    assert vllm.parts["embedding and LM head"] == 2 * 2 * 152064 * 3584  # not tied, bf16
+    assert kv_bytes_per_token(vllm_of, shape) == 57344 * 29 // 28  # no hidden states
+    assert vllm.total == 110 * GIB
+    few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
+    for sleep in ("none", "kv_cache"):
+        config = config_of(*few, f"rollout.trtllm.sleep={sleep}")
+        (stage,) = estimate_memory(config, shape, 2, "cuda", 110)
+        cache, held = stage.parts[KV], stage.of_phase("merge") - (sleep == "none") * stage.parts[KV]
+        assert cache == (110 * GIB - held) // 4 and not stage.parts["graphs"]
+        assert ("merge" in stage.only.get(KV, PHASES)) == (sleep == "none")
+        assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
 
 
 def test_chunks_are_those_of_the_loss():
