@@ -141,10 +141,17 @@ class VllmBackend(RemoteBackend):
         """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
         super().update_weights(bucket)
         if self._keeps_tables:
-            dtype = DTYPES[self._rollout.dtype]
-            self._tables |= {
-                n: t.detach().to(dtype, copy=True) for n, t in bucket.tensors if n in (EMBED, HEAD)
-            }
+            for name, tensor in bucket.tensors:
+                if name in (EMBED, HEAD):
+                    self._keep_table(name, tensor.detach())
+
+    def _keep_table(self, name: str, tensor: Tensor) -> None:
+        """Copies a table, in place from the second push on: two versions at once would be of the tables' size."""
+        kept = self._tables.get(name)
+        if kept is None:
+            self._tables[name] = tensor.to(DTYPES[self._rollout.dtype], copy=True)
+        else:
+            kept.copy_(tensor)
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sends the drafter's tensors into the open push; they replace the old ones in place. Raises SyncError."""
