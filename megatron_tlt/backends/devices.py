@@ -8,10 +8,11 @@ import torch
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.gpu import index_of
+from megatron_tlt.types import BackendName
 
 
-def visible_device(device: torch.device) -> dict[str, str]:
-    """Variables that show an engine the rank's GPU alone; none on CPU. Raises ConfigError.
+def visible_device(device: torch.device, backend: BackendName) -> dict[str, str]:
+    """Variables that show an engine of `backend` the rank's GPU alone; none on CPU. Raises ConfigError.
 
     Engines take the names in CUDA_VISIBLE_DEVICES for integers, so a UUID (which Slurm and Kubernetes write)
     becomes an index, of the order that NVML counts in.
@@ -26,5 +27,5 @@ def visible_device(device: torch.device) -> dict[str, str]:
     try:
         return {"CUDA_VISIBLE_DEVICES": str(index_of(name)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     except ValueError as error:
-        allowed = f"an engine in another process needs a GPU's index in CUDA_VISIBLE_DEVICES: {error}"
-        raise ConfigError.of("rollout.backend", "CUDA_VISIBLE_DEVICES", allowed) from error
+        allowed = f"needs a GPU's index or UUID in CUDA_VISIBLE_DEVICES, not {name!r}: {error}"
+        raise ConfigError.of("rollout.backend", backend, allowed) from error

@@ -49,7 +49,7 @@ def build_trtllm(
     drafter = section.drafter_path
     names = frozenset() if drafter is None else drafter_names(Path(drafter).resolve())
     ends = sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
-    process = EngineProcess(launch_of(section), visible_device(torch.device(device)))
+    process = EngineProcess(launch_of(section), visible_device(torch.device(device), "trtllm"))
     started = False
     try:
         transport = open_transport(section.transport, process)

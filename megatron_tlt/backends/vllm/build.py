@@ -65,7 +65,7 @@ def build_vllm(
     with ExitStack() as undo:
         directory = SharedDirectory()
         undo.callback(directory.close)
-        process = EngineProcess(launch, visible_device(device))
+        process = EngineProcess(launch, visible_device(device, "vllm"))
         undo.callback(process.close)
         transport = open_transport(rollout.vllm.transport, process)
         with tempfile.TemporaryDirectory() as folder:

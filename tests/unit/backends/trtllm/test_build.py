@@ -121,7 +121,7 @@ def test_the_engine_sees_the_ranks_gpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if ours is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
-    assert visible_device(torch.device(device)) == (
+    assert visible_device(torch.device(device), "trtllm") == (
         {} if theirs is None else {"CUDA_VISIBLE_DEVICES": theirs}
     )
 
@@ -141,11 +141,12 @@ def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(
     for name, index in (("GPU-00ba-3", "2"), ("GPU-00bb", "1")):  # CUDA takes a beginning of a UUID, too
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"0,{name}")
         wanted = {"CUDA_VISIBLE_DEVICES": index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        assert visible_device(torch.device("cuda:1")) == wanted
+        assert visible_device(torch.device("cuda:1"), "trtllm") == wanted
     for name, why in (("GPU-00b", "2 GPUs"), ("GPU-ff", "0 GPUs"), ("MIG-00aa", "no GPU's UUID")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
-        with pytest.raises(ConfigError, match=why):
-            visible_device(torch.device("cuda:0"))
+        with pytest.raises(ConfigError, match=why) as raised:
+            visible_device(torch.device("cuda:0"), "vllm")
+        assert str(raised.value).startswith("rollout.backend = 'vllm': ") and repr(name) in str(raised.value)
 
 
 @pytest.mark.parametrize(("sleep", "calls"), [("kv_cache", ["start", "release"]), ("none", ["start"])])
