@@ -47,7 +47,7 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
     runner = backend.engine.runner
     if not isinstance(runner.decoder, PooledDecoder):
         runner.decoder = PooledDecoder(
-            runner.decoder, runner.kv, PoolSizes(batch, context, rollout.block_size)
+            runner.decoder, runner.kv, PoolSizes(batch, context, rollout.block_size, rollout.verify_rows)
         )
     return backend
 

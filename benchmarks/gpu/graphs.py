@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.check import Check, Result, Row
 from benchmarks.gpu.kernels import LIMITS, distance
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
@@ -44,7 +45,8 @@ def run(check: Check) -> Result:
     batches = [1, 4] if check.smoke else [1, 8, 32, 128]
     decoder, found = open_decoder(check), Result()
     kv = decoder.new_kv_cache(blocks_for(max(batches), max(VERIFY[2]), CONTEXT), BLOCK)
-    sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK)
+    rollout = RolloutSection(max_running_requests=max(batches))
+    sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK, rollout.verify_rows)
     pool = GraphPool(decoder, kv, sizes)
     for batch in batches:
         for tokens in (1, *strategies_of(batch)):

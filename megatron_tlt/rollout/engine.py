@@ -42,8 +42,8 @@ class GraphBudget:
     """
 
     decoder: TorchDecoder
-    nbytes: int | None = None
-    verify_rows: int = 512
+    nbytes: int | None
+    verify_rows: int  # rollout.verify_rows
 
 
 class Engine:

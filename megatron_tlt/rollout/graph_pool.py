@@ -59,7 +59,7 @@ class PoolSizes:
     max_batch: int
     max_context: int
     block_size: int
-    verify_rows: int = 512
+    verify_rows: int
 
     @property
     def max_rows(self) -> int:

@@ -130,7 +130,7 @@ def test_a_pool_of_static_forwards_starts_anew():
         decoder = TorchDecoder(CONFIG)
         decoder.load_weights(random_weights(CONFIG))
         limits = SchedulerLimits(8, 64, 128, 51)
-        engine = Engine(decoder, limits, 40, 16, graphs=GraphBudget(decoder))
+        engine = Engine(decoder, limits, 40, 16, graphs=GraphBudget(decoder, None, 512))
         pooled = engine.runner.decoder
         assert isinstance(pooled, PooledDecoder)
         engine.runner._host_steps = True

@@ -144,7 +144,8 @@ def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logi
 def test_contexts_of_all_lengths_share_a_graph() -> None:
     """The kernel follows each context: a rollout captures a graph a batch bucket, not one for each of its lengths."""
     decoder = decoder_of(replace(CONFIG, num_layers=1))
-    pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), PoolSizes(64, 4096, 16), capturer=EagerCapturer())
+    sizes = PoolSizes(64, 4096, 16, verify_rows=512)
+    pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes, capturer=EagerCapturer())
     keys = {pool.key(n, 1, length) for n in range(1, 65) for length in (1, 100, 1000, 4000)}
     assert len(keys) == len(batch_buckets(64))
 

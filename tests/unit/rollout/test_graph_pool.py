@@ -237,7 +237,7 @@ def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
         engine = make_engine(small_config("qwen2"), weights, kernels="torch")
         if is_pooled:
             runner = engine.runner
-            runner.decoder = PooledDecoder(runner.decoder, runner.kv, PoolSizes(16, 256, 16))
+            runner.decoder = PooledDecoder(runner.decoder, runner.kv, PoolSizes(16, 256, 16, verify_rows=512))
         for prompt_id, ids, params, samples in prompts:
             engine.add(ids, params, prompt_id, num_samples=samples)
         answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])

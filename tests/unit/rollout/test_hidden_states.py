@@ -180,7 +180,7 @@ def test_graphs_write_their_states_too() -> None:
     limits = SchedulerLimits(16, 128, 256, CONFIG.vocab_size)
     jobs = random_jobs(131, 6, seed=8)
     for attached in (False, True):
-        engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder))
+        engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder, None, 512))
         if attached:
             attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
         assert check(engine, jobs, collecting(engine), exact=False) > 200
