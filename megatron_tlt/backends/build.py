@@ -89,7 +89,6 @@ def build_backend(
         ),
         num_blocks,
         rollout.block_size,
-        device=device,
         tokenizer=tokenizer,
         eos_token_ids=sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
         tp=tp,
@@ -97,8 +96,8 @@ def build_backend(
         count_near_ties=count_near_ties,
         drafting=Drafting(rollout.speculation, eagle, history),
         graphs=_graphs(rollout, decoder),
+        sample_kernel=sample_kernel(rollout.kernels, device),
     )
-    engine.runner.sampler.kernel = sample_kernel(rollout.kernels, device)
     return EmbeddedBackend(
         engine,
         config.parameter_shapes(),

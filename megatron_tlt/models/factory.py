@@ -36,8 +36,9 @@ def build_decoder(
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's kernels,
     which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's
-    bits do not depend on its batch (always so in the native decoder). Raises ConfigError for a choice that does not
-    exist or cannot run on `device`, BackendError when `kernels` is "native" and cannot be built.
+    bits do not depend on its batch (always so in the native decoder). Warns in the log on CUDA without Triton. Raises
+    ConfigError for a choice that does not exist or cannot run on `device`, BackendError when `kernels` is "native" and
+    cannot be built.
     """
     device = torch.device(device)
     if kernels not in ("auto", "native", "torch"):
@@ -51,8 +52,10 @@ def build_decoder(
         from megatron_tlt.models.native.decoder import NativeDecoder
 
         return NativeDecoder(config, dtype, threads, tp)
-    is_invariant = numerics == "invariant"
-    if is_invariant or not _has_triton(kernels, device):
+    is_invariant, has_triton = numerics == "invariant", _has_triton(kernels, device)
+    if kernels == "auto" and device.type == "cuda" and not has_triton:
+        _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
+    if is_invariant or not has_triton:
         return TorchDecoder(config, device, dtype, tp, is_invariant)
     from megatron_tlt.models.torch.kernels.attention import attend
     from megatron_tlt.models.torch.kernels.layers import FUSED
@@ -70,13 +73,8 @@ def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None
 
 
 def _has_triton(kernels: Kernels, device: torch.device) -> bool:
-    """Whether Triton's kernels run. Logs their absence on CUDA."""
-    if kernels != "auto" or device.type != "cuda":
-        return False
-    if importlib.util.find_spec("triton") is None:  # CUDA builds of PyTorch bring it on Linux
-        _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
-        return False
-    return True
+    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux."""
+    return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def build_eagle(policy: Decoder, threads: int = 1) -> EagleDecoder:

@@ -27,6 +27,7 @@ from megatron_tlt.types import EngineStats, SamplingParams
 if TYPE_CHECKING:
     from megatron_tlt.interfaces import ProgressCallback, Tokenizer
     from megatron_tlt.models.base import Decoder
+    from megatron_tlt.models.keyed_noise import SampleKernel
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
@@ -55,7 +56,6 @@ class Engine:
         limits: SchedulerLimits,
         num_blocks: int,
         block_size: int,
-        device: torch.device | str = "cpu",
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
         tp: TensorParallel | None = None,
@@ -63,12 +63,16 @@ class Engine:
         count_near_ties: bool = False,
         drafting: Drafting | None = None,
         graphs: GraphBudget | None = None,
+        sample_kernel: SampleKernel | None = None,
     ):
-        """With `graphs` decoding steps run through a `GraphPool`. Raises ConfigError for a drafter that cannot run."""
+        """With `graphs` decoding steps run through a `GraphPool`; `sample_kernel` draws tokens on CUDA.
+
+        Raises ConfigError for a drafter that cannot run.
+        """
         self.limits = limits
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(limits, self.blocks)
-        sampler = Sampler(torch.device(device), native_sample, count_near_ties)
+        sampler = Sampler(decoder.device, native_sample, count_near_ties, sample_kernel)
         kv = decoder.new_kv_cache(num_blocks, block_size)
         pooled: PooledDecoder | None = None
         if graphs is not None:

@@ -88,7 +88,7 @@ class Sampler:
         self.near_ties = 0
         self._native = native if device.type == "cpu" else None
         self._count = count_near_ties
-        self.kernel = kernel  # draws on CUDA, unless near ties are counted
+        self._kernel = kernel  # draws on CUDA, unless near ties are counted
         self._staging = _Staging(device)
 
     @property
@@ -107,8 +107,8 @@ class Sampler:
             if rows.is_masked:
                 self._resample_masked(logits, rows, token, logprob)
             return token, logprob
-        if self.kernel is not None and not self._count:
-            both = self.kernel(logits, *self._staging.upload(rows), rows.is_masked)
+        if self._kernel is not None and not self._count:
+            both = self._kernel(logits, *self._staging.upload(rows), rows.is_masked)
             return both[0], both[1].view(torch.float32)
         step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         parts = [

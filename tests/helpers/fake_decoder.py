@@ -27,6 +27,7 @@ def context_logits(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 class FakeDecoder:
     """Keeps (token, position) of every slot as its "cache"; asserts all that a decoder may rely on."""
 
+    device = torch.device("cpu")
     kind = "fake"
 
     def __init__(self, vocab_size: int = 50):
