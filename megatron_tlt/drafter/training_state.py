@@ -285,7 +285,14 @@ class TrainingState:
             self._spread(i, kind, [part.of(into[part.name]) for part in bucket] if into else [])
 
     def load(self, named: Mapping[str, Any]) -> None:
-        """Takes what `named` returned. Raises KeyError for a missing tensor, RuntimeError for a misshapen one."""
+        """Takes what `named` returned. Raises KeyError for a missing tensor, RuntimeError for a misshapen one, before
+        anything is changed.
+        """
+        for kind in self._kinds:
+            for name, parameter in self._parameters.items():
+                shape = named[kind][name].shape
+                if shape != parameter.shape:
+                    raise RuntimeError(f"{kind} of {name} is {tuple(shape)}, not {tuple(parameter.shape)}")
         for bucket in self._buckets:
             for part in bucket:
                 for kind, kept in part.kept.items():
