@@ -102,7 +102,7 @@ class GroupTensorParallel:
 
 
 def agree_on(tp: TensorParallel, device: torch.device | str = "cpu") -> Callable[[int], int]:
-    """A call that tells every rank of `tp` the highest of the numbers that they give. Collective, a few bytes.
+    """A function that returns, on every rank of `tp`, the largest of the ranks' arguments. Its calls are collective.
 
     `device` is one that the group's backend can send from.
     """

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 
 _WINDOW = 5  # RL steps that are judged together
-_LEAST_TOKENS = 1000  # drafted in them: fewer say nothing
+_LEAST_TOKENS = 1000  # drafted in them: fewer are too few to judge
 
 _NOTHING = (
     "no drafted token of the last {steps} steps was accepted: the drafter is one of another policy, or reads other "
@@ -25,15 +25,15 @@ _WORSE = (
 )
 
 
-class AcceptanceWatch:
-    """Looks at the counters of each step, all ranks' sums; says each thing once until it is over."""
+class AcceptanceMonitor:
+    """Checks the counters of each step, all ranks' sums. A warning is returned again only after its cause was gone."""
 
     def __init__(self) -> None:
         self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
-        self._said: set[str] = set()
+        self._active: set[str] = set()
 
-    def look(self, row: Mapping[str, float]) -> list[str]:
-        """Warnings after a step with `engine/spec_*` counters in `row`. Mutates the window."""
+    def check(self, row: Mapping[str, float]) -> list[str]:
+        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the window of steps."""
         names = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
         if not row["engine/spec_drafted_tokens"]:
             return []
@@ -49,5 +49,5 @@ class AcceptanceWatch:
             _WORSE: passed_over >= _LEAST_TOKENS and instead < passed_over,
         }
         now = {text for text, holds in found.items() if holds}
-        new, self._said = now - self._said, now
+        new, self._active = now - self._active, now
         return [text.format(steps=_WINDOW, instead=instead, passed_over=passed_over) for text in sorted(new)]

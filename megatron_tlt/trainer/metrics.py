@@ -20,7 +20,7 @@ from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, combined_figures, own_figures
 from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
-from megatron_tlt.trainer.acceptance import AcceptanceWatch
+from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -52,7 +52,7 @@ class RunMetrics:
         self._started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._accept_lengths: list[float] = []
-        self._watch = AcceptanceWatch()
+        self._acceptance = AcceptanceMonitor()
 
     def start(self, steps_done: int) -> None:
         """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
@@ -125,7 +125,7 @@ class RunMetrics:
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row)
-        for warning in self._watch.look(row):
+        for warning in self._acceptance.check(row):
             self.warn(warning)
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_tlt.trainer.acceptance import AcceptanceWatch
+from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 
 def row(drafted=400, accepted=200, passed_over=0.0, instead=0.0, rows=100):
@@ -23,19 +23,19 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_it_warns_once_after_a_window_and_again_when_it_comes_back(what):
-    watch, bad, good = AcceptanceWatch(), BAD[what], row(passed_over=300, instead=301)
+    monitor, bad, good = AcceptanceMonitor(), BAD[what], row(passed_over=300, instead=301)
     for _ in range(4):
-        assert watch.look(bad) == []
-    (warning,) = watch.look(bad)
+        assert monitor.check(bad) == []
+    (warning,) = monitor.check(bad)
     assert what in warning
-    assert [watch.look(bad), watch.look(good)][0] == []
+    assert [monitor.check(bad), monitor.check(good)][0] == []
     for _ in range(5):
-        assert watch.look(good) == []
-    assert [len(watch.look(bad)) for _ in range(6)].count(1) == 1
+        assert monitor.check(good) == []
+    assert [len(monitor.check(bad)) for _ in range(6)].count(1) == 1
 
 
-def test_few_drafts_and_steps_without_drafts_say_nothing():
-    watch = AcceptanceWatch()
-    assert [watch.look(row(drafted=100, accepted=0)) for _ in range(9)] == [[]] * 9
-    watch = AcceptanceWatch()
-    assert [watch.look(row(drafted=0, accepted=0)) for _ in range(9)] == [[]] * 9
+def test_few_drafts_and_steps_without_drafts_give_no_warning():
+    monitor = AcceptanceMonitor()
+    assert [monitor.check(row(drafted=100, accepted=0)) for _ in range(9)] == [[]] * 9
+    monitor = AcceptanceMonitor()
+    assert [monitor.check(row(drafted=0, accepted=0)) for _ in range(9)] == [[]] * 9
