@@ -129,12 +129,21 @@ def test_a_job_that_was_replaced_finds_out_and_leaves_the_new_owners_file(tmp_pa
     assert json.loads((tmp_path / LOCK).read_text()) == NODE7
 
 
-def test_of_two_jobs_that_find_the_same_dead_owner_one_stays(elsewhere: Path) -> None:
+def test_of_two_jobs_that_find_the_same_dead_owner_one_stays(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beat(elsewhere, outcome="killed")
-    other = threading.Timer(0.05, (elsewhere / LOCK).write_text, [json.dumps({**NODE7, "token": "y"})])
-    other.start()
+    settle_s, sleep = 0.25, time.sleep
+
+    def write_as_the_other_job(seconds: float) -> None:
+        if seconds == settle_s:
+            (elsewhere / LOCK).write_text(json.dumps({**NODE7, "token": "y"}))
+        else:
+            sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", write_as_the_other_job)
     with pytest.raises(RunDirectoryError, match="taken over"):
-        RunLock(elsewhere, settle_s=1.0).acquire()
+        RunLock(elsewhere, settle_s=settle_s).acquire()
 
 
 @pytest.mark.parametrize("junk", ["", "{", "[1]", "\x00" * 512])
