@@ -1,6 +1,6 @@
 """TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
 
-    make proof                          # main and curves: at most 15 minutes on 2 cores
+    make proof                          # main and curves: some 17 minutes on 2 cores
     make proof ARGS="--parts peers"     # or: python benchmarks/proof.py [--quick] [--parts main curves peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
