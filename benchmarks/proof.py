@@ -1,7 +1,8 @@
 """TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
 
     make proof                          # main and curves: some 17 minutes on 2 cores
-    make proof ARGS="--parts peers"     # or: python benchmarks/proof.py [--quick] [--parts main curves peers] --out r.json
+    make proof ARGS="--parts peers"
+    python benchmarks/proof.py [--quick] [--parts main curves peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
   replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
