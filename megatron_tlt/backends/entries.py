@@ -15,6 +15,16 @@ import torch
 Entry = Mapping[str, Any]
 Sums = dict[str, int]
 DEVICE = 6  # the place in a handle's arguments of the device that opens it
+IPC_NAMES = (  # of the arguments behind it, in torch's order
+    "handle",
+    "storage_bytes",
+    "storage_offset",
+    "requires_grad",
+    "counter",
+    "counter_offset",
+    "event",
+    "event_sync",
+)
 
 
 def describe(name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -49,8 +59,7 @@ def handle_of(entry: Entry, sums: Sums | None) -> tuple[Callable[..., torch.Tens
     def load(*given: Any) -> torch.Tensor:
         tensor = rebuild(*given)
         if sums is not None:
-            flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-            sums[entry["name"]] = zlib.crc32(flat.numpy().tobytes())
+            sums[entry["name"]] = zlib.crc32(tensor_bytes(tensor))
         return tensor
 
     return load, args
@@ -83,16 +92,7 @@ def _ipc_args(entry: Entry) -> tuple[Any, ...]:
     ipc = entry["ipc"]
     head = (torch.Tensor, torch.Size(entry["shape"]), tuple(ipc["stride"]), ipc["offset"])
     storage = (torch.storage.TypedStorage, _dtype(entry), None)  # type: ignore[attr-defined]
-    tail = (
-        "handle",
-        "storage_bytes",
-        "storage_offset",
-        "requires_grad",
-        "counter",
-        "counter_offset",
-        "event",
-    )
-    return (*head, *storage, *(ipc[name] for name in tail), ipc["event_sync"])
+    return (*head, *storage, *(ipc[name] for name in IPC_NAMES))
 
 
 def _dtype(entry: Entry) -> torch.dtype:

@@ -31,8 +31,16 @@ class PushReceiver:
         self.version, self.verify = message["version"], message["verify"]
         self._part, self._drafter, self._sums = None, [], {}
 
-    async def take_part(self, message: Message) -> None:
-        """Bytes of one tensor, in order; the last ones complete it. Raises ValueError, RuntimeError."""
+    async def take_weights(self, message: Message) -> Message:
+        """Whole tensors; the reply has no fields. Raises RuntimeError for tensors of another push."""
+        await self._take(message["version"], message["entries"], message["drafter"])
+        return {}
+
+    async def take_part(self, message: Message) -> Message:
+        """Bytes of one tensor, in order; the last ones complete it. The reply has no fields.
+
+        Raises ValueError, RuntimeError.
+        """
         entry, data = self._part or (message["entry"], bytearray())
         if entry["name"] != message["entry"]["name"] or message["offset"] != len(data):
             raise ValueError(f"bytes of {message['entry']['name']} came at {message['offset']} out of order")
@@ -40,10 +48,10 @@ class PushReceiver:
         self._part = (entry, data)
         if len(data) >= message["total"]:
             self._part = None
-            await self.take(message["version"], [{**entry, "data": bytes(data)}], message["drafter"])
+            await self._take(message["version"], [{**entry, "data": bytes(data)}], message["drafter"])
+        return {}
 
-    async def take(self, version: int, entries: Sequence[Message], drafter: bool) -> None:
-        """Tensors of the open push. Raises RuntimeError for those of another one."""
+    async def _take(self, version: int, entries: Sequence[Message], drafter: bool) -> None:
         self._check_open(version)
         if drafter:  # kept until the end: it is loaded as a whole, after the policy whose embedding it shares
             self._drafter += entries

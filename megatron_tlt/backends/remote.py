@@ -109,6 +109,7 @@ class RemoteBackend(BaseBackend):
         Those in `have` are neither made nor returned. `on_answer` gets each answer as soon as it is finished.
         `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
         """
+        self._before_generate(prompts, params)
         self._must_serve(prompts, params)
         self.resume()
         started = time.perf_counter()
@@ -129,6 +130,9 @@ class RemoteBackend(BaseBackend):
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def _before_generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Answers to these prompts are asked for."""
 
     def _after_generate(self) -> None:
         """The last answer has come."""

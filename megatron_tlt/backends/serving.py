@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from .wire import PROTOCOL, WireError, frame, frame_length, message_of
@@ -49,7 +49,16 @@ class EngineHost(Protocol):
         """Ends the engine; gives up after `limit_s` seconds."""
 
 
+Operation = Callable[[Message], Awaitable[Message]]
 HostClass = Callable[[Callable[[Message], None]], EngineHost]
+
+
+async def dispatch(operations: Mapping[str, Operation], message: Message) -> Message:
+    """Executes a message by its type. Raises ValueError for a type without an operation, and what operations raise."""
+    operation = operations.get(message["type"])
+    if operation is None:
+        raise ValueError(f"unknown message {message['type']!r}")
+    return await operation(message)
 
 
 class Connection:

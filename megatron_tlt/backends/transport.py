@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatron_tlt.backends.entries import describe, tensor_bytes
+from megatron_tlt.backends.entries import DEVICE, IPC_NAMES, describe, tensor_bytes
 from megatron_tlt.errors import ConfigError, SyncError
 
 if TYPE_CHECKING:
@@ -221,17 +221,8 @@ def older_handle(handle: bytes) -> bytes:
 def plain_ipc(args: Sequence[Any]) -> dict[str, Any]:
     """The arguments of torch's `rebuild_cuda_tensor` without its classes: numbers and bytes.
 
-    In torch's order: tensor class, size, stride, offset, storage class, dtype, device, and the names below. The device
+    In torch's order: tensor class, size, stride, offset, storage class, dtype, device, and `IPC_NAMES`. The device
     is left out; the engine opens the handle on its own, which is the same GPU.
     """
-    names = (
-        "handle",
-        "storage_bytes",
-        "storage_offset",
-        "requires_grad",
-        "counter",
-        "counter_offset",
-        "event",
-    )
-    values = dict(zip((*names, "event_sync"), args[7:], strict=True))
+    values = dict(zip(IPC_NAMES, args[DEVICE + 1 :], strict=True))
     return {"stride": [int(n) for n in args[2]], "offset": int(args[3]), **values}

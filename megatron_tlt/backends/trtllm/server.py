@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..receiving import PushReceiver
-from ..serving import main
+from ..serving import dispatch, main
 from .instances import CLASSES, instantiate
 
 Message = dict[str, Any]
@@ -72,17 +72,14 @@ class Host:
             "start": self._start,
             "abort": self._abort,
             "begin_update": self._begin_update,
-            "weights": self._weights,
-            "part": self._take_part,
+            "weights": self._push.take_weights,
+            "part": self._push.take_part,
             "finish_update": self._finish_update,
             "release": self._release,
             "resume": self._resume,
             "stats": self._stats,
         }
-        operation = operations.get(message["type"])
-        if operation is None:
-            raise ValueError(f"unknown message {message['type']!r}")
-        return await operation(message)
+        return await dispatch(operations, message)
 
     async def _start(self, message: Message) -> Message:
         from tensorrt_llm import AsyncLLM, llmapi
@@ -127,14 +124,6 @@ class Host:
 
     async def _begin_update(self, message: Message) -> Message:
         self._push.begin(message, self.in_flight)
-        return {}
-
-    async def _weights(self, message: Message) -> Message:
-        await self._push.take(message["version"], message["entries"], message["drafter"])
-        return {}
-
-    async def _take_part(self, message: Message) -> Message:
-        await self._push.take_part(message)
         return {}
 
     async def _load(self, entries: list[Message], verify: bool) -> dict[str, int]:

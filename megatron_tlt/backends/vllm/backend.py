@@ -6,7 +6,7 @@ vLLM's matrix products differ in the last bits between batch shapes (docs/engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.backends.transport import SharedDirectory
-    from megatron_tlt.interfaces import ProgressCallback
 
 _MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded engine
 
@@ -73,20 +72,9 @@ class VllmBackend(RemoteBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_answer: Callable[[Sample], None] | None = None,
-        goes_on: bool = False,
-    ) -> list[Sample]:
-        """See `RemoteBackend.generate`."""
+    def _before_generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         self._prompts, self._seed = {p.prompt_id: p for p in prompts}, params.seed
         self._lengths = np.zeros(0, np.int32)
-        return super().generate(prompts, params, num_samples, on_progress, have, on_answer, goes_on)
 
     def _note_beat(self, message: Mapping[str, Any]) -> None:
         self._lengths = np.array(message["lengths"], np.int32)

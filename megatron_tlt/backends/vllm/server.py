@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_tlt.backends.entries import describe, tensor_bytes
 from megatron_tlt.backends.receiving import PushReceiver
-from megatron_tlt.backends.serving import main
+from megatron_tlt.backends.serving import dispatch, main
 from megatron_tlt.backends.vllm.plugin import door
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
 
@@ -74,15 +74,12 @@ class Host:
             "collect": self._collect,
             "abort": self._abort,
             "begin_update": self._begin_update,
-            "weights": self._weights,
-            "part": self._take_part,
+            "weights": self._push.take_weights,
+            "part": self._push.take_part,
             "finish_update": self._finish_update,
             "stats": self._stats,
         }
-        operation = operations.get(message["type"])
-        if operation is None:
-            raise ValueError(f"unknown message {message['type']!r}")
-        return await operation(message)
+        return await dispatch(operations, message)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -199,14 +196,6 @@ class Host:
     async def _begin_update(self, message: Message) -> Message:
         self._push.begin(message, self.in_flight)
         await self._rpc("tlt_begin_update")
-        return {}
-
-    async def _weights(self, message: Message) -> Message:
-        await self._push.take(message["version"], message["entries"], message["drafter"])
-        return {}
-
-    async def _take_part(self, message: Message) -> Message:
-        await self._push.take_part(message)
         return {}
 
     async def _load(self, entries: list[Message], verify: bool) -> dict[str, int]:
