@@ -278,6 +278,7 @@ def _memory_errors(where: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(text in str(error) for text in ("out of memory", "can't allocate memory")):
+        texts = ("out of memory", "can't allocate memory")  # pinned memory, and a CPU's
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts):
             raise DrafterError(f"out of memory in {where}: {error}") from error
         raise
