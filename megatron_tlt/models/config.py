@@ -1,4 +1,4 @@
-"""Shapes and constants of a dense Qwen2/Qwen2.5, Qwen3 or Llama 3 model, read from and written to config.json.
+"""Shapes and constants of a model of `ARCHITECTURES`, read from and written to config.json.
 
 No torch here: the simulator and `megatron-tlt check` read model shapes without it.
 """
@@ -8,22 +8,33 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.models.experts import moe_fields, moe_layer_shapes, moe_problems, moe_to_hf, names_on_disk
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"]
 
 ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "LlamaForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
+_DENSE: dict[Family, Family] = {"qwen2_moe": "qwen2", "qwen3_moe": "qwen3", "mixtral": "llama"}
 _DEFAULT_THETA, _DEFAULT_EPS = 10000.0, 1e-6
-_DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}
+_DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}  # of MoE families: their dense sibling's
+_MIXTRAL_DEFAULTS = {  # where transformers' differ from the other families'
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REQUIRED_SIZES = (
     "vocab_size",
@@ -33,6 +44,14 @@ _REQUIRED_SIZES = (
     "intermediate_size",
 )
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_MOE_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "moe_layers",
+)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # their Hugging Face names
 
 
@@ -48,7 +67,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shapes and constants of a dense decoder. Build it with `from_hf`."""
+    """Shapes and constants of a decoder. Build it with `from_hf`.
+
+    `num_experts` 0: dense. `intermediate_size` is the width of dense layers, `moe_layers` the numbers of those with
+    experts; the other fields of experts are Hugging Face's. `shared_expert_intermediate_size` 0: none.
+    """
 
     family: Family
     vocab_size: int
@@ -68,13 +91,19 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    moe_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
 
         Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
-        model is not a dense Qwen2, Qwen3 or Llama that this decoder computes exactly, or contradicts itself.
+        model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
         """
         return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
 
@@ -108,12 +137,21 @@ class ModelConfig:
             "torch_dtype": dtype,
             "use_cache": True,
         }
-        if self.family != "qwen2":
+        if not self.qkv_bias:
             out["attention_bias"] = False
+        if self.num_experts:
+            experts = {name: getattr(self, name) for name in _MOE_FIELDS}
+            out |= moe_to_hf(experts, self.family, self.num_layers)
         return out
 
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one layer's tensors; names without the `model.layers.{i}.` prefix."""
+    @property
+    def dense_sibling(self) -> ModelConfig:
+        """The same model with a dense MLP in every layer: what a drafter's layer is cut from."""
+        dense = {field.name: field.default for field in fields(self) if field.name in _MOE_FIELDS}
+        return replace(self, family=_DENSE.get(self.family, self.family), **dense)  # type: ignore[arg-type]
+
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's tensors; names without the `model.layers.{i}.` prefix. Experts are stacked."""
         h, d, q, kv = self.hidden_size, self.head_dim, self.num_heads, self.num_kv_heads
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (h,),
@@ -122,10 +160,16 @@ class ModelConfig:
             "self_attn.v_proj.weight": (kv * d, h),
             "self_attn.o_proj.weight": (h, q * d),
             "post_attention_layernorm.weight": (h,),
-            "mlp.gate_proj.weight": (self.intermediate_size, h),
-            "mlp.up_proj.weight": (self.intermediate_size, h),
-            "mlp.down_proj.weight": (h, self.intermediate_size),
         }
+        if layer in self.moe_layers:
+            widths = self.moe_intermediate_size, self.shared_expert_intermediate_size
+            shapes |= moe_layer_shapes(h, self.num_experts, *widths)
+        else:
+            shapes |= {
+                "mlp.gate_proj.weight": (self.intermediate_size, h),
+                "mlp.up_proj.weight": (self.intermediate_size, h),
+                "mlp.down_proj.weight": (h, self.intermediate_size),
+            }
         if self.qkv_bias:
             for name, heads in (("q", q), ("k", kv), ("v", kv)):
                 shapes[f"self_attn.{name}_proj.bias"] = (heads * d,)
@@ -134,14 +178,21 @@ class ModelConfig:
         return shapes
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every tensor, in model order; no `lm_head.weight` when tied."""
+        """Name -> shape of every tensor, in model order; no `lm_head.weight` when tied.
+
+        The names are Hugging Face's, except that a layer's experts are stacked (see `experts`).
+        """
         shapes: dict[str, tuple[int, ...]] = {EMBED: (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes().items()}
+            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in self.layer_shapes(i).items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_word_embeddings:
             shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
+
+    def names_on_disk(self, name: str) -> tuple[str, ...]:
+        """The tensors of a checkpoint whose rows, one after the other, are the tensor `name`: one, or one an expert."""
+        return names_on_disk(self.family, name, self.num_experts)
 
     @property
     def num_parameters(self) -> int:
@@ -164,12 +215,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     family = _family(hf)
+    hf = {**_MIXTRAL_DEFAULTS, **hf} if family == "mixtral" else hf
     problems = [*_contradiction(hf, family), *_out_of_range(hf)]
-    problems += [*_unsupported(hf, family), *_rope_problems(hf)]
+    problems += [*_unsupported(hf, family), *_rope_problems(hf), *moe_problems(hf, family)]
     if problems:
         raise ConfigError(problems)
     heads = int(hf["num_attention_heads"])
-    rope = _rope(hf)
+    rope, dense = _rope(hf), _DENSE.get(family, family)
+    default_head = 128 if family == "qwen3" else int(hf["hidden_size"]) // heads
     config = ModelConfig(
         family=family,
         vocab_size=int(hf["vocab_size"]),
@@ -177,7 +230,7 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         num_layers=int(hf["num_hidden_layers"]),
         num_heads=heads,
         num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-        head_dim=int(hf.get("head_dim") or (128 if family == "qwen3" else int(hf["hidden_size"]) // heads)),
+        head_dim=int(hf.get("head_dim") or default_head),
         intermediate_size=int(hf["intermediate_size"]),
         rms_norm_eps=float(hf.get("rms_norm_eps", _DEFAULT_EPS)),
         rope_theta=float(rope.get("rope_theta", _DEFAULT_THETA)),
@@ -185,12 +238,13 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         if _rope_type(rope) == "llama3"
         else None,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        max_position_embeddings=int(hf.get("max_position_embeddings") or _DEFAULT_POSITIONS[family]),
+        qkv_bias=dense == "qwen2",
+        qk_norm=dense == "qwen3",
+        max_position_embeddings=int(hf.get("max_position_embeddings") or _DEFAULT_POSITIONS[dense]),
         bos_token_id=hf.get("bos_token_id"),
         eos_token_ids=_eos(hf),
         pad_token_id=hf.get("pad_token_id"),
+        **moe_fields(hf, family),
     )
     if late := list(_shape_problems(config)):
         raise ConfigError(late)
@@ -204,7 +258,7 @@ def _family(hf: Mapping[str, Any]) -> Family:
             return ARCHITECTURES[name]
     if not names and hf.get("model_type") in ARCHITECTURES.values():
         return hf["model_type"]
-    allowed = "only these dense architectures are supported:"
+    allowed = "only these architectures are supported:"
     if names:
         raise ConfigError.of("architectures", list(names), f"{allowed} {', '.join(ARCHITECTURES)}")
     raise ConfigError.of("model_type", hf.get("model_type"), f"{allowed} {', '.join(ARCHITECTURES.values())}")
@@ -250,33 +304,39 @@ def _is_positive(value: Any) -> bool:
 
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
-    experts = "mixture-of-experts models are not supported"
     refused = (
-        ("num_experts", hf.get("num_experts"), experts),
-        ("num_local_experts", hf.get("num_local_experts"), experts),
-        ("n_routed_experts", hf.get("n_routed_experts"), experts),
         ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
-        ("attention_bias", family != "qwen2" and hf.get("attention_bias"), f"must be false for {family}"),
+        (
+            "attention_bias",
+            not family.startswith("qwen2") and hf.get("attention_bias"),
+            f"must be false for {family}",
+        ),
         ("mlp_bias", hf.get("mlp_bias"), "must be false"),
         (
             "quantization_config",
             hf.get("quantization_config"),
             "only fp32, fp16 or bf16 weights are supported",
         ),
-        ("sliding_window", _uses_window(hf), "sliding windows are not supported; full attention only"),
+        (
+            "sliding_window",
+            _uses_window(hf, family),
+            "sliding windows are not supported; full attention only",
+        ),
     )
     for field, is_refused, allowed in refused:
         if is_refused:
             yield ConfigProblem(field, hf.get(field), allowed)
 
 
-def _uses_window(hf: Mapping[str, Any]) -> bool:
+def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
     """A window is in use when a layer has one that is shorter than the longest sequence."""
     window = hf.get("sliding_window")
     if window is None or window >= (hf.get("max_position_embeddings") or 0) > 0:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
+    if family == "mixtral":  # without the switch of the others
+        return True
     return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get(
         "num_hidden_layers", 0
     )

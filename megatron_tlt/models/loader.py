@@ -1,8 +1,9 @@
 """Hugging Face model directories: reading weights one tensor at a time, and writing them.
 
 Reading: a single `model.safetensors` or shards with `model.safetensors.index.json`; names and shapes are
-checked against the configuration before the first tensor is read. Writing is atomic per directory entry:
-shards go to a temporary directory first, and config.json, which makes the directory a model, is moved last.
+checked against the configuration before the first tensor is read. Experts, which are stored one by one, are read into
+stacks and written apart (see `experts`). Writing is atomic per directory entry: shards go to a temporary directory
+first, and config.json, which makes the directory a model, is moved last.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from megatron_tlt.models.hf_files import INDEX, SINGLE, shards
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
+    """Stored name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
     indexed = shards(directory)
     if indexed is not None:
         return indexed
@@ -36,21 +39,24 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Compares names and shapes on disk with `config.parameter_shapes()`; returns name -> file.
+    """Compares names and shapes on disk with `stored_shapes(config)`; returns stored name -> file.
 
     A stored `lm_head.weight` of a tied model and rotary buffers are tolerated. Raises CheckpointError
     that names missing, unexpected and misshapen tensors, all at once.
     """
-    files, wanted = weight_files(directory), config.parameter_shapes()
+    files, wanted = weight_files(directory), stored_shapes(config)
     problems = []
     if missing := [n for n in wanted if n not in files]:
         problems.append(f"missing: {shortened(missing)}")
     if extra := [n for n in files if n not in wanted and not is_ignorable(n, config)]:
         problems.append(f"unexpected: {shortened(extra)}")
-    for file in sorted(set(files.values())):
+    by_file: dict[Path, list[str]] = {}
+    for name, file in files.items():
+        if name in wanted:
+            by_file.setdefault(file, []).append(name)
+    for file, here in sorted(by_file.items()):
         with open_tensors(file) as f:
             stored = set(f.keys())
-            here = [n for n, where in files.items() if where == file and n in wanted]
             if absent := [n for n in here if n not in stored]:
                 problems.append(f"in the index but not in {file.name}: {shortened(absent)}")
             for name in here:
@@ -62,6 +68,16 @@ def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, Path]
     return files
 
 
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Stored name -> shape of every tensor of a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in config.parameter_shapes().items():
+        stored = config.names_on_disk(name)
+        rows = shape if len(stored) == 1 else (prod(shape[:-1]) // len(stored), shape[-1])
+        shapes |= dict.fromkeys(stored, rows)
+    return shapes
+
+
 def is_ignorable(name: str, config: ModelConfig) -> bool:
     """Tensors that some exporters add and that carry no information."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
@@ -69,29 +85,43 @@ def is_ignorable(name: str, config: ModelConfig) -> bool:
 
 def weight_reader(directory: str | Path, config: ModelConfig) -> Callable[[str], Tensor]:
     """A function that reads one tensor by its name, as stored. Checks names and shapes first (see `check_weights`)."""
-    files = check_weights(directory, config)
+    return tensor_reader(check_weights(directory, config), config)
+
+
+def tensor_reader(files: Mapping[str, Path], config: ModelConfig) -> Callable[[str], Tensor]:
+    """A function that reads one tensor by its name from `files`, stored name -> file; each is mapped once."""
+    shapes, opened = config.parameter_shapes(), cache(open_tensors)
+
+    def part(stored: str) -> Tensor:
+        return opened(files[stored]).get_tensor(stored)  # type: ignore[no-any-return]
 
     def read(name: str) -> Tensor:
-        with open_tensors(files[name]) as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
+        first, *others = config.names_on_disk(name)
+        if not others:
+            return part(first)
+        rows = part(first)
+        stack = torch.empty(shapes[name], dtype=rows.dtype)
+        for target, stored in zip(stack.flatten(0, 1).split(rows.shape[0]), (first, *others), strict=True):
+            target.copy_(part(stored))
+        return stack
 
     return read
 
 
 def iter_weights(directory: str | Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, CPU tensor as stored), one in memory at a time, in file order.
+    """Yields (name, CPU tensor as stored), one in memory at a time, in file order.
 
     Everything is checked before the first tensor is yielded (see `check_weights`).
     """
     config = config or ModelConfig.from_hf(directory)
-    files, wanted = check_weights(directory, config), config.parameter_shapes()
+    files = check_weights(directory, config)
     by_file: dict[Path, list[str]] = {}
-    for name in wanted:
-        by_file.setdefault(files[name], []).append(name)
-    for file, names in by_file.items():
-        with open_tensors(file) as f:
-            for name in names:
-                yield name, f.get_tensor(name)
+    for name in config.parameter_shapes():
+        by_file.setdefault(files[config.names_on_disk(name)[0]], []).append(name)
+    read = tensor_reader(files, config)
+    for names in by_file.values():
+        for name in names:
+            yield name, read(name)
 
 
 def save_hf(
@@ -131,12 +161,15 @@ def _write_shards(
     wanted, seen = config.parameter_shapes(), set()
     shards: list[dict[str, int]] = []
     pending: dict[str, Tensor] = {}
+    held = 0
 
     def flush() -> None:
+        nonlocal held
         if pending:
             save_file(pending, str(scratch / f"shard-{len(shards)}"), metadata={"format": "pt"})
             shards.append({n: t.nbytes for n, t in pending.items()})
             pending.clear()
+            held = 0
 
     for name, tensor in named:
         if is_ignorable(name, config):
@@ -145,10 +178,15 @@ def _write_shards(
             raise CheckpointError(
                 f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted.get(name)}"
             )
-        stored = tensor.detach().to("cpu", dtype).contiguous()
-        if pending and sum(t.nbytes for t in pending.values()) + stored.nbytes > limit:
-            flush()
-        pending[name] = stored.clone() if stored.data_ptr() == tensor.data_ptr() else stored
+        whole = tensor.detach().to("cpu", dtype).contiguous()
+        whole = whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+        stored = config.names_on_disk(name)
+        parts = (whole,) if len(stored) == 1 else whole.flatten(0, 1).chunk(len(stored))
+        for stored_name, part in zip(stored, parts, strict=True):
+            if pending and held + part.nbytes > limit:
+                flush()
+            pending[stored_name] = part
+            held += part.nbytes
         seen.add(name)
     flush()
     if missing := [n for n in wanted if n not in seen]:

@@ -1,4 +1,4 @@
-"""Tiny random models of the three families, and ragged batches over shuffled KV blocks.
+"""Tiny random models of every family, and ragged batches over shuffled KV blocks.
 
 Legend: T packed rows, S sequences.
 """
@@ -57,21 +57,49 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+_MOE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "num_experts_per_tok": 2,
+}
+_QWEN_MOE = _MOE | {"num_experts": 8, "moe_intermediate_size": 32, "tie_word_embeddings": True}
+MOE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True},
+    "qwen3_moe_mixed": _QWEN_MOE | {"head_dim": 32, "mlp_only_layers": [0]},  # not renormalised
+    "qwen2_moe": _QWEN_MOE | {"shared_expert_intermediate_size": 48},
+    "mixtral": _MOE | {"num_local_experts": 4},
+}
+_NAMES = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_moe_mixed": "Qwen3Moe",
+    "qwen2_moe": "Qwen2Moe",
+    "mixtral": "Mixtral",
+}
 
 
 def hf_model(family: str):
-    """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3" or "llama"."""
+    """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3", "llama" or one of `MOE_FAMILIES`."""
     import transformers
 
-    torch.manual_seed({"qwen2": 1, "qwen3": 2, "llama": 3}[family])
-    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
-    config = getattr(transformers, f"{name}Config")(**_SHAPE, **deepcopy(_FAMILIES[family]))
-    config._attn_implementation = "eager"
+    torch.manual_seed(1 + list(_NAMES).index(family))
+    name = _NAMES[family]
+    fields = deepcopy({**_FAMILIES, **MOE_FAMILIES}[family])
+    config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **fields})
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():  # norms and biases start at 1 and 0: make them matter
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 p.add_(torch.randn_like(p) * 0.2)
+            elif "gate.weight" in name or "expert" in name:
+                p.normal_(0, 0.15)  # experts that differ visibly
     return model
 
 

@@ -14,7 +14,7 @@ from megatron_tlt.actor.hf_names import Slot
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.loader import check_weights, open_tensors
+from megatron_tlt.models.loader import check_weights, open_tensors, stored_shapes, tensor_reader
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -30,6 +30,7 @@ class HfDir:
         self.config = ModelConfig.from_hf(self.directory)
         self.hf_config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
         self.files = check_weights(self.directory, self.config)
+        self.read = tensor_reader(self.files, self.config)  # one tensor by its name
         self.dtypes: dict[str, torch.dtype] = {}
         for file in sorted(set(self.files.values())):
             self._read_types(file)
@@ -40,7 +41,7 @@ class HfDir:
             )
 
     def _read_types(self, file: Path) -> None:
-        wanted = self.config.parameter_shapes()
+        wanted = stored_shapes(self.config)
         with open_tensors(file) as opened:
             names = list(opened.keys())
             if unlisted := [name for name in names if self.files.get(name) != file]:
@@ -56,11 +57,6 @@ class HfDir:
                         f"{file}: {name} is stored as {stored}; only {', '.join(_STORED)} can be converted"
                     )
                 self.dtypes[name] = _STORED[stored]
-
-    def read(self, name: str) -> Tensor:
-        """A whole tensor."""
-        with open_tensors(self.files[name]) as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
 
     def read_slot(self, slot: Slot) -> list[Tensor]:
         """A parameter's tensors, in the slot's order."""

@@ -75,6 +75,10 @@ def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
 def check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
     promised = config.model.architecture
+    if getattr(shape, "num_experts", 0):
+        yield ConfigProblem(
+            "model.path", config.model.path, "mixture-of-experts models cannot be trained yet"
+        )
     if promised is None or shape is None or shape is promised:
         return
     for name in type(promised).model_fields:

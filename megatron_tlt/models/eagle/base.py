@@ -115,9 +115,9 @@ def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the drafter of a policy: what it trains, saves and loads. Never embedding or LM head.
 
     `fc` joins [embedding of the token at s ; hidden state of s - 1], in this order; the layer is one of the
-    policy's, without the norm before its attention; no norm follows it (TLT's form of EAGLE).
+    policy's dense sibling, without the norm before its attention; no norm follows it (TLT's form of EAGLE).
     """
-    one = replace(config, num_layers=1)
+    one = replace(config.dense_sibling, num_layers=1)
     prefix = "model.layers.0."
     layer = {
         f"layer.{name.removeprefix(prefix)}": shape

@@ -28,6 +28,14 @@ QWEN2 = {
     "sliding_window": 128,
     "max_window_layers": 2,
 }
+QWEN3_MOE = {
+    **QWEN2,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -66,9 +74,24 @@ def test_families_differ_where_they_should() -> None:
     ("change", "field", "word"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "Qwen2ForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architectures", "dense"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "architectures", "MixtralForCausalLM"),
         ({"architectures": None, "model_type": "mamba"}, "model_type", "mamba"),
-        ({"num_experts": 8}, "num_experts", "mixture"),
+        ({"num_experts": 8}, "num_experts", "only in qwen2_moe"),
+        ({**QWEN3_MOE, "num_experts": None}, "num_experts", "positive integer"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "num_experts_per_tok", "at most num_experts (8)"),
+        ({**QWEN3_MOE, "moe_intermediate_size": 0}, "moe_intermediate_size", "positive integer"),
+        ({**QWEN3_MOE, "mlp_only_layers": ["0"]}, "mlp_only_layers", "layer numbers"),
+        ({**QWEN3_MOE, "attention_bias": True}, "attention_bias", "false for qwen3_moe"),
+        (
+            {**QWEN3_MOE, "architectures": None, "model_type": "qwen2_moe"},
+            "shared_expert_intermediate_size",
+            "positive",
+        ),
+        (
+            {**QWEN3_MOE, "architectures": None, "model_type": "mixtral"},
+            "sliding_window",
+            "full attention only",
+        ),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window", "full attention only"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
@@ -86,7 +109,7 @@ def test_families_differ_where_they_should() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config", "fp32"),
         ({**LLAMA, "attention_bias": True}, "attention_bias", "false"),
         ({"model_type": "llama"}, "model_type", "must be 'qwen2' with architectures Qwen2ForCausalLM"),
-        ({"architectures": ["MistralForCausalLM"]}, "architectures", "only these dense architectures"),
+        ({"architectures": ["MistralForCausalLM"]}, "architectures", "only these architectures"),
         ({"architectures": None, "model_type": "mistral"}, "model_type", "qwen2, qwen3, llama"),
         ({"rms_norm_eps": -1}, "rms_norm_eps", "-1: must be a number above 0"),
         ({"rms_norm_eps": None}, "rms_norm_eps", "above 0"),
@@ -135,6 +158,22 @@ def test_round_trip_through_a_file(family: str, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     assert ModelConfig.from_hf(tmp_path) == config
     assert ModelConfig.from_hf(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_experts_and_the_layers_that_have_them(spelling: str) -> None:
+    hf = {**QWEN3_MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    del hf["num_experts"]
+    config = ModelConfig.from_hf({**hf, spelling: 8})
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_layers) == (8, 2, (3,))
+    shapes = config.parameter_shapes()
+    assert shapes["model.layers.3.mlp.experts.gate_up_proj"] == (8, 64, 64)
+    assert shapes["model.layers.3.mlp.experts.down_proj"] == (8, 64, 32)
+    assert shapes["model.layers.1.mlp.gate_proj.weight"] == (96, 64)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 5}
+    dense = ModelConfig.from_hf({**QWEN2, **qwen3, "head_dim": 16})
+    assert config.dense_sibling.parameter_shapes() == dense.parameter_shapes()
 
 
 def test_parameters_are_counted_once() -> None:

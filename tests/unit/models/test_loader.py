@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights, save_hf
-from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
+from megatron_tlt.models.loader import iter_weights, save_hf, weight_files
+from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights, random_weights
 
 CONFIG = ModelConfig("qwen2", 50, 32, 2, 4, 2, 8, 48, qkv_bias=True, tie_word_embeddings=True)
 
@@ -66,7 +66,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path) -> None:
         save_hf(tmp_path, CONFIG, [("model.norm.weight", torch.zeros(3))])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", *MOE_FAMILIES])
 def test_transformers_and_we_read_each_other(family: str, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,10 @@ def test_transformers_and_we_read_each_other(family: str, tmp_path) -> None:
     theirs = stored(tmp_path / "theirs")
     assert all(torch.equal(theirs[n], w) for n, w in named_weights(model))
     assert ModelConfig.from_hf(tmp_path / "theirs") == model_config(model)
-    save_hf(tmp_path / "ours", model_config(model), named_weights(model))
+    save_hf(tmp_path / "ours", model_config(model), named_weights(model), max_shard_bytes=100_000)
+    assert set(weight_files(tmp_path / "ours")) == set(
+        weight_files(tmp_path / "theirs")
+    )  # experts one by one
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto", attn_implementation="eager")
     ids = torch.arange(60)[None]
     with torch.no_grad():
