@@ -172,14 +172,16 @@ class WeightBucket:
 class HiddenStateSample:
     """One finished answer with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
 
-    L tokens of prompt and answer; H the policy's hidden size. The last token was drawn and never fed: it has no state.
+    L tokens of prompt and answer; W the width of a state: H, the policy's hidden size, or for a drafter of kind eagle3
+    4 H, the outputs (residual stream) of its three layers, ascending, before the state after the final norm. The last
+    token was drawn and never fed: it has no state.
     """
 
     prompt_id: int
     sample_index: int
     policy_version: int
     token_ids: np.ndarray  # int32 [L], prompt and answer
-    hidden: Any  # Tensor [L - 1, H] of positions 0 .. L - 2, after the final norm; on the CPU, in the engine's type
+    hidden: Any  # Tensor [L - 1, W] of positions 0 .. L - 2; on the CPU, in the engine's type
     prompt_len: int  # P
     key: int = 0  # the request's sampling key
 

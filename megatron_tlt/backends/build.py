@@ -153,7 +153,7 @@ def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_h
     if eagle is not None:
         total += eagle.kv_bytes_per_block(size)
     if eagle is not None or keep_hidden_states:
-        total += page_bytes(size, decoder.config.hidden_size, decoder.dtype)
+        total += page_bytes(size, decoder.state_size, decoder.dtype)
     return total
 
 

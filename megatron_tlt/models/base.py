@@ -46,12 +46,18 @@ class KVCache:
 
 
 class Decoder(Protocol):
-    """A rollout decoder: weights in, ragged batches through, logits out. Not thread-safe."""
+    """A rollout decoder: weights in, ragged batches through, logits and states out. Not thread-safe.
+
+    The *state* of a row, `state_size` = (len(aux_layers) + 1) * H wide: the residual stream behind each of `aux_layers`
+    (ascending, from 0, never the last layer), then the hidden state after the final norm.
+    """
 
     config: ModelConfig
     kind: str  # "native" or "torch"
     dtype: torch.dtype
     device: torch.device
+    aux_layers: tuple[int, ...]  # policy layers that a drafter of kind eagle3 reads; () without one
+    state_size: int
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocates a zeroed cache (this rank's kv heads)."""

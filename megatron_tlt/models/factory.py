@@ -31,14 +31,15 @@ def build_decoder(
     threads: int = 1,
     tp: TensorParallel | None = None,
     numerics: Numerics = "default",
+    aux_layers: tuple[int, ...] = (),
 ) -> Decoder:
     """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
     "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's kernels,
-    which "torch" leaves out. `threads` is used by the native decoder only. "invariant" numerics: a row's
-    bits do not depend on its batch (always so in the native decoder). Warns in the log on CUDA without Triton. Raises
-    ConfigError for a choice that does not exist or cannot run on `device`, BackendError when `kernels` is "native" and
-    cannot be built.
+    which "torch" leaves out. `threads` is used by the native decoder only; `aux_layers`: see `Decoder`. "invariant"
+    numerics: a row's bits do not depend on its batch (always so in the native decoder). Warns in the log on CUDA
+    without Triton. Raises ConfigError for a choice that does not exist or cannot run on `device`, BackendError when
+    `kernels` is "native" and cannot be built.
     """
     device = torch.device(device)
     if config.num_experts:
@@ -53,16 +54,16 @@ def build_decoder(
     if kernels == "native" or (kernels == "auto" and can_native):
         from megatron_tlt.models.native.decoder import NativeDecoder
 
-        return NativeDecoder(config, dtype, threads, tp)
+        return NativeDecoder(config, dtype, threads, tp, aux_layers)
     is_invariant, has_triton = numerics == "invariant", _has_triton(kernels, device)
     if kernels == "auto" and device.type == "cuda" and not has_triton:
         _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
     if is_invariant or not has_triton:
-        return TorchDecoder(config, device, dtype, tp, is_invariant)
+        return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
     from megatron_tlt.models.torch.kernels.attention import attend
     from megatron_tlt.models.torch.kernels.layers import FUSED
 
-    return TorchDecoder(config, device, dtype, tp, paged=attend, ops=FUSED)
+    return TorchDecoder(config, device, dtype, tp, paged=attend, aux_layers=aux_layers, ops=FUSED)
 
 
 def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None:

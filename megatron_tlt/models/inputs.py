@@ -1,7 +1,7 @@
 """Input and output of one forward pass of a rollout decoder.
 
 Legend: T new tokens of all sequences, packed; S sequences; R rows whose logits are wanted;
-V vocabulary; H hidden size.
+V vocabulary; W width of a row's state (`base.Decoder`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DecoderInput:
     # `slot_mapping` gives every node a slot (siblings share a position). Parents precede children.
     # None: rows of a sequence follow each other.
     parents: Tensor | None = None
-    all_hidden: bool = False  # also return the final hidden state of all T rows
+    all_hidden: bool = False  # also return the states of all T rows
     lengths: HostLengths | None = None  # where the batch is not in the host's memory
 
     @classmethod
@@ -54,8 +54,8 @@ class DecoderInput:
 
 @dataclass(slots=True)
 class DecoderOutput:
-    """Logits of the wanted rows and the post-final-norm hidden state of the same rows."""
+    """Logits and states of the wanted rows."""
 
     logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
-    hidden: Tensor  # [R, H] in the compute type
-    all_hidden: Tensor | None = None  # [T, H] in the compute type, if `all_hidden`
+    hidden: Tensor  # [R, W] in the compute type
+    all_hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`

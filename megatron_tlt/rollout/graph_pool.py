@@ -102,10 +102,9 @@ class GraphPool:
 
     def _make_outputs(self) -> None:
         decoder, rows = self._decoder, self._sizes.max_rows
-        config = decoder.config
         self._logits, self._hidden = (
             torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
-            for width in (config.vocab_size, config.hidden_size)
+            for width in (decoder.config.vocab_size, decoder.state_size)
         )
 
     def release(self) -> None:
@@ -186,6 +185,7 @@ class PooledDecoder:
     ):
         self.inner, self.pool = decoder, GraphPool(decoder, kv, sizes, budget_bytes, capturer)
         self.config, self.dtype, self.device = decoder.config, decoder.dtype, decoder.device
+        self.aux_layers, self.state_size = decoder.aux_layers, decoder.state_size
         self._kv = kv
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:

@@ -62,7 +62,7 @@ class ModelRunner:
     def keep_pages(self) -> PagedHiddenStates:
         """From now on every forward writes its hidden states into `pages`. Only while no request runs. Mutates."""
         if self.pages is None:
-            sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.config.hidden_size
+            sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.state_size
             self.pages = PagedHiddenStates(*sizes, self.decoder.dtype, self.device)
             if self.native_step is not None:
                 self.native_step.write_hidden_to(self.pages.data)

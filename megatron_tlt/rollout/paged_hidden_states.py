@@ -1,9 +1,9 @@
-"""Paged hidden states: the policy's hidden state of every cached token, in pages as its keys and values.
+"""Paged hidden states: the state (`models.base.Decoder`) of every cached token, in pages as its keys and values.
 
-The state after the final norm of the token fed at position p of a request lies at the slot of p, in the same block
+The state of the token fed at position p of a request lies at the slot of p, in the same block
 tables as the KV cache. So samples share those of their prompt, forks copy them, and recomputation writes them again.
 
-Legend: H hidden size, T rows of a step.
+Legend: W width of a state, T rows of a step.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ class PagedHiddenStates:
         self,
         num_blocks: int,
         block_size: int,
-        hidden_size: int,
+        width: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self._copies = HostCopies(torch.device(device))
-        self.data = torch.zeros(
-            num_blocks * block_size, hidden_size, dtype=dtype, device=device
-        )  # [slots, H]
+        self.data = torch.zeros(num_blocks * block_size, width, dtype=dtype, device=device)  # [slots, W]
 
     def release(self) -> None:
         """Frees the memory until `resume`; the states are lost. Mutates."""
@@ -42,7 +40,7 @@ class PagedHiddenStates:
         self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
-        """`hidden` [T, H] to `slots` [T] of any integer type, on any device. Mutates the pages."""
+        """`hidden` [T, W] to `slots` [T] of any integer type, on any device. Mutates the pages."""
         self.data.index_copy_(0, slots.to(self.data.device, torch.int64), hidden)
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -59,7 +57,7 @@ class PagedHiddenStates:
         self.data[indices(dst, device)] = self.data[indices(src, device)]
 
     def read(self, blocks: Sequence[int], count: int) -> Tensor:
-        """The first `count` positions [count, H] of a request with these `blocks`: a copy, on the CPU."""
+        """The first `count` positions [count, W] of a request with these `blocks`: a copy, on the CPU."""
         return self.start_read(blocks, count).wait()
 
     def start_read(self, blocks: Sequence[int], count: int) -> HostCopy:
@@ -70,6 +68,6 @@ class PagedHiddenStates:
         return self._copies.start(self.data[slots])
 
 
-def page_bytes(block_size: int, hidden_size: int, dtype: torch.dtype) -> int:
+def page_bytes(block_size: int, width: int, dtype: torch.dtype) -> int:
     """Memory of one block's hidden states, in bytes."""
-    return block_size * hidden_size * dtype.itemsize
+    return block_size * width * dtype.itemsize

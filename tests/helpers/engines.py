@@ -68,8 +68,9 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     numerics: str = "default",
     drafting: Callable[[Decoder], Drafting] | None = None,
+    aux_layers: tuple[int, ...] = (),
 ) -> Engine:
-    decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp, numerics)
+    decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp, numerics, aux_layers)
     decoder.load_weights(weights)
     return Engine(
         decoder,

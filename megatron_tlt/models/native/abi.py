@@ -44,7 +44,8 @@ class Model(Structure):
 
     _fields_ = [
         *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab"),
-        *fields_of(c_int32, "max_rows rope_len tp"),
+        *fields_of(c_int32, "max_rows rope_len tp aux_count"),
+        ("aux", c_int32 * 3),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),
         ("layer", POINTER(Layer)),

@@ -49,11 +49,15 @@ class NativeDecoder:
         dtype: torch.dtype = torch.float32,
         threads: int = 1,
         tp: TensorParallel | None = None,
+        aux_layers: tuple[int, ...] = (),
     ):
-        """Raises BackendError without a C compiler, ConfigError for a dtype, head or TP size it cannot do."""
+        """`aux_layers`: see `base.Decoder`, at most three. Raises BackendError without a C compiler, ConfigError for a
+        dtype, head or TP size it cannot do.
+        """
         check_support(config, dtype)
         self._lib = library()
         self.config, self.dtype, self.threads = config, dtype, max(1, threads)
+        self.aux_layers, self.state_size = aux_layers, (len(aux_layers) + 1) * config.hidden_size
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
         h, is_bf16 = config.hidden_size, dtype == torch.bfloat16
@@ -65,6 +69,8 @@ class NativeDecoder:
         self._forward.model.embed = self._embed.data_ptr()
         self._forward.model.head = self._layers.extra.data_ptr()
         self._forward.model.final_norm = self._final_norm.data_ptr()
+        self._forward.model.aux_count = len(aux_layers)
+        self._forward.model.aux[: len(aux_layers)] = aux_layers
         self._step = Step()
 
     @property
@@ -143,10 +149,10 @@ class NativeDecoder:
             raise BackendError("forward before all weights were loaded")
         step = self._step
         fill_step(step, batch, kv)
-        wanted, tokens, h = step.logits_rows, step.tokens, self.config.hidden_size
+        wanted, tokens, width = step.logits_rows, step.tokens, self.state_size
         logits = torch.empty(wanted, self.config.vocab_size)
-        hidden = torch.empty(wanted, h, dtype=self.dtype)
-        every = torch.empty(tokens, h, dtype=self.dtype) if batch.all_hidden else None
+        hidden = torch.empty(wanted, width, dtype=self.dtype)
+        every = torch.empty(tokens, width, dtype=self.dtype) if batch.all_hidden else None
         branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
         step.all_hidden = None if every is None else every.data_ptr()

@@ -2,7 +2,7 @@
 
 The forward, the keyed draws, coupled verification and the moves in the cache give bit for bit what the single calls
 give; what is saved is the work between them, which is more than the forward itself where models and batches are small.
-Legend: D rows (requests), N drafted nodes, T = D + N fed rows, E emitted tokens, H hidden size, V vocabulary.
+Legend: D rows (requests), N drafted nodes, T = D + N fed rows, E emitted tokens, W width of a state, V vocabulary.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class NativeStep:
         self._fused.kv = kv.data.data_ptr() if kv.data.numel() else None
 
     def write_hidden_to(self, pages: Tensor | None) -> None:
-        """Hidden states of all fed rows go to `pages` [slots, H] of the compute type, each to its token's slot.
+        """States of all fed rows go to `pages` [slots, W] of the compute type, each to its token's slot.
 
         None: nowhere. Raises BackendError for a tensor that C could not write.
         """
         if pages is not None:
             slots = self._fused.num_blocks * self._fused.block_size
-            fits = pages.shape == (slots, self._forward.model.hidden) and pages.dtype == self._decoder.dtype
+            fits = pages.shape == (slots, self._decoder.state_size) and pages.dtype == self._decoder.dtype
             if not (fits and pages.is_contiguous() and pages.device.type == "cpu"):
                 raise BackendError(
                     f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
@@ -159,7 +159,7 @@ class NativeStep:
             "logits": np.empty(room * model.vocab, np.float32),
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
-            "hidden": np.empty((room, model.hidden), np.int16 if self._is_bf16 else np.float32),
+            "hidden": np.empty((room, self._decoder.state_size), np.int16 if self._is_bf16 else np.float32),
         }
         names = "counts tokens parents out_tokens out_index out_counts out_logprobs accepted reached"
         arrays = scratch | {name: getattr(self, f"_{name}") for name in names.split()}

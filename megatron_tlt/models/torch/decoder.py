@@ -59,13 +59,11 @@ class TorchDecoder:
     ):
         """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
 
-        `ops` is what layers do between their products. `aux_layers` (ascending, from 0): `all_hidden` of `forward` is
-        [T, (len(aux_layers) + 1) H], the outputs of these layers before the state after the final norm. Not with
-        `invariant`.
+        `ops` is what layers do between their products; `aux_layers`: see `base.Decoder`.
         """
-        assert not (aux_layers and invariant)
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.invariant, self.paged, self._aux_layers = invariant, paged, aux_layers
+        self.invariant, self.paged, self.aux_layers = invariant, paged, aux_layers
+        self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self.ops = ops
         self._checked = False  # whether this machine was seen to compute rows alike
         self.tp = tp if tp is not None and tp.size > 1 else None
@@ -171,24 +169,22 @@ class TorchDecoder:
         longest = max(batch.context_lens.tolist()) if batch.lengths is None else batch.lengths.longest
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
-        aux: list[Tensor] = []
         if self.invariant:
-            final = self._forward_tiles(batch, kv)
+            states = self._forward_tiles(batch, kv)
         else:
             plan = self._plan(batch, kv.block_size)
             fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())
-            final = self._layers_forward(*fed, kv, plan, aux)
+            states = self._layers_forward(*fed, kv, plan)
         wanted = batch.logit_rows.long()
         if self.invariant or batch.all_hidden:
-            every = self._norm_final(final)
-            hidden = every[wanted]
-        else:
-            every, hidden = None, self._norm_final(final[wanted])
-        logits = self.logits(hidden)
-        if not batch.all_hidden:
-            return DecoderOutput(logits, hidden)
-        assert every is not None
-        return DecoderOutput(logits, hidden, torch.cat([*aux, every], dim=-1) if aux else every)
+            states[-1] = self._norm_final(states[-1])
+            every = _joined(states)
+            return DecoderOutput(
+                self.logits(states[-1][wanted]), every[wanted], every if batch.all_hidden else None
+            )
+        states = [state[wanted] for state in states]
+        states[-1] = self._norm_final(states[-1])
+        return DecoderOutput(self.logits(states[-1]), _joined(states))
 
     @torch.inference_mode()
     def forward_static(
@@ -207,18 +203,19 @@ class TorchDecoder:
             )
         self._require_weights()
         plan = self._plan(batch, kv.block_size, rows_each)
-        final = self._layers_forward(
+        states = self._layers_forward(
             batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
         )
-        hidden = self._norm_final(final)
+        states[-1] = hidden = self._norm_final(states[-1])
         if into is None:
-            return DecoderOutput(self.logits(hidden), hidden, hidden if batch.all_hidden else None)
+            every = _joined(states)
+            return DecoderOutput(self.logits(hidden), every, every if batch.all_hidden else None)
         if self.tp is None:
             torch.mm(hidden, self._head.T, out=into.logits)
         else:
             local = self._local_logits(hidden)
             into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
-        into.hidden.copy_(hidden)
+        torch.cat(states, dim=-1, out=into.hidden)
         return into
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -244,16 +241,16 @@ class TorchDecoder:
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
 
-    def _forward_tiles(self, batch: DecoderInput, kv: KVCache) -> Tensor:
+    def _forward_tiles(self, batch: DecoderInput, kv: KVCache) -> list[Tensor]:
         """`_layers_forward` tile by tile: rows only attend to earlier tiles and their own."""
         if not self._checked:
             self._check_rows_alike()
             self._checked = True
         done = [
-            self._layers_forward(tile.token_ids, tile.positions, tile.slots, kv, tile.plan)[: tile.used]
-            for tile in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size)
+            [s[: t.used] for s in self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan)]
+            for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size)
         ]
-        return torch.cat(done)
+        return [torch.cat(parts) for parts in zip(*done, strict=True)]
 
     def _layers_forward(
         self,
@@ -262,21 +259,20 @@ class TorchDecoder:
         slots: Tensor,
         kv: KVCache,
         plan: Plan,
-        aux: list[Tensor] | None = None,
-    ) -> Tensor:
-        """The residual stream behind the last layer, [T, H]; behind each of `aux_layers` it is appended to `aux`."""
+    ) -> list[Tensor]:
+        """The residual stream behind each of `aux_layers` and behind the last layer, [T, H] each."""
         rope, x = self._rope[positions], self._embed[token_ids]
         eps, add_norm = self.config.rms_norm_eps, self.ops.add_norm
         part: Tensor | None = None  # of the residual stream, not added yet
+        states: list[Tensor] = []
         for index, (layer, cache) in enumerate(zip(self._layers, kv.data, strict=True)):
             x, h = add_norm(x, part, layer["input_layernorm"], eps)
+            if index - 1 in self.aux_layers:  # its output is whole from here on
+                states.append(x)
             part = self._attention(layer, h, cache, rope, slots, plan)
             x, h = add_norm(x, part, layer["post_attention_layernorm"], eps)
             part = self._mlp(layer, h)
-            if aux is not None and index in self._aux_layers:
-                x, part = x + part, None
-                aux.append(x)
-        return x if part is None else x + part
+        return [*states, x if part is None else x + part]
 
     def _attention(
         self,
@@ -334,3 +330,8 @@ class TorchDecoder:
             return plan.attend(x.unflatten(-1, (-1, d)), keys, values).flatten(1)
 
         check_rows_alike("attention", attend, queries)
+
+
+def _joined(states: list[Tensor]) -> Tensor:
+    """[T, n H] of n tensors [T, H]."""
+    return states[0] if len(states) == 1 else torch.cat(states, dim=-1)

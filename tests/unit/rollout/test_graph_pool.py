@@ -65,8 +65,8 @@ class Fake:
 
 @pytest.fixture
 def setup():
-    """A decoder, a pool on a driver's cache, and sequences of unequal length in it."""
-    decoder = TorchDecoder(CONFIG)
+    """A decoder whose states have two parts, a pool on a driver's cache, and sequences of unequal length in it."""
+    decoder = TorchDecoder(CONFIG, aux_layers=(0,))
     decoder.load_weights(random_weights(CONFIG))
     driver = Driver(decoder, num_blocks=100)
     lengths = [0, 1, 16, 37, 5, 130, 64]

@@ -198,14 +198,39 @@ void tlt_run_keys(Run *r, long index) {
     tlt_parallel(r->rows, key_unit, r);
 }
 
-/* Row `at` of x to row `row` of the caller's table [.][H], in the compute type. */
+/* Row `at` of x to the end of row `row` of the caller's table [.][W], in the compute type. */
 static void export_hidden(const Run *r, long at, void *table, long row) {
-    const long n = r->m->hidden, item = act_bytes(r->kind);
-    if (r->kind == KIND_WIDE) {
-        const float *x = (const float *)r->m->x + at * r->hp;
-        for (long k = 0; k < n; k++) ((uint16_t *)table)[row * n + k] = f32_to_bf16(x[k]);
-    } else {
-        memcpy((char *)table + row * n * item, (const char *)r->m->x + at * r->hp * item, (size_t)(n * item));
+    const long n = r->m->hidden, item = act_bytes(r->kind), to = (row + 1) * state_width(r->m) - n;
+    if (r->kind == KIND_WIDE)
+        store_row(r->m, (const float *)r->m->x + at * r->hp, n, table, to);
+    else
+        memcpy((char *)table + to * item, (const char *)r->m->x + at * r->hp * item, (size_t)(n * item));
+}
+
+/* Residual stream of row `row` behind auxiliary layer number `r->aux` to row `to` of a table [.][W]. */
+static void export_aux(const Run *r, long row, void *table, long to) {
+    const TltModel *m = r->m;
+    store_row(m, m->resid + row * r->hp, m->hidden, table, to * state_width(m) + r->aux * m->hidden);
+}
+
+static void all_aux_unit(void *arg, long row) {
+    const Run *r = arg;
+    export_aux(r, row, r->s->all_hidden, r->first + row);
+}
+
+/* Unit = one wanted row of the step. */
+static void wanted_aux_unit(void *arg, long i) {
+    const Run *r = arg;
+    const long row = r->s->logit_rows[i] - r->first;
+    if (row >= 0 && row < r->rows) export_aux(r, row, r->s->hidden, i);
+}
+
+/* A layer's output, where it is part of the state. */
+static void run_aux(Run *r, long layer) {
+    for (r->aux = 0; r->aux < r->m->aux_count; r->aux++) {
+        if (r->m->aux[r->aux] != layer) continue;
+        if (r->s->all_hidden) tlt_parallel(r->rows, all_aux_unit, r);
+        tlt_parallel(r->s->logits_rows, wanted_aux_unit, r);
     }
 }
 
@@ -262,7 +287,10 @@ static void run_chunks(Run *r) {
         r->rows = left < r->m->max_rows ? left : r->m->max_rows;
         tlt_plan_chunk(r);
         tlt_parallel(r->rows, embed_unit, r);
-        for (long l = 0; l < r->m->layers && !r->failed; l++) tlt_run_layer(r, l);
+        for (long l = 0; l < r->m->layers && !r->failed; l++) {
+            tlt_run_layer(r, l);
+            run_aux(r, l);
+        }
         if (r->failed) return;
         tlt_run_head(r);
     }

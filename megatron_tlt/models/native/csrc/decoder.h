@@ -14,10 +14,13 @@ typedef struct {
     long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride, mid_stride; /* row lengths, elements */
     long first, rows;             /* this chunk */
     long units, picked;
-    long layer;                   /* the current layer */
+    long layer, aux;              /* the current layer; number of the auxiliary layer that is exported */
     const float *norm;            /* weight of the coming norm, or NULL */
     const int32_t *first_visible; /* [S] lowest position that a sequence sees, or NULL: all */
 } Run;
+
+/* W, elements of a row's state. */
+INLINE long state_width(const TltModel *m) { return (m->aux_count + 1L) * m->hidden; }
 
 INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
 
@@ -29,6 +32,15 @@ INLINE void load_row(const TltModel *m, const void *table, long row, long n, flo
     }
     const uint16_t *in = (const uint16_t *)table + row * n;
     for (long i = 0; i < n; i++) out[i] = bf16_to_f32(in[i]);
+}
+
+/* `n` floats to element `at` of a table in the compute type. */
+INLINE void store_row(const TltModel *m, const float *row, long n, void *table, long at) {
+    if (!m->is_bf16) {
+        memcpy((float *)table + at, row, (size_t)n * sizeof(float));
+        return;
+    }
+    for (long i = 0; i < n; i++) ((uint16_t *)table)[at + i] = f32_to_bf16(row[i]);
 }
 
 /* Everything that could make C read or write outside its memory. Fills step->branch. See step.c. */

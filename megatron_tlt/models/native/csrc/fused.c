@@ -10,6 +10,8 @@
 #define _POSIX_C_SOURCE 200809L
 #include "fused.h"
 
+#include "decoder.h"
+
 #include <string.h>
 #include <time.h>
 
@@ -93,9 +95,9 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     return tlt_forward(m, &s, threads, 0);
 }
 
-static size_t state_bytes(const TltModel *m) { return (size_t)m->hidden * (m->is_bf16 ? 2 : 4); }
+static size_t state_bytes(const TltModel *m) { return (size_t)state_width(m) * (m->is_bf16 ? 2 : 4); }
 
-/* Hidden states to their pages: fed row i's, in `hidden`, to its slot. */
+/* States to their pages: fed row i's, in `hidden`, to its slot. */
 static void keep_states(const TltModel *m, const TltFused *f, const Fed *t) {
     const size_t width = state_bytes(m);
     for (long i = 0; i < t->count; i++)

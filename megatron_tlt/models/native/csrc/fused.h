@@ -19,8 +19,8 @@ typedef struct {
     /* The draft. Parents, of trees only, count within the row's nodes; -1: the root. */
     const int32_t *counts, *tokens, *parents; /* [D], [N], [N] */
     void *kv;
-    void *pages; /* [num_blocks * block_size][H] in the compute type: a token's hidden state at its slot; NULL: off */
-    /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][H], tlt_sample_scratch_bytes(T, V) */
+    void *pages; /* [num_blocks * block_size][W] in the compute type: a token's state at its slot; NULL: off */
+    /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][W], tlt_sample_scratch_bytes(T, V) */
     int32_t *ints;
     uint64_t *row_keys;
     float *row_temperature;

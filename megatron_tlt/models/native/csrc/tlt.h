@@ -1,7 +1,8 @@
 /* What Python and C share: the model, one step, and the functions called through ctypes.
  *
  * Legend: T rows (tokens) of a step, S sequences, R rows whose logits are wanted, H hidden size,
- * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers.
+ * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers, W = (aux_count + 1) * H: the state
+ * of a row is the residual stream behind each of the layers `aux`, then the hidden state after the final norm.
  * Under tensor parallelism heads and the intermediate size are this rank's part; embedding and LM head are whole.
  * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
  * The field order is repeated in abi.py.
@@ -13,6 +14,7 @@
 
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
+#define TLT_MAX_AUX 3
 #define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
 
 typedef struct {
@@ -25,6 +27,7 @@ typedef struct {
 typedef struct {
     int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab;
     int32_t max_rows, rope_len, tp;
+    int32_t aux_count, aux[TLT_MAX_AUX]; /* ascending, never the last layer */
     float eps;
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
     const void *embed;       /* [V][H] row-major, fp32 or bf16 */
@@ -45,8 +48,8 @@ typedef struct {
     uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
     void *kv;      /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
-    void *hidden;  /* [R][H] fp32 or bf16 */
-    void *all_hidden; /* [T][H] likewise, or NULL */
+    void *hidden;  /* [R][W] fp32 or bf16 */
+    void *all_hidden; /* [T][W] likewise, or NULL */
 } TltStep;
 
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
