@@ -144,7 +144,7 @@ class RolloutBackend(Protocol):
         """Embedding and LM head [V, H] of the policy that answers, in the engine's type: its own memory where it keeps
         them in one piece, else put together. Good until the next push. Collective among the ranks of one engine.
 
-        Raises BackendError for an engine without `BackendCapabilities.hidden_states`.
+        Raises BackendError where the engine was started without.
         """
 
     @property

@@ -6,8 +6,9 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.hidden_states import HiddenStateCollector
 
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
@@ -200,6 +204,7 @@ class PolicyModel:
         self.config, self.groups = config, groups
         self.megatron_config = transformer_config(config, actor)
         self._rows: Tensor | None = None
+        self.collector: HiddenStateCollector | None = None
         padded = -(-config.vocab_size // actor.tp) * actor.tp
         with cpu_as_cuda():
             self.module = GPTModel(
@@ -256,4 +261,5 @@ class PolicyModel:
         if self._inv_freq is not None:
             tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
             packing = replace(packing, rotation=tables)
-        return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)
+        with nullcontext() if self.collector is None else self.collector.reading(batch):
+            return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)

@@ -11,7 +11,8 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from megatron_tlt.actor.checkpoint_files import (
 )
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.hidden_states import HiddenStateCollector, Sink
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import MicroBatch, filler, pack, scatter
@@ -129,14 +131,15 @@ class MegatronPolicy:
         """
         empty = filler(self.dims.tp, current_device(), packed_format(self.actor))
         packed = [self._pack(sequences) or [empty] for sequences in batch.mini_batches]
-        scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
         results, sums = [], []
-        with self._offload.on_device():
-            for batches, denominator in zip(scored, batch.denominators, strict=True):
-                result, step_sums = self._optimizer_step(batches, denominator, batch.temperature)
-                results.append(result)
-                sums.append(step_sums)
-            gather_parameters(self.ddp)
+        with self._collecting([s for sequences in batch.mini_batches for s in sequences]):
+            scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
+            with self._offload.on_device():
+                for batches, denominator in zip(scored, batch.denominators, strict=True):
+                    result, step_sums = self._optimizer_step(batches, denominator, batch.temperature)
+                    results.append(result)
+                    sums.append(step_sums)
+                gather_parameters(self.ddp)
         applied = any(result.applied for result in results)
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
@@ -207,7 +210,8 @@ class MegatronPolicy:
         model = self.model if which == "policy" else self.reference
         assert model is not None, "built without keep_reference"
         batches = self._pack(sequences)
-        found = forward_logprobs(model, batches, temperature)
+        with self._collecting(sequences) if which == "policy" else nullcontext():
+            found = forward_logprobs(model, batches, temperature)
         sizes = [batch.labels.shape[0] for batch in batches]
         flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
         if self.dims.pp > 1 and batches:
@@ -218,6 +222,23 @@ class MegatronPolicy:
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         layout = self.dims.tp, current_device(), packed_format(self.actor)
         return pack(sequences, self.actor.micro_batch_tokens, *layout)
+
+    # ---- hidden states
+
+    def collect_hidden_states(
+        self, sink: Sink, budget_bytes: int, dtype: torch.dtype, layers: Sequence[int] = (), seed: int = 0
+    ) -> None:
+        """From now on gives `sink` the hidden states of each step's answers that it passes; see
+        `HiddenStateCollector`. Once.
+        """
+        assert self.model.collector is None
+        self.model.collector = HiddenStateCollector(
+            self.model.module, self.groups, sink, budget_bytes, dtype, layers, seed
+        )
+
+    def _collecting(self, sequences: Sequence[TrainSequence]) -> AbstractContextManager[None]:
+        collector = self.model.collector
+        return nullcontext() if collector is None else collector.collecting(sequences, self.policy_version)
 
     # ---- weights
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import BackendError
-
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.rollout.spec.history import AnswerHistory
     from megatron_tlt.sync.served_weights import ServedWeights
     from megatron_tlt.types import PastAnswer, Prompt
@@ -35,11 +31,6 @@ class BaseBackend:
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
         return dict(self._weights.checksums)
-
-    def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Raises BackendError: the engine is in another process."""
-        needed = "idle.train_drafter needs another rollout.backend"
-        raise BackendError(f"the weights of this engine cannot be read: {needed}")
 
     @property
     def history_answers(self) -> int | None:

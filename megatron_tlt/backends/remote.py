@@ -18,6 +18,8 @@ import numpy as np
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.backends.wire import WireError
 from megatron_tlt.errors import BackendError, SyncError, shortened
+from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import EngineStats, FinishReason, Prompt, Sample, SamplingParams, WeightBucket
@@ -51,18 +53,20 @@ class RemoteBackend(BaseBackend):
         eos_token_ids: Sequence[int] = (),
         drafter_names: frozenset[str] = frozenset(),
         tokenizer: Tokenizer | None = None,
+        keeps_tables: bool = False,
     ):
         """`process` has a started engine. Without weights it refuses to answer until a push has arrived.
 
         `max_context`: tokens of the longest prompt and answer. `drafter_names`: the tensors that the drafter was
-        started with.
+        started with. `keeps_tables`: `lookup_tables` will be read.
         """
         longest_first = rollout.order == "longest_first"
         super().__init__(weights, AnswerHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
         self._transport, self._tokenizer, self._rollout = transport, tokenizer, rollout
         self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
-        self._drafter_names = drafter_names
+        self._drafter_names, self._keeps_tables = drafter_names, keeps_tables
+        self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
         self._drafter_sums: dict[str, int] = {}  # of the open push
         self._requests = 0
@@ -253,6 +257,24 @@ class RemoteBackend(BaseBackend):
         if tensors:
             self._transport.send(bucket.version, tensors)
             self._weights.mark_loaded(tensors)
+        if self._keeps_tables:
+            for name, tensor in bucket.tensors:
+                if name in (EMBED, HEAD):
+                    self._keep_table(name, tensor.detach())
+
+    def _keep_table(self, name: str, tensor: Tensor) -> None:
+        """Copies a table, in place from the second push on: two versions at once would be of the tables' size."""
+        kept = self._tables.get(name)
+        if kept is None:
+            self._tables[name] = tensor.to(DTYPES[self._rollout.dtype], copy=True)
+        else:
+            kept.copy_(tensor)
+
+    def lookup_tables(self) -> tuple[Tensor, Tensor]:
+        """Copies of embedding and LM head [V, H], made at the push. Raises BackendError where none were to be kept."""
+        if EMBED not in self._tables:
+            raise BackendError("this engine was started for a run without drafter training: no tables were kept")
+        return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sends the drafter's tensors into the open push. Raises SyncError.

@@ -73,11 +73,15 @@ class OnlineSection(Section):
     Longer answers are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
     buffer_mib: Literal["auto"] | PositiveFloat = "auto"
     """Host memory of one rank for hidden states and tokens to train on, in MiB. auto: 64 on CPU, 4096 on CUDA."""
+    hidden_states: Literal["auto", "engine", "actor"] = "auto"
+    """Who hands out the hidden states to train on. engine: the rollout engine, of every answer, in the step itself.
+    actor: the update's own forward (or the one that scores answers), of answers that have a gradient; windows train on
+    those of the step before, none in the first step and in the first after a resume. auto: the engine where it can."""
     share_mib: NonNegativeFloat = 16.0
     """MiB of their longest answers that replicas send each other after a step, in all, never more than buffer_mib: a
     replica that waits had short answers, and drafts matter most for long ones. Up to four replicas send at a
     time, in turns; of an answer that does not fit, the end is sent. 0: each replica trains on its own answers only,
-    as with max_age 0."""
+    as with max_age 0. Not with the actor's hidden states, which all ranks of a replica share out."""
     max_age: NonNegativeInt = 2
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
     read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
@@ -23,6 +25,7 @@ from megatron_tlt.config.run import (
 )
 from megatron_tlt.config.shutdown import ShutdownSection
 from megatron_tlt.config.watchdog import WatchdogSection
+from megatron_tlt.types import CAPABILITIES
 
 
 class Config(Section):
@@ -66,6 +69,14 @@ class Config(Section):
     """Watching the ranks."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
+
+    @property
+    def hidden_states_of(self) -> Literal["engine", "actor"]:
+        """Who hands out the hidden states that the drafter trains on."""
+        chosen = self.drafter.online.hidden_states
+        if chosen != "auto":
+            return chosen
+        return "engine" if CAPABILITIES[self.rollout.backend].hidden_states else "actor"
 
 
 class SftSection(Section):

@@ -2,7 +2,8 @@
 
     rank 0   rollout ================================== | score .. update | merge | push policy and drafter
     rank 1   rollout ============ | train train train . | score .. update | merge | push policy and drafter
-                     hidden states of finished answers --^
+                     hidden states of finished answers --^     |
+                          or, to the next step's windows, <----- of the answers that it passes (actor.hidden_states)
 
 No call here can change an answer (docs/numerics.md): the drafter only proposes, and the policy's gradients, weights and
 rewards do not depend on it.
@@ -40,12 +41,16 @@ class OnlineDrafterController:
         trainer: OnlineDrafterTrainer | None = None,
         sharing: HiddenStateSharing | None = None,
         has_eagle: bool = True,
+        from_actor: bool = False,
     ):
-        """`backend` drafts with the weights of `trainer`. `has_eagle`: its engine has a trained drafter."""
+        """`backend` drafts with the weights of `trainer`. `has_eagle`: its engine has a trained drafter. `from_actor`:
+        the actor hands out the hidden states, not the engine.
+        """
         self.trainer = trainer
         self.disabled_reason: str | None = None
         self._world, self._backend = world, backend
         self._sharing, self._has_eagle = sharing or HiddenStateSharing(), has_eagle
+        self._from_actor = from_actor
         self._checkpointed: Mapping[str, Any] | None = None  # a drafter that this run does not train
         # Version of the drafter in the engines; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
@@ -66,9 +71,9 @@ class OnlineDrafterController:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around a `generate`: the hidden states of finished answers go to the training buffer."""
+        """Around a `generate`: hidden states of finished answers go to the training buffer, unless the actor's do."""
         trainer = self._active_trainer
-        if trainer is None:
+        if trainer is None or self._from_actor:
             yield
             return
         self._backend.collect_hidden_states(trainer.buffer.add)

@@ -12,7 +12,7 @@ Legend: R ranks, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_tlt.drafter.training_state import KINDS, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.model import EagleModel, check_eagle_tensors
+from megatron_tlt.types import HiddenStateSample
 
 Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM head [V, H]
 
@@ -62,10 +63,12 @@ class OnlineDrafterTrainer:
         tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
         fingerprint: Mapping[str, str] | None = None,
+        from_actor: bool = False,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
-        not available. `fingerprint`, of the policy that the run starts from, is kept in checkpoints.
+        not available. `fingerprint`, of the policy that the run starts from, is kept in checkpoints. `from_actor`:
+        hidden states come in by `take_step`.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
@@ -77,6 +80,7 @@ class OnlineDrafterTrainer:
         window = min(section.window, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
+        self._from_actor = from_actor
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
@@ -116,8 +120,19 @@ class OnlineDrafterTrainer:
         """A rollout by `policy_version` begins: drops answers that are too old. `tables` reads embedding and LM head of
         the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel group.
         """
-        self.buffer.begin_step(policy_version)
+        if not self._from_actor:
+            self.buffer.begin_step(policy_version)
         self._read_tables = tables
+
+    def take_step(self, samples: Sequence[HiddenStateSample], left_out: int) -> None:
+        """Adds answers with hidden states that the actor handed out, on which the next step's windows train; `left_out`
+        did not fit. A step begins in the buffer, with the policy that rolls out next.
+        """
+        if samples:
+            self.buffer.begin_step(samples[0].policy_version + 1)
+        self.buffer.counters["dropped_by_budget"] += left_out
+        for sample in samples:
+            self.buffer.add(sample)
 
     def train_step(self) -> dict[str, float] | None:
         """One micro-step; None if there is nothing to train on. All ranks of a tensor-parallel group call it together.

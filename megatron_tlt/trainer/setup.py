@@ -34,6 +34,7 @@ from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
@@ -97,13 +98,24 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
+    from_actor = config.hidden_states_of == "actor"
     params = sampling_params(config)
     metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
 
     # What happens around rollout and update.
     drafter = OnlineDrafterController(
-        world, backend, drafter_trainer, _sharing(config, world), config.rollout.speculation.uses_eagle
+        world,
+        backend,
+        drafter_trainer,
+        _sharing(config, world),
+        config.rollout.speculation.uses_eagle,
+        from_actor,
     )
+    if drafter_trainer is not None and from_actor:
+        budget = int(config.drafter.sizes(world.device.type).buffer_mib * 2**20)
+        dtype = DTYPES[config.rollout.dtype]
+        policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, seed=config.drafter.seed)
+
     stolen = _stolen_requests(config, world, backend, params)
     idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
     rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
@@ -210,28 +222,24 @@ def open_backend(
     would start from. `kv_cache_bytes`: see `planned_cache_bytes`. Collective, unless `tp` (see `tensor_parallel`) is
     given.
     """
+    sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None
     if config.rollout.backend == "trtllm":
-        return build_trtllm(
-            config.rollout, config.model, config.sync, device=world.device, tokenizer=tokenizer
-        )
+        return build_trtllm(*sections, device=world.device, tokenizer=tokenizer, keeps_tables=is_trained)
     drafter = _drafter_weights(config, drafter_trainer)
-    keep_hidden_states = keep_hidden_states or drafter_trainer is not None
+    keep_hidden_states |= is_trained and config.hidden_states_of == "engine"
     if config.rollout.backend == "vllm":
         return build_vllm(
-            config.rollout,
-            config.model,
-            config.sync,
+            *sections,
             device=world.device,
             tokenizer=tokenizer,
             local_ranks=world.local_size,
             drafter=drafter,
             keep_hidden_states=keep_hidden_states,
+            keeps_tables=is_trained,
             kv_cache_bytes=kv_cache_bytes,
         )
     return build_backend(
-        config.rollout,
-        config.model,
-        config.sync,
+        *sections,
         device=world.device,
         tokenizer=tokenizer,
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
@@ -293,6 +301,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         tp=tp,
         device=world.device,
         fingerprint=policy_fingerprint(config.model.path, config.model.tokenizer),
+        from_actor=config.hidden_states_of == "actor",
     )
 
 
@@ -322,7 +331,8 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
     online, tp = config.drafter.online, config.rollout.tp
     replica, tp_rank = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
-    shared = int(min(online.share_mib, held) * 2**20) if online.max_age else 0
+    is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor's are spread over replicas
+    shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
 

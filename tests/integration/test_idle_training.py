@@ -122,8 +122,13 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
 
 def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     jobs = [("halves", [*TRAIN, f"train.num_steps={n}"], "") for n in (2, 4)]
-    run(folder, jobs)
+    actor = "drafter.online.hidden_states=actor"
+    run(folder, [*jobs, *(("actor-halves", [*options, actor], "") for _, options, _ in jobs)])
     assert_same_policy(folder, "halves")
+    assert_same_policy(folder, "actor-halves")
+    steps = rows(folder / "actor-halves")  # windows train on the step before: none is there at a start
+    assert [row["drafter/version"] for row in steps] == [0, 1, 1, 2]
+    assert all(0 < row["drafter/buffer/added"] <= row["rollout/samples"] * row["step"] for row in steps)
     states = [load_state(folder / f"halves/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
     assert [s["version"] for s in states] == [2, 4]
     assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0

@@ -66,9 +66,8 @@ def start(tokenizer: HFTokenizer, kind: str) -> VllmBackend:
         {"drafter": kind, "drafter_path": str(DRAFTER) if kind == "eagle" else None}
     )
     rollout = RolloutSection(backend="vllm", max_running_requests=6, speculation=speculation)
-    return build_vllm(
-        rollout, MODEL, SyncSection(verify=True), device="cpu", tokenizer=tokenizer, keep_hidden_states=True
-    )
+    options = {"keep_hidden_states": True, "keeps_tables": True}
+    return build_vllm(rollout, MODEL, SyncSection(verify=True), device="cpu", tokenizer=tokenizer, **options)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.mpi.workers.actor_common import KINDS
+from tests.helpers.mpi import ROOT, run_ranks
+from tests.mpi.workers.actor_common import KINDS, results
 from tests.numerics.actor_expected import one_rank_results
 
 
@@ -36,6 +37,29 @@ def test_packing_changes_nothing() -> None:
     assert found["some"] <= 1e-5
     assert found["all"] <= 1e-5
     assert found["recompute_same_bits"]
+
+
+@pytest.mark.parametrize("layout", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("scored", [False, True])
+def test_its_hidden_states_are_the_engines(layout: dict[str, Any], scored: bool) -> None:
+    found = case("hidden_states", layout=layout, scored=scored)
+    assert found["error"] <= 1e-4
+    assert found["same"], "collecting must not change an update"
+    assert sorted(found["answers"][0]) == list(range(18))
+
+
+def test_hidden_states_of_a_step_stay_within_their_budget() -> None:
+    found = case("hidden_states_budget")
+    assert found["full"] and found["same"], "a choice by the answers, not by their order"
+    assert found["counted"] == [18, 18, 9]
+
+
+@pytest.mark.nightly
+def test_drafters_trained_on_either_source_draft_alike() -> None:
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    (found,) = results(run_ranks(1, "tests/mpi/workers/actor_replay.py", env=path).stdout)
+    assert found["engine"] > 3 * found["start"]
+    assert found["actor"] == pytest.approx(found["engine"], rel=0.02)
 
 
 def test_an_update_waits_for_its_device_as_often_with_more_layers() -> None:

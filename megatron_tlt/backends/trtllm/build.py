@@ -31,11 +31,12 @@ def build_trtllm(
     *,
     device: torch.device | str,
     tokenizer: Tokenizer | None = None,
+    keeps_tables: bool = False,
 ) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1).
 
-    With `rollout.trtllm.sleep` it has given its KV cache's memory back. The settings have passed
-    `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    With `rollout.trtllm.sleep` it has given its KV cache's memory back. `keeps_tables`: see `RemoteBackend`. The
+    settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     section = rollout.trtllm
     config = ModelConfig.from_hf(model.path)
@@ -67,6 +68,7 @@ def build_trtllm(
         eos_token_ids=ends,
         drafter_names=names,
         tokenizer=tokenizer,
+        keeps_tables=keeps_tables,
     )
     if section.sleep != "none":
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory

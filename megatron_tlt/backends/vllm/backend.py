@@ -15,9 +15,6 @@ import numpy as np
 from megatron_tlt.backends.entries import load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
 from megatron_tlt.backends.vllm.args import drafter_tensors, request_args, strategy_of
-from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
     VLLM_CAPABILITIES,
@@ -28,7 +25,6 @@ from megatron_tlt.types import (
     Sample,
     SamplingParams,
     SpeculationStats,
-    WeightBucket,
 )
 
 if TYPE_CHECKING:
@@ -47,15 +43,13 @@ class VllmBackend(RemoteBackend):
         *args: Any,
         directory: SharedDirectory,
         drafter: Mapping[str, Tensor] | None = None,
-        keeps_tables: bool = False,
         **kwargs: Any,
     ):
         """As `RemoteBackend`. Hidden states come through `directory`. The first push also brings `drafter`, unless it
-        brings another one. `keeps_tables`: `lookup_tables` will be read.
+        brings another one.
         """
         super().__init__(*args, drafter_names=frozenset(drafter or ()), **kwargs)
-        self._directory, self._unsent, self._keeps_tables = directory, drafter, keeps_tables
-        self._tables: dict[str, Tensor] = {}
+        self._directory, self._unsent = directory, drafter
         self._sink: Callable[[HiddenStateSample], None] | None = None
         self._prompts: dict[int, Prompt] = {}  # of the generate under way
         self._seed = 0
@@ -112,34 +106,10 @@ class VllmBackend(RemoteBackend):
             key=request_key(self._seed, sample.prompt_id, sample.sample_index),
         )
 
-    def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Copies of embedding and LM head [V, H], made at the push. Raises BackendError where none were to be kept."""
-        if EMBED not in self._tables:
-            raise BackendError(
-                "this engine was started without room for hidden states: there is no table to train with"
-            )
-        return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
-
     # -- pushes and figures -----------------------------------------------------------------------------------
 
     def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return drafter_tensors(weights)
-
-    def update_weights(self, bucket: WeightBucket) -> None:
-        """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
-        super().update_weights(bucket)
-        if self._keeps_tables:
-            for name, tensor in bucket.tensors:
-                if name in (EMBED, HEAD):
-                    self._keep_table(name, tensor.detach())
-
-    def _keep_table(self, name: str, tensor: Tensor) -> None:
-        """Copies a table, in place from the second push on: two versions at once would be of the tables' size."""
-        kept = self._tables.get(name)
-        if kept is None:
-            self._tables[name] = tensor.to(DTYPES[self._rollout.dtype], copy=True)
-        else:
-            kept.copy_(tensor)
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Sends the drafter's tensors into the open push; they replace the old ones in place. Raises SyncError."""

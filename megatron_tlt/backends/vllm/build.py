@@ -43,13 +43,15 @@ def build_vllm(
     local_ranks: int = 1,
     drafter: Mapping[str, Tensor] | None = None,
     keep_hidden_states: bool = False,
+    keeps_tables: bool = False,
     kv_cache_bytes: int | None = None,
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
     `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
-    `keep_hidden_states`: those of answers will be collected. `kv_cache_bytes`: the cache of the memory plan. The
-    settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    `keep_hidden_states`: those of answers will be collected. `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the
+    cache of the memory plan. The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or
+    BackendError.
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
@@ -92,7 +94,7 @@ def build_vllm(
         tokenizer=tokenizer,
         directory=directory,
         drafter=drafter,
-        keeps_tables=keep_hidden_states,
+        keeps_tables=keeps_tables,
     )
 
 

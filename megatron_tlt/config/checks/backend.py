@@ -71,9 +71,6 @@ def _check_drafting(config: Config) -> Problems:
             else "without keyed sampling an answer depends on the engine that gives it"
         )
         yield ConfigProblem("idle.work_stealing", True, allowed)
-    if config.idle.train_drafter and not can.hidden_states:
-        allowed = f"must be false with {name}: it gives no hidden states to train on"
-        yield ConfigProblem("idle.train_drafter", True, allowed)
 
 
 def _check_vllm(config: Config, device: str | None) -> Problems:
@@ -83,7 +80,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":
         yield ConfigProblem("rollout.vllm.transport", section.transport, "must be another one on CPU")
-    if config.idle.train_drafter and not section.hidden_mib:
+    if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
         allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
     if rollout.numerics == "invariant":

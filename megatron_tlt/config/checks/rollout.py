@@ -9,6 +9,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
+from megatron_tlt.types import CAPABILITIES
 
 Problems = Iterator[ConfigProblem]
 
@@ -81,6 +82,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
             "idle.train_drafter=false)"
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
+    yield from _check_hidden_states(config)
     idle = config.idle
     if 0 < idle.max_steps_per_window < idle.min_steps_per_window:
         allowed = f"must be <= idle.max_steps_per_window ({idle.max_steps_per_window})"
@@ -95,6 +97,25 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         if sizes.buffer_mib < needed:
             allowed = f"must be >= {needed:.2f}, or no long answer fits"
             yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)
+
+
+def _check_hidden_states(config: Config) -> Problems:
+    """Their source: an engine that has them, or an actor that can give them to the ranks that train."""
+    at, chosen = "drafter.online.hidden_states", config.drafter.online.hidden_states
+    if config.hidden_states_of == "engine":
+        if not CAPABILITIES[config.rollout.backend].hidden_states:
+            allowed = f"must be 'actor' or 'auto' with rollout.backend: {config.rollout.backend}, which gives none"
+            yield ConfigProblem(at, chosen, allowed)
+        return
+    if config.rollout.tp > 1:
+        allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same answers"
+        yield ConfigProblem(at, chosen, allowed)
+    if config.actor.cp > 1:
+        what = "no rank of the actor sees a whole answer with actor.cp above 1"
+        yield ConfigProblem(at, chosen, f"must be 'engine': {what} (or idle.train_drafter=false)")
+    if config.drafter.online.max_age == 0:
+        allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
+        yield ConfigProblem("drafter.online.max_age", 0, allowed)
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:

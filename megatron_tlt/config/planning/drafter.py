@@ -21,6 +21,7 @@ from __future__ import annotations
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.planning.engine import has_packed_head
 from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
+from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
@@ -78,8 +79,21 @@ def drafter_push_bytes(config: Config, shape: ModelShape, device: Device) -> int
 
 
 def hidden_state_bytes(config: Config, device: Device) -> int:
-    """The buffer of hidden states to train on, in the host's memory."""
-    return int(config.drafter.sizes(device).buffer_mib * MIB) if config.idle.train_drafter else 0
+    """The buffer of hidden states in the host's memory, and as much for those on their way from the actor."""
+    if not config.idle.train_drafter:
+        return 0
+    return int(config.drafter.sizes(device).buffer_mib * MIB) * (1 + (config.hidden_states_of == "actor"))
+
+
+def collected_bytes(config: Config, shape: ModelShape) -> int:
+    """Hidden states of a micro-batch as the actor hands them out: the rows to be copied and, under sequence parallel,
+    all of them gathered before.
+    """
+    if not config.idle.train_drafter or config.hidden_states_of == "engine":
+        return 0
+    actor = config.actor
+    row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * actor.sequence_parallel
+    return micro_batch_tokens(config) * shape.hidden_size * row
 
 
 def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int:

@@ -61,13 +61,15 @@ def has_packed_head(config: Config, device: Device) -> bool:
 
 
 def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
-    """What training a drafter takes beside vLLM: room for hidden states there, the policy's tables on the rank."""
+    """What training a drafter takes beside an engine in a process of its own: room for hidden states in vLLM, where it
+    hands them out, and the policy's tables on the rank.
+    """
     rollout = config.rollout
-    if rollout.backend != "vllm" or not config.idle.train_drafter:
+    if not config.idle.train_drafter:
         return {}
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
-    return {
-        "rollout.vllm.hidden_mib": rollout.vllm.hidden_mib * MIB,
+    states = {"rollout.vllm.hidden_mib": rollout.vllm.hidden_mib * MIB}
+    return (states if config.hidden_states_of == "engine" else {}) | {
         "embedding and LM head": tables * element_bytes(rollout.dtype),
     }
 

@@ -111,6 +111,7 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": engine.graph_bytes(config, shape, device),
         KV: 0,
+        "actor's hidden states": drafter.collected_bytes(config, shape),
         "drafter": engine.drafter_weight_bytes(config, shape),
         "drafter training": drafter.drafter_state_bytes(config, shape, device),
         "drafter step": drafter.drafter_step_bytes(config, shape, device),
@@ -148,6 +149,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
     """Parts that are there in some phases only."""
     only: dict[str, tuple[Phase, ...]] = {
         "activations": ("update",),
+        "actor's hidden states": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
         "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge

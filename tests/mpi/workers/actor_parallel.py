@@ -15,6 +15,8 @@ import torch
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
+from tests.mpi.workers.actor_hidden_states import hidden_states
+from tests.mpi.workers.actor_layouts import HIDDEN
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
 from tests.mpi.workers.actor_zero_advantages import zero_advantages
 
@@ -69,6 +71,7 @@ def main() -> None:
         compare(world, root, kind, layout, optimizer)
     skip_everywhere(world, root)
     zero_advantages(world, root, {} if world.size == 2 else {"pp": 2})
+    hidden_states(world, root, HIDDEN[world.size])
     world.close()
 
 

@@ -25,6 +25,7 @@ from tests.mpi.workers.actor_common import (
     sequences,
     train_batch,
 )
+from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, named_gradients, run_scenario
 from tests.mpi.workers.actor_syncs import syncs
 
@@ -194,6 +195,7 @@ def main() -> None:
     decay(world, root)
     precision(world, root)
     syncs(world, root, root / "syncs")
+    hidden_states(world, root, [{}, {"recompute": "full"}])
     world.close()
 
 

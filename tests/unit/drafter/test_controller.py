@@ -31,11 +31,12 @@ class Backend:
         self.sink = sink
 
 
-def make(backend: Backend | None = None) -> OnlineDrafterController:
+def make(backend: Backend | None = None, from_actor: bool = False) -> OnlineDrafterController:
     model = EagleModel(CONFIG)
     model.initialise(0)
-    trainer = OnlineDrafterTrainer(model, DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0}))
-    return OnlineDrafterController(WORLD, backend or Backend(), trainer)
+    section = DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0})
+    trainer = OnlineDrafterTrainer(model, section, from_actor=from_actor)
+    return OnlineDrafterController(WORLD, backend or Backend(), trainer, from_actor=from_actor)
 
 
 def push(controller: OnlineDrafterController) -> tuple[dict, int] | None:
@@ -128,3 +129,20 @@ def test_a_run_that_does_not_train_serves_the_checkpoint_and_keeps_it(has_eagle)
     assert versions == ([1] if has_eagle else [])
     assert resumed.state_dict()["version"] == 1
     assert resumed.merge() == {} and resumed.train_step() is None
+
+
+def test_windows_train_on_what_the_actor_handed_out_in_the_step_before():
+    backend = Backend()
+    controller = make(backend, from_actor=True)
+    versions, chunks = [], [[random_chunk(CONFIG, n, n, v) for n in (40, 30, 20)] for v in range(4)]
+    for version in range(4):
+        one_step(controller, backend, version, steps=8)  # the engine is not asked for any
+        versions.append(controller.trainer.version)
+        controller.trainer.take_step(chunks[version], left_out=version)
+    assert versions == [0, 1, 2, 3], "nothing to train on in the first step"
+    held = sorted((key[0], key[1]) for key in controller.trainer.buffer._entries)
+    # Of the step before all answers, of older ones the longer half; none older than max_age for the next policy.
+    assert held == [(2, 30), (2, 40), (3, 20), (3, 30), (3, 40)]
+    assert controller.buffer_metrics()["drafter/buffer/dropped_by_budget"] == 0 + 1 + 2 + 3
+    controller.trainer.take_step([], 0)
+    assert controller.num_samples() == 5, "an update without answers takes none away"

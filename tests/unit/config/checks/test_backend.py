@@ -99,6 +99,33 @@ def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM, *eagle, "idle.train_drafter=true") == {}
 
 
+STATES = "drafter.online.hidden_states"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["rollout.backend=embedded"], None),
+        (["rollout.backend=embedded", f"{STATES}=actor"], None),
+        ([*VLLM, f"{STATES}=actor", "rollout.vllm.hidden_mib=0"], None),
+        ([*VLLM, "rollout.vllm.hidden_mib=0"], "rollout.vllm.hidden_mib"),
+        (["rollout.backend=embedded", f"{STATES}=actor", "rollout.tp=2"], STATES),
+        (["rollout.backend=embedded", f"{STATES}=actor", "drafter.online.max_age=0"], "drafter.online.max_age"),
+    ],
+)
+def test_where_hidden_states_come_from(overrides: list[str], path: str | None) -> None:
+    eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d", "idle.train_drafter=true")
+    assert set(problems(*eagle, *overrides)) == ({path} if path else set())
+
+
+def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
+    train = ("idle.train_drafter=true",)
+    assert problems(*train, f"{STATES}=engine")[STATES].endswith("trtllm, which gives none")
+    for chosen in ("auto", "actor"):
+        assert STATES not in problems(*train, f"{STATES}={chosen}")
+    assert STATES in problems(*train, "actor.cp=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [

@@ -191,6 +191,20 @@ def test_pinned_memory_is_counted_in_powers_of_two():
     assert cpu["drafter before a window"] == cpu["drafter training"]
 
 
+def test_hidden_states_of_the_actor_are_counted():
+    shape = shape_of("qwen2.5-7b")
+    options = [*TLT, "drafter.online.hidden_states=actor", "actor.micro_batch_tokens=16384", "actor.dtype=bf16"]
+    engine, actor, split = (
+        estimate_memory(config_of(*o, "model.max_context=4096"), shape, 2, "cuda")[0]
+        for o in (TLT, options, [*options, "actor.tp=2", "actor.sequence_parallel=true"])
+    )
+    name = "actor's hidden states"
+    assert (engine.parts[name], actor.parts[name]) == (0, 16384 * 3584 * 2)
+    assert split.parts[name] == 2 * actor.parts[name], "gathered, and the rows"
+    assert actor.only[name] == ("update",)
+    assert actor.host["hidden states"] == 2 * engine.host["hidden states"], "a step's, and the buffer"
+
+
 def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     shape = shape_of("qwen2.5-7b")
     sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]

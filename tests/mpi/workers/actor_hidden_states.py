@@ -1,0 +1,83 @@
+"""Hidden states that the actor's forward hands out, against the rollout engine's decoders of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.loader import iter_weights
+from tests.mpi.workers.actor_common import WeightedNll, say, sequences, share, train_batch
+from tests.mpi.workers.actor_scenario import copy_of, make_policy
+
+LAYERS = (0, 2)  # of four: with two stages, one on each
+_ROOM = 1 << 24
+
+
+def of_engine(directory: Path) -> dict[int, Tensor]:
+    """[L - 1, 3H] of each answer by its prompt, from the rollout engine's decoder in C."""
+    config = ModelConfig.from_hf(directory)
+    decoder = build_decoder(config, aux_layers=LAYERS)
+    decoder.load_weights(iter_weights(directory, config))
+    texts = [s.token_ids[:-1].tolist() for s in sequences(18)]
+    return dict(enumerate(read_hidden_states(decoder, texts, 16, 4096)))
+
+
+def hidden_states(world: Any, root: Path, layouts: list[dict[str, Any]], kind: str = "qwen3") -> None:
+    """In the update's forward and in the one that scores answers, at each layout."""
+    wanted = of_engine(root / kind)
+    for layout in layouts:
+        for scored in (False, True):
+            _collect(world, root / kind, wanted, layout, scored)
+    if world.size == 1:
+        _within_budget(world, root / kind)
+
+
+def _collect(world: Any, directory: Path, wanted: dict[int, Tensor], layout: dict[str, Any], scored: bool) -> None:
+    collected, plain = (make_policy(world, directory, loss=WeightedNll(), **layout) for _ in range(2))
+    taken: list[Any] = []
+    collected.collect_hidden_states(lambda found, _: taken.append(found), _ROOM, torch.float32, LAYERS)
+    mine = share(sequences(18), collected.dims.dp, collected.groups.at.dp)
+    if scored:
+        collected.logprobs(mine, 0.8)
+    batch = train_batch([mine[:3], mine[3:]] if scored else [mine], [50.0, 80.0][: 1 + scored])
+    for policy in (collected, plain):
+        policy.train_step(batch)
+    assert len(taken) == 1, "one pass of each answer is read"
+    error = max((float((s.hidden - wanted[s.prompt_id]).abs().max()) for s in taken[0]), default=0.0)
+    tokens = all(np.array_equal(s.token_ids, sequences(18)[s.prompt_id].token_ids) for s in taken[0])
+    other = copy_of(plain.named_weights())
+    same = tokens and all(torch.equal(t, other[n]) for n, t in collected.named_weights())
+    views = world.all_gather_object((error, same, [s.prompt_id for s in taken[0]]))
+    say(
+        world,
+        case="hidden_states",
+        layout=layout,
+        scored=scored,
+        error=max(view[0] for view in views),
+        same=all(view[1] for view in views),
+        answers=[view[2] for view in views],
+    )
+
+
+def _within_budget(world: Any, directory: Path) -> None:
+    """Of one step's answers as many as fit, whatever their order; of the next step's, others."""
+    policy, every = make_policy(world, directory, loss=WeightedNll(), keep_reference=False), sequences(18)
+    row = 64 * 4
+    budget = sum(s.length - 1 for s in every) * row // 3
+    taken: list[Any] = []
+    policy.collect_hidden_states(lambda *step: taken.append(step), budget, torch.float32)
+    for order in (every, every[::-1], [s for s in every if s.prompt_id % 2]):
+        policy.logprobs(order, 1.0)
+        policy.model.collector._seen.clear()
+    sizes = [sum(s.hidden.nbytes for s in found) for found, _ in taken]
+    ids = [sorted(s.prompt_id for s in found) for found, _ in taken]
+    full = 0.6 < sizes[0] / budget <= 1 and sizes[2] <= budget
+    counted = [len(i) + left for i, (_, left) in zip(ids, taken, strict=True)]
+    say(world, case="hidden_states_budget", full=full, same=ids[0] == ids[1], counted=counted)
