@@ -11,7 +11,7 @@ layer, and for packed rows in a loop over the sequences.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +32,16 @@ class PackedRows(PackedSeqParams):
     """Packed-sequence parameters with the lengths as Python ints too (no device sync in every layer).
 
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
-    `rotation` is RoPE's cos and sin of the rows, see there.
+    `rotation` is RoPE's cos and sin of the rows, see there. Under context parallelism (`context_parallel.py`) runs and
+    bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the other, into the micro-batch's
+    order, and `to_ranks` back; `masks` are what layers share.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
     rotation: tuple[Tensor, Tensor] | None = None
+    to_whole: Tensor | None = None  # int64 [T]
+    to_ranks: Tensor | None = None  # int64 [T]
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,9 +57,10 @@ def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[T
 class SDPACoreAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v within each packed sequence, q and k rotated by their positions (RoPE)."""
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any):
+    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any):
         super().__init__(config=config)
-        assert config.context_parallel_size == 1 and not config.attention_dropout
+        assert not config.attention_dropout
+        self.cp = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -69,7 +75,11 @@ class SDPACoreAttention(MegatronModule):
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
         assert packed_seq_params is not None and packed_seq_params.rotation is not None
         query, key = (Rotate.apply(x, *packed_seq_params.rotation) for x in (query, key))
-        runs = packed_seq_params.runs
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
+        """`forward` of rotated queries and keys."""
+        runs = packing.runs
         sizes = [count * length for count, length in runs]
         grouped = query.size(2) != key.size(2)
         outputs = []

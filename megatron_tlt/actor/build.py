@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tlt.actor.attention import SDPACoreAttention, rotation
+from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.groups import ActorGroups
@@ -120,6 +121,9 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=actor.tp,
         pipeline_model_parallel_size=actor.pp,
+        context_parallel_size=actor.cp,
+        # megatron indexes a list by layers from 1: a string
+        cp_comm_type=actor.cp_comm(config.num_kv_heads, uses_transformer_engine(actor)) if actor.cp > 1 else None,
         sequence_parallel=actor.sequence_parallel,
         perform_initialization=False,  # every tensor is loaded or drawn by name, the same in every layout
         use_cpu_initialization=not HAS_CUDA,
@@ -141,7 +145,14 @@ _NAMES_IN_CHECKPOINTS = {
 }
 
 
-def _local_layer(config: ModelConfig) -> ModuleSpec:
+def _core_attention(config: ModelConfig, actor: ActorSection) -> type[SDPACoreAttention]:
+    if actor.cp == 1:
+        return SDPACoreAttention
+    by_heads = actor.cp_comm(config.num_kv_heads, engine=False) == "a2a"
+    return HeadExchangeAttention if by_heads else GatheredKeysAttention
+
+
+def _local_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     norm = RMSNorm if config.qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -152,7 +163,7 @@ def _local_layer(config: ModelConfig) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPACoreAttention,
+                    core_attention=_core_attention(config, actor),
                     linear_proj=RowParallelLinear,
                     q_layernorm=norm,
                     k_layernorm=norm,
@@ -188,7 +199,7 @@ def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
 
 
 def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
-    layer = _engine_layer(config, actor) if uses_transformer_engine(actor) else _local_layer(config)
+    layer = _engine_layer(config, actor) if uses_transformer_engine(actor) else _local_layer(config, actor)
     if actor.recompute == "selective" and "mlp_act" in actor.recompute_modules:
         layer.submodules.mlp.module = RecomputedActivationMLP
     if uses_transformer_engine(actor):
@@ -252,7 +263,7 @@ class PolicyModel:
         head.register_forward_pre_hook(keep)
 
     def forward(self, wrapped: Any, batch: MicroBatch) -> Tensor:
-        """Logits [1, N, V] of the response rows on the last stage, hidden states elsewhere.
+        """Logits [1, N, V] of this rank's response rows on the last stage, hidden states elsewhere.
 
         `wrapped` is what the schedule passes: the module itself or its DDP wrapper.
         """

@@ -27,7 +27,8 @@ class ActorGroups:
     at: Coordinates
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
-    dp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup  # with context parallel ranks: all that hold the same weights, and sum their gradients
     pipeline: tuple[int, ...]  # global ranks of this rank's pipeline, first stage first
 
     @classmethod
@@ -59,6 +60,7 @@ class ActorGroups:
             at=dims.coordinates(world.rank),
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
             dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
             pipeline=tuple(dims.pipeline_ranks(world.rank)),
         )

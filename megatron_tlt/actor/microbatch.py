@@ -1,10 +1,13 @@
 """Sequences to packed micro-batches, and flat results back to sequences.
 
 Legend: L tokens of a sequence, R response tokens of it, T rows of a micro-batch (with padding), N its
-response rows.
+response rows, cp context parallel size.
 
 A sequence feeds its first L - 1 tokens: the last one predicts nothing. Response token i is predicted by the
 row of token prompt_len - 1 + i. Only those N rows go through the LM head.
+
+Under context parallelism every sequence is padded to a multiple of 2 cp rows, and a rank has T / cp of the rows
+(`context_parallel.py`). Sequences, labels and segments stay whole, for the loss reads whole answers.
 """
 
 from __future__ import annotations
@@ -12,28 +15,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_tlt.actor.attention import PackedRows
+from megatron_tlt.actor.context_parallel import rows_of_rank
 from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.types import TrainSequence
+
+
+class RowLayout(NamedTuple):
+    """How the ranks of a replica divide a micro-batch's rows, and where its tensors go."""
+
+    device: torch.device
+    packed_format: str  # megatron's qkv_format
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Rows of a sequence are a multiple of this."""
+        return 1 if self.cp == 1 else 2 * self.cp
+
+    def padded(self, rows: int) -> int:
+        """`rows` of a sequence with its padding."""
+        return -(-rows // self.unit) * self.unit
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One packed row of sequences; `members` are their indices in the list it was packed from."""
 
-    input_ids: Tensor  # [1, T] int64
-    positions: Tensor  # [1, T] int64, from 0 in each sequence
+    input_ids: Tensor  # [1, T / cp] int64
+    positions: Tensor  # [1, T / cp] int64, from 0 in each sequence
     packing: PackedRows
-    rows: Tensor  # [N] int64, rows that predict response tokens
+    rows: Tensor  # [N of this rank] int64, rows that predict response tokens
     labels: Tensor  # [N] int64, those tokens
     segments: Tensor  # [N] int64, position in `members`
     members: tuple[int, ...]
     sequences: tuple[TrainSequence, ...] = field(repr=False)
+    own: Tensor | None = None  # [N of this rank] int64: which of the N response rows are here; None: all
 
     @property
     def is_filler(self) -> bool:
@@ -58,60 +83,57 @@ def response_len(sequence: TrainSequence) -> int:
     return sequence.length - sequence.prompt_len
 
 
-def pack(
-    sequences: Sequence[TrainSequence], budget: int, multiple: int, device: torch.device, packed_format: str
-) -> list[MicroBatch]:
-    """Packs sequences that have a response into micro-batches of at most `budget` tokens.
+def pack(sequences: Sequence[TrainSequence], budget: int, layout: RowLayout) -> list[MicroBatch]:
+    """Packs sequences that have a response into micro-batches of at most `budget` tokens, over all ranks of a replica.
 
-    A longer one goes alone. Rows are padded to `multiple`; `packed_format` is megatron's qkv_format. Raises
-    ValueError for a response without a prompt.
+    A longer one goes alone. Raises ValueError for a response without a prompt.
     """
     useful = [i for i, s in enumerate(sequences) if response_len(s) > 0]
     for i in useful:
         if sequences[i].prompt_len < 1:
             raise ValueError(f"sequence {i} has no prompt token to predict its first response token from")
-    groups = pack_by_budget([sequences[i].length for i in useful], budget)
+    groups = pack_by_budget([layout.padded(sequences[i].length) for i in useful], budget)
     # Longest first: sequences of one length become neighbours, which attention takes as one batch.
     ordered = [sorted((useful[j] for j in group), key=lambda i: -sequences[i].length) for group in groups]
-    return [_assemble(tuple(members), sequences, multiple, device, packed_format) for members in ordered]
+    return [_assemble(tuple(members), sequences, layout) for members in ordered]
 
 
-def filler(multiple: int, device: torch.device, packed_format: str) -> MicroBatch:
+def filler(layout: RowLayout) -> MicroBatch:
     """The smallest micro-batch, for a rank without a sequence: it still joins the collectives of the step."""
     zero = np.zeros(1, np.float32)
     empty = TrainSequence(0, 0, np.zeros(2, np.int64), 1, zero, zero, zero)
-    return replace(_assemble((0,), [empty], multiple, device, packed_format), members=())
+    return replace(_assemble((0,), [empty], layout), members=())
 
 
-def _assemble(
-    members: tuple[int, ...],
-    sequences: Sequence[TrainSequence],
-    multiple: int,
-    device: torch.device,
-    packed_format: str,
-) -> MicroBatch:
+def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layout: RowLayout) -> MicroBatch:
     chosen = tuple(sequences[i] for i in members)
-    fed = [s.length - 1 for s in chosen]
-    padding = -sum(fed) % multiple
-    sizes = [*fed, padding] if padding else fed
+    sizes = [layout.padded(s.length - 1) for s in chosen]
+    if padding := -sum(sizes) % (layout.unit * layout.tp):  # sequence parallelism divides the rows of a rank
+        sizes = [*sizes, padding]
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    tokens = [np.asarray(s.token_ids[:-1], dtype=np.int64) for s in chosen] + [np.zeros(padding, np.int64)]
+    tokens = np.zeros(starts[-1], np.int64)
+    for start, sequence in zip(starts, chosen, strict=False):
+        tokens[start : start + sequence.length - 1] = sequence.token_ids[:-1]
     rows = [starts[k] + np.arange(s.prompt_len - 1, s.length - 1) for k, s in enumerate(chosen)]
     labels = [np.asarray(s.token_ids[s.prompt_len :], dtype=np.int64) for s in chosen]
     segments = np.repeat(np.arange(len(chosen)), [response_len(s) for s in chosen])
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(layout.device)
 
     bounds = tensor(starts.astype(np.int32))
+    # Transformer Engine asks for these under context parallelism, and takes the same tensor as: no gaps in between.
+    padded = bounds if layout.cp > 1 else None
     longest = int(max(sizes))
-    return MicroBatch(
-        input_ids=tensor(np.concatenate(tokens))[None],
+    whole = MicroBatch(
+        input_ids=tensor(tokens)[None],
         positions=tensor(np.concatenate([np.arange(size) for size in sizes]))[None],
         packing=PackedRows(
-            qkv_format=packed_format,
+            qkv_format=layout.packed_format,
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             runs=tuple((len(list(same)), length) for length, same in groupby(sizes)),
@@ -121,6 +143,25 @@ def _assemble(
         segments=tensor(segments.astype(np.int64)),
         members=members,
         sequences=chosen,
+    )
+    return whole if layout.cp == 1 else _of_rank(whole, sizes, layout)
+
+
+def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBatch:
+    """This context parallel rank's rows of a micro-batch."""
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(layout.device)
+
+    by_rank = np.concatenate([rows_of_rank(sizes, layout.cp, rank) for rank in range(layout.cp)])
+    place, count = np.argsort(by_rank), len(by_rank) // layout.cp
+    here = tensor(by_rank[layout.cp_rank * count :][:count])
+    rows = tensor(place)[whole.rows] - layout.cp_rank * count
+    own = ((rows >= 0) & (rows < count)).nonzero().flatten()
+    packing = replace(whole.packing, to_whole=tensor(place), to_ranks=tensor(by_rank))
+    input_ids, positions = whole.input_ids[:, here], whole.positions[:, here]
+    return replace(
+        whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own
     )
 
 

@@ -35,7 +35,7 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hidden_states import HiddenStateCollector, Sink
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
-from megatron_tlt.actor.microbatch import MicroBatch, filler, pack, scatter
+from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, filler, pack, scatter
 from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.optimizer import (
     StepResult,
@@ -111,7 +111,7 @@ class MegatronPolicy:
         self.model = build()
         self.reference = _frozen(build()) if keep_reference else None
         self.ddp = wrap_data_parallel(
-            self.model.module, ddp_config(actor, self.shards_optimizer, self.dims.dp)
+            self.model.module, ddp_config(actor, self.shards_optimizer, self.dims.dp * self.dims.cp)
         )
         self.optimizer = build_optimizer(self.ddp, optimizer, actor)
         self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -129,8 +129,7 @@ class MegatronPolicy:
         skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
         skipped.
         """
-        empty = filler(self.dims.tp, current_device(), packed_format(self.actor))
-        packed = [self._pack(sequences) or [empty] for sequences in batch.mini_batches]
+        packed = [self._pack(s) or [filler(self._row_layout)] for s in batch.mini_batches]
         results, sums = [], []
         with self._collecting([s for sequences in batch.mini_batches for s in sequences]):
             scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
@@ -220,8 +219,12 @@ class MegatronPolicy:
         return scatter(pieces, batches, len(sequences))
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
-        layout = self.dims.tp, current_device(), packed_format(self.actor)
-        return pack(sequences, self.actor.micro_batch_tokens, *layout)
+        return pack(sequences, self.actor.micro_batch_tokens, self._row_layout)
+
+    @property
+    def _row_layout(self) -> RowLayout:
+        dims = self.dims
+        return RowLayout(current_device(), packed_format(self.actor), dims.tp, dims.cp, self.groups.at.cp)
 
     # ---- hidden states
 

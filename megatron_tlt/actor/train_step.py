@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel
+from megatron_tlt.actor.context_parallel import whole_answers
 from megatron_tlt.actor.device import cpu_as_cuda
 from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.microbatch import MicroBatch
@@ -69,14 +70,29 @@ def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperat
 
     Collective over the replica. Mutates nothing.
     """
-    shard = vocab_shard(model)
 
     def finish(scored: Scored, logits: Tensor) -> Tensor:
-        return token_statistics(logits[0], scored.batch.labels, shard, temperature, with_entropy=False)[0]
+        return _statistics(model, scored.batch, logits, temperature, with_entropy=False)[0]
 
     with torch.no_grad():
         wrapped = [Scored(batch) for batch in batches]
         return _run(model, model.module, wrapped, finish, forward_only=True) if batches else []
+
+
+def _statistics(
+    model: PolicyModel, batch: MicroBatch, logits: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies [N] of all response rows, from the logits [1, N of this rank, V] of those here.
+
+    Collective over the context parallel group.
+    """
+    labels = batch.labels if batch.own is None else batch.labels[batch.own]
+    found = token_statistics(logits[0], labels, vocab_shard(model), temperature, with_entropy)
+    if batch.own is None:
+        return found
+    local = torch.stack([values for values in found if values is not None])
+    whole = whole_answers(local, batch.own, len(batch.labels), model.groups.cp)
+    return whole[0], whole[1] if with_entropy else None
 
 
 def vocab_shard(model: PolicyModel) -> VocabShard:
@@ -116,11 +132,9 @@ def _run(
 def _loss_of(
     model: PolicyModel, scored: Scored, logits: Tensor, loss: PolicyLoss, temperature: float
 ) -> tuple[Tensor, Metrics]:
-    """Loss sum and metric sums of one micro-batch, from its logits [1, N, V]."""
+    """Loss sum and metric sums of one micro-batch, from its logits, the same on its context parallel ranks."""
     batch = scored.batch
-    logprobs, entropy = token_statistics(
-        logits[0], batch.labels, vocab_shard(model), temperature, with_entropy=True
-    )
+    logprobs, entropy = _statistics(model, batch, logits, temperature, with_entropy=True)
     if batch.is_filler:
         return (logprobs * 0.0).sum(), {}
     assert entropy is not None

@@ -17,7 +17,12 @@ class ActorSection(Section):
     pp: PositiveInt = 1
     """Pipeline parallel size."""
     cp: PositiveInt = 1
-    """Context parallel size: only 1 for now."""
+    """Context parallel size: so many ranks divide the rows of every sequence, and with them the activations. For
+    sequences that one GPU cannot hold."""
+    cp_comm_type: Literal["auto", "p2p", "a2a", "all_gather"] = "auto"
+    """How attention meets rows of other ranks (cp > 1): p2p passes keys and values around (Transformer Engine only),
+    a2a exchanges heads for rows (key/value heads of a TP rank must be divisible by cp), all_gather gathers keys and
+    values. auto: p2p with Transformer Engine, else a2a where heads allow, else all_gather."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -42,6 +47,14 @@ class ActorSection(Section):
     or saved. Changes no bit of the result."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
+
+    def cp_comm(self, num_kv_heads: int, engine: bool) -> Literal["p2p", "a2a", "all_gather"]:
+        """`cp_comm_type` without auto, for so many key/value heads; `engine`: with Transformer Engine's layers."""
+        if self.cp_comm_type != "auto":
+            return self.cp_comm_type
+        if engine:
+            return "p2p"
+        return "all_gather" if num_kv_heads % (self.tp * self.cp) else "a2a"
 
 
 class OptimizerSection(Section):

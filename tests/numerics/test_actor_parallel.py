@@ -27,36 +27,49 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp_selective": (2, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
     "dp2_overlap": (2, {"overlap": "on"}),
     "dp2_zero_overlap": (2, {"distributed_optimizer": "on", "overlap": "on"}),
+    "cp2": (2, {"cp": 2}),
+    # A sequence alone: of short answers a rank has no row.
+    "cp2_alone": (2, {"cp": 2, "micro_batch_tokens": 1}),
+    "cp2_gather": (2, {"cp": 2, "cp_comm_type": "all_gather", "micro_batch_tokens": 1}),
+    "cp2_zero": (2, {"cp": 2, "distributed_optimizer": "on", "overlap": "on"}),
+    "tp2_cp2_sp": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
+    "pp2_cp2_gather": (4, {"pp": 2, "cp": 2, "cp_comm_type": "all_gather", "recompute": "full"}),
+    "cp2_dp2": (4, {"cp": 2}),
 }
 # SGD shows exactness. All families where TP, PP and DP appear first, elsewhere the trickiest (tied, biases).
 SGD = [(name, kind) for name in ("tp2", "pp2", "dp2", "tp2_pp2_sp") for kind in KINDS]
 SGD += [("dp2_overlap", "qwen2"), ("tp2_sp_selective", "qwen2")]
-SGD += [(name, "qwen2") for name in ("tp2_pp2", "tp4_sp_recompute", "dp4", "pp2_dp2")]
+SGD += [(name, "qwen2") for name in ("tp2_pp2", "tp4_sp_recompute", "dp4", "pp2_dp2", "cp2", "cp2_dp2")]
+SGD += [("tp2_cp2_sp", "qwen3"), ("cp2_gather", "llama")]
 ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3"), ("dp2_zero_overlap", "qwen3")]
+ADAM += [("cp2_zero", "qwen3")]
+WHOLE_ANSWERS = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]
 
 
 @functools.cache
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    wanted = [
-        (name, kind, optimizer) for cases, optimizer in ((SGD, "sgd"), (ADAM, "adam")) for name, kind in cases
-    ]
+    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_ANSWERS, "gspo")
+    wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
-    triples = json.dumps([[LAYOUTS[name][1], kind, optimizer] for name, kind, optimizer in mine])
+    triples = json.dumps([[LAYOUTS[name][1], kind, variant] for name, kind, variant in mine])
     return results(
         run_ranks(ranks, "tests/mpi/workers/actor_parallel.py", str(expected_root()), triples).stdout
     )
 
 
-def found(name: str, kind: str, optimizer: str) -> dict[str, Any]:
+def found(name: str, kind: str, variant: str) -> dict[str, Any]:
     ranks, layout = LAYOUTS[name]
-    wanted = {"case": "layout", "kind": kind, "layout": layout, "optimizer": optimizer}
+    wanted = {"case": "layout", "kind": kind, "layout": layout, "variant": variant}
     return next(r for r in run(ranks) if wanted.items() <= r.items())
 
 
-@pytest.mark.parametrize(("name", "kind"), SGD)
-def test_layout_equals_one_rank(name: str, kind: str) -> None:
-    outcome = found(name, kind, "sgd")
+CASES = [(*case, "sgd") for case in SGD] + [(*case, "gspo") for case in WHOLE_ANSWERS]
+
+
+@pytest.mark.parametrize(("name", "kind", "variant"), CASES)
+def test_layout_equals_one_rank(name: str, kind: str, variant: str) -> None:
+    outcome = found(name, kind, variant)
     assert outcome["exact"], "exported tensors must equal the source bit for bit"
     assert outcome["logprobs"] <= 1e-4
     for what in ("gradients", "weights", "loss", "grad_norm"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Literal
 
@@ -30,9 +31,6 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
         )
     if actor.sequence_parallel and actor.tp == 1:
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
-    if actor.cp > 1:
-        allowed = "must be 1: micro-batches are not split over context parallel ranks"
-        yield ConfigProblem("actor.cp", actor.cp, allowed)
     if device == "cpu" and actor.layer_spec == "transformer_engine":
         yield ConfigProblem("actor.layer_spec", actor.layer_spec, "must be 'auto' or 'local' on CPU")
     if device == "cpu" and actor.distributed_optimizer == "on":
@@ -41,6 +39,43 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
     elif actor.distributed_optimizer == "on" and config.optimizer.name != "adam":
         yield ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
     yield from check_nodes(config, "actor.tp", actor.tp)
+
+
+# Transformer Engine from which on a form of context parallelism takes packed sequences.
+_ENGINE_VERSIONS = {"p2p": (1, 10), "a2a": (2, 10), "all_gather": (2, 18)}
+
+
+def cp_problems(
+    config: Config | SftConfig, shape: ModelShape | None, device: Device | None, engine: str | None = None
+) -> Problems:
+    """A form of context parallelism that the layers, the heads, or the installed Transformer Engine do not have.
+
+    `engine`: version of the latter; default: what is installed, if anything is.
+    """
+    actor = config.actor
+    if actor.cp == 1:
+        return
+    local = device == "cpu" or actor.layer_spec == "local"
+    heads = shape.num_kv_heads if shape is not None else 0  # 0: unknown, taken to be divisible
+    kind = actor.cp_comm(heads, not local)
+    if local and kind == "p2p":
+        allowed = "is Transformer Engine's; local layers take a2a, all_gather or auto"
+        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
+    if kind == "a2a" and heads % (actor.tp * actor.cp):
+        allowed = f"needs key/value heads ({heads}) divisible by actor.tp * actor.cp; all_gather, p2p or auto"
+        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
+    engine = engine if engine is not None or local else _installed_engine()
+    if engine is not None and tuple(map(int, engine.split(".")[:2])) < _ENGINE_VERSIONS[kind]:
+        needed = ".".join(map(str, _ENGINE_VERSIONS[kind]))
+        allowed = f"needs Transformer Engine {needed} for packed sequences; {engine} is installed"
+        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
+
+
+def _installed_engine() -> str | None:
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:

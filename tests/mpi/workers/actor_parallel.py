@@ -1,6 +1,6 @@
 """Several ranks: the scenario at many layouts against its one-rank outcome.
 
-Arguments: directory, and [layout, kind, optimizer] triples as JSON.
+Arguments: directory, and [layout, kind, variant] triples as JSON; see `scenario_policy`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_layouts import HIDDEN
-from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, run_scenario
+from tests.mpi.workers.actor_scenario import copy_of, make_policy, run_scenario, scenario_policy
 from tests.mpi.workers.actor_zero_advantages import zero_advantages
 
 
-def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimizer: str) -> None:
+def compare(world: World, root: Path, kind: str, layout: dict[str, Any], variant: str) -> None:
     """One kind at one layout."""
-    expected = torch.load(root / f"{kind}.tp1.pt", weights_only=False)[optimizer]
+    expected = torch.load(root / f"{kind}.tp1.pt", weights_only=False)[variant]
     source = torch.load(root / f"{kind}.pt", weights_only=False)
-    policy = make_policy(world, root / kind, SGD if optimizer == "sgd" else ADAM, **layout)
+    policy = scenario_policy(world, root / kind, variant, **layout)
     loaded = copy_of(policy.named_weights())
     exact = set(loaded) == set(source["weights"]) and all(
         torch.equal(t, source["weights"][n]) for n, t in loaded.items()
@@ -50,7 +50,7 @@ def compare(world: World, root: Path, kind: str, layout: dict[str, Any], optimiz
     # Every rank checks its own view; rank 0 tells the worst.
     views = world.all_gather_object(outcome)
     worst = {name: (all if name == "exact" else max)(view[name] for view in views) for name in outcome}
-    say(world, case="layout", kind=kind, layout=layout, optimizer=optimizer, **worst)
+    say(world, case="layout", kind=kind, layout=layout, variant=variant, **worst)
 
 
 def skip_everywhere(world: World, root: Path) -> None:
@@ -67,8 +67,8 @@ def main() -> None:
     """All triples, in order (neighbours of one layout share its process groups)."""
     world = World.start(DistributedSection(device="cpu"), threads=1)
     root = Path(sys.argv[1])
-    for layout, kind, optimizer in json.loads(sys.argv[2]):
-        compare(world, root, kind, layout, optimizer)
+    for layout, kind, variant in json.loads(sys.argv[2]):
+        compare(world, root, kind, layout, variant)
     skip_everywhere(world, root)
     zero_advantages(world, root, {} if world.size == 2 else {"pp": 2})
     hidden_states(world, root, HIDDEN[world.size])

@@ -26,7 +26,15 @@ from tests.mpi.workers.actor_common import (
     train_batch,
 )
 from tests.mpi.workers.actor_hidden_states import hidden_states
-from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy, named_gradients, run_scenario
+from tests.mpi.workers.actor_scenario import (
+    ADAM,
+    SGD,
+    copy_of,
+    make_policy,
+    named_gradients,
+    run_scenario,
+    scenario_policy,
+)
 from tests.mpi.workers.actor_syncs import syncs
 
 
@@ -183,10 +191,7 @@ def main() -> None:
     for kind in KINDS:
         parity(world, root, kind)
         torch.save(
-            {
-                name: run_scenario(make_policy(world, root / kind, opt))
-                for name, opt in (("sgd", SGD), ("adam", ADAM))
-            },
+            {name: run_scenario(scenario_policy(world, root / kind, name)) for name in ("sgd", "adam", "gspo")},
             root / f"{kind}.tp1.pt",
         )
     packing(world, root)

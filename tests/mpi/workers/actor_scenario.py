@@ -15,9 +15,12 @@ from torch import Tensor
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.actor.weights import named_tensors
+from megatron_tlt.algorithms.base import Algorithm
+from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.model import ModelSection
-from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, train_batch
+from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch
 
 SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
 ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)
@@ -47,9 +50,17 @@ def make_policy(
     )
 
 
-def scenario_batches(dp: int, at: int) -> list[Any]:
+def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
+    """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole answers, and short ones."""
+    if variant != "gspo":
+        return make_policy(world, directory, SGD if variant == "sgd" else ADAM, **layout)
+    loss = build_algorithm(AlgorithmSection(name="gspo", ratio_clip_low=0.1, ratio_clip_high=0.1), 40)
+    return make_policy(world, directory, SGD, loss, keep_reference=False, **layout)
+
+
+def scenario_batches(dp: int, at: int, with_short: bool = False) -> list[Any]:
     """The two TrainBatches of the scenario for one data-parallel rank."""
-    every = sequences(18)
+    every = shortened(sequences(18)) if with_short else sequences(18)
     first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
     second = train_batch(
         [share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8
@@ -60,10 +71,11 @@ def scenario_batches(dp: int, at: int) -> list[Any]:
 def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
     """Losses, gradient norms, the gradients of the first step and the weights after all three."""
     out: dict[str, Any] = {"loss": [], "grad_norm": [], "kl": []}
-    for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp)):
+    with_short = isinstance(policy.loss, Algorithm)  # of "gspo"
+    for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp, with_short)):
         metrics = policy.train_step(batch).metrics
         for name in ("loss", "grad_norm", "kl"):
-            out[name].append(metrics[name])
+            out[name].append(metrics.get(name))
         if i == 0 and policy.actor.distributed_optimizer != "on":
             out["gradients"] = copy_of(named_gradients(policy))
     out["weights"] = copy_of(policy.named_weights())

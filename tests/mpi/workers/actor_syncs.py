@@ -64,7 +64,7 @@ def engine_layers(fused: bool) -> Any:
     thd = rope_utils.fused_apply_rotary_pos_emb_thd
 
     def spec(config: Any, actor: Any) -> Any:
-        layers = [build._local_layer(config)] * (config.num_layers // actor.pp)
+        layers = [build._local_layer(config, actor)] * (config.num_layers // actor.pp)
         return build.TransformerBlockSubmodules(layer_specs=layers, layer_norm=build.RMSNorm)
 
     build.uses_transformer_engine, build._decoder_spec = lambda actor: True, spec

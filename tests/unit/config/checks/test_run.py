@@ -1,5 +1,6 @@
 import pytest
 
+from megatron_tlt.config.checks.layout import cp_problems
 from megatron_tlt.config.checks.run import check_config, check_sft, raise_problems
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
@@ -28,6 +29,24 @@ def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
     return {p.path for p in check_config(config, SHAPE, ranks, **kwargs)}
 
 
+@pytest.mark.parametrize(
+    ("kind", "version", "is_taken"),
+    [
+        ("auto", "1.9.0", False),
+        ("auto", "2.4.0+b1", True),
+        ("a2a", "2.9.1", False),
+        ("a2a", "2.10.0", True),
+        ("all_gather", "2.17", False),
+        ("all_gather", "2.18.0.dev0", True),
+    ],
+)
+def test_forms_of_context_parallelism_by_transformer_engines_version(kind, version, is_taken):
+    config = build_config(BASE, ["actor.cp=2", f"actor.cp_comm_type={kind}"])
+    found = list(cp_problems(config, SHAPE, "cuda", version))
+    assert [p.path for p in found] == ([] if is_taken else ["actor.cp_comm_type"])
+    assert not list(cp_problems(config, SHAPE, "cpu", None))
+
+
 def test_a_good_configuration_has_no_problems():
     assert paths() == set()
     assert (
@@ -44,7 +63,9 @@ def test_a_good_configuration_has_no_problems():
         (["actor.pp=3"], "actor.pp"),
         (["rollout.tp=3"], "rollout.tp"),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
-        (["actor.cp=2"], "actor.cp"),
+        (["actor.cp=3"], "actor.tp * actor.pp * actor.cp"),
+        (["actor.cp=2", "actor.cp_comm_type=a2a", "actor.tp=4"], "actor.cp_comm_type"),
+        (["actor.cp=2", "actor.cp_comm_type=p2p", "actor.layer_spec=local"], "actor.cp_comm_type"),
         (["actor.distributed_optimizer=on", "optimizer.name=sgd"], "actor.distributed_optimizer"),
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),

@@ -1,0 +1,75 @@
+"""Who holds which rows of a micro-batch under context parallelism, and what Transformer Engine is given of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, filler, pack
+from tests.mpi.workers.actor_common import sequences, shortened
+
+CPU = torch.device("cpu")
+
+
+def of_ranks(cp: int, tp: int = 1, budget: int = 200) -> list[list[MicroBatch]]:
+    """Micro-batches by rank."""
+    return [pack(shortened(sequences(12)), budget, RowLayout(CPU, "thd", tp, cp, rank)) for rank in range(cp)]
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_the_ranks_of_a_group_hold_every_row_once(cp, tp):
+    for parts in zip(*of_ranks(cp, tp), strict=True):
+        first, rows = parts[0], [len(part.input_ids[0]) for part in parts]
+        assert rows == [rows[0]] * cp and rows[0] % tp == 0
+        gathered = torch.cat([torch.stack([part.input_ids[0], part.positions[0]]) for part in parts], 1)
+        tokens, positions = gathered[:, first.packing.to_whole].tolist()
+        assert torch.equal(first.packing.to_whole[first.packing.to_ranks], torch.arange(sum(rows)))
+        at = 0
+        for sequence, end in zip(first.sequences, first.packing.cu_seqlens_q[1:].tolist(), strict=False):
+            fed = sequence.length - 1
+            assert tokens[at : at + fed] == sequence.token_ids[:-1].tolist()
+            assert not any(tokens[at + fed : end]) and positions[at:end] == list(range(end - at))
+            assert (end - at) % (2 * cp) == 0
+            at = end
+
+
+def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror():
+    """Transformer Engine's order: rank r has chunks r and 2 cp - 1 - r of every sequence."""
+    for rank, batches in enumerate(of_ranks(4)):
+        for batch in batches:
+            positions, at = batch.positions[0].tolist(), 0
+            for size in batch.packing.cu_seqlens_q.diff().tolist():
+                c = size // 8
+                front, back = rank * c, (7 - rank) * c
+                assert positions[at : at + 2 * c] == [*range(front, front + c), *range(back, back + c)]
+                at += 2 * c
+
+
+def test_every_answer_is_predicted_once_by_the_rows_before_its_tokens():
+    batches = of_ranks(2, budget=1)
+    assert any(not len(batch.rows) for batch in batches[1]), "no answer lies on one rank alone"
+    for parts in zip(*batches, strict=True):
+        (sequence,) = parts[0].sequences
+        assert torch.cat([part.own for part in parts]).sort().values.tolist() == list(range(len(parts[0].labels)))
+        for part in parts:
+            wanted = sequence.prompt_len - 1 + part.own
+            assert part.positions[0][part.rows].tolist() == wanted.tolist()
+            np.testing.assert_array_equal(part.labels.numpy(), sequence.token_ids[sequence.prompt_len :])
+
+
+def test_transformer_engine_gets_whole_sequences_without_gaps():
+    """The same tensor object for bounds with and without padding is what keeps flash attention eligible."""
+    for batch in of_ranks(2)[1]:
+        packing = batch.packing
+        bounds = packing.cu_seqlens_q
+        assert packing.cu_seqlens_q_padded is packing.cu_seqlens_kv_padded is packing.cu_seqlens_kv is bounds
+        assert int(bounds[-1]) == 2 * len(batch.input_ids[0]) and packing.max_seqlen_q == int(bounds.diff().max())
+    plain = pack(sequences(3), 200, RowLayout(CPU, "thd"))[0]
+    assert plain.packing.cu_seqlens_q_padded is None and plain.own is None
+
+
+def test_a_filler_has_rows_for_every_rank():
+    parts = [filler(RowLayout(CPU, "sbhd", 2, 2, rank)) for rank in range(2)]
+    assert [len(part.input_ids[0]) for part in parts] == [4, 4]
+    assert [len(part.rows) for part in parts] == [1, 0] and all(part.is_filler for part in parts)
