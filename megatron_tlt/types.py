@@ -76,6 +76,9 @@ class Sample:
     text: str
     finish_reason: FinishReason
     policy_version: int
+    # [P + R - 1, layers with experts, k] uint8, or int16 with more than 256 experts: those that the engine chose for
+    # each token that it fed (all but the last one). None: not recorded.
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.base import DTYPES, empty_routes
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle, sample_kernel
 from megatron_tlt.models.loader import iter_weights
@@ -148,8 +148,10 @@ def _eagle(
 
 
 def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_hidden_states: bool) -> int:
-    """Memory of one block: the policy's cache, the drafter's, and the hidden states that it reads or that are kept."""
-    total = decoder.kv_bytes_per_block(size)
+    """Memory of one block: the policy's cache, the drafter's, the hidden states that it reads or that are kept, and the
+    tokens' experts (well under 1 %, whether or not they are recorded).
+    """
+    total = decoder.kv_bytes_per_block(size) + empty_routes(size, decoder.config).nbytes
     if eagle is not None:
         total += eagle.kv_bytes_per_block(size)
     if eagle is not None or keep_hidden_states:

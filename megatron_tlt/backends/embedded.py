@@ -186,6 +186,10 @@ class EmbeddedBackend(BaseBackend):
         collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
 
+    def record_routes(self) -> None:
+        """From now on samples have `routes`. Only without live requests, with a model that has experts."""
+        self.engine.record_routes()
+
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """See `RolloutBackend.lookup_tables`."""
         return self.engine.runner.decoder.lookup_tables()
@@ -275,4 +279,5 @@ class EmbeddedBackend(BaseBackend):
             text=self.engine.text_of(request),
             finish_reason=request.finish_reason,
             policy_version=self._weights.version,
+            routes=request.routes,
         )

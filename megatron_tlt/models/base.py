@@ -13,6 +13,7 @@ from megatron_tlt.config.checks.layout import tp_problems
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.experts import route_type, route_width
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.loader import is_ignorable
 
@@ -125,8 +126,8 @@ class WeightLedger:
 class Shard:
     """Which part of the model a tensor-parallel rank holds.
 
-    Query and kv heads, the MLP's width and the LM head's rows are split. The embedding table is whole on every rank,
-    which saves a collective.
+    Query and kv heads, the width of the MLP and of every expert, and the LM head's rows are split. The embedding table
+    is whole on every rank, which saves a collective, and so are routers: all ranks choose the same experts.
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int):
@@ -137,20 +138,26 @@ class Shard:
         self.heads = config.num_heads // size
         self.kv_heads = config.num_kv_heads // size
         self.inter = config.intermediate_size // size
+        self.expert_inter = config.moe_intermediate_size // size
+        self.shared_inter = config.shared_expert_intermediate_size // size
         self.vocab = -(-config.vocab_size // size)  # padded: the last rank may hold fewer real rows
         d = config.head_dim
         kv_first = rank * self.kv_heads * d
+        shared = (rank * self.shared_inter, self.shared_inter)
         self._rows = {
             "q_proj": (rank * self.heads * d, self.heads * d),
             "k_proj": (kv_first, self.kv_heads * d),
             "v_proj": (kv_first, self.kv_heads * d),
             "gate_proj": (rank * self.inter, self.inter),
             "up_proj": (rank * self.inter, self.inter),
+            "shared.gate_proj": shared,
+            "shared.up_proj": shared,
             "lm_head": (rank * self.vocab, max(0, min(self.vocab, config.vocab_size - rank * self.vocab))),
         }
         self._columns = {
             "o_proj": (rank * self.heads * d, self.heads * d),
             "down_proj": (rank * self.inter, self.inter),
+            "shared.down_proj": shared,
         }
 
     def slice(self, part: str, tensor: Tensor) -> Tensor:
@@ -163,6 +170,13 @@ class Shard:
             return tensor.narrow(1, *self._columns[part])
         return tensor
 
+    def slice_experts(self, kind: str, stack: Tensor) -> Tensor:
+        """This rank's view of all experts of a layer: `kind` "gate_up_proj" [E, 2F, H] as [E, 2, F / size, H], or
+        "down_proj" [E, H, F] as [E, H, F / size].
+        """
+        mine = (self.rank * self.expert_inter, self.expert_inter)
+        return stack.unflatten(1, (2, -1)).narrow(2, *mine) if kind == "gate_up_proj" else stack.narrow(2, *mine)
+
     def gather_logits(self, tp: TensorParallel | None, local: Tensor, vocab: int) -> Tensor:
         """[R, V/size] on each rank -> [R, V] on every rank."""
         if tp is None or self.size == 1:
@@ -171,8 +185,18 @@ class Shard:
         return parts.permute(1, 0, 2).reshape(local.shape[0], self.size * self.vocab)[:, :vocab].contiguous()
 
 
+def empty_routes(rows: int, config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Uninitialised [rows, layers with experts * k], where a decoder writes the experts of each row."""
+    dtype = getattr(torch, route_type(config.num_experts))
+    return torch.empty(rows, route_width(config), dtype=dtype, device=device)
+
+
 def split_name(name: str) -> tuple[int | None, str, str]:
-    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); outside layers (None, "norm", "weight")."""
+    """`model.layers.3.self_attn.q_proj.weight` -> (3, "q_proj", "weight"); outside layers (None, "norm", "weight").
+
+    A stack of experts is (3, "experts", "down_proj"), the shared expert's part (3, "shared.down_proj", "weight").
+    """
     fields = name.split(".")
     layer = int(fields[2]) if fields[1] == "layers" else None
-    return layer, fields[-2], fields[-1]
+    shared = "shared." if "shared_expert" in fields else ""
+    return layer, shared + fields[-2], fields[-1]

@@ -46,6 +46,16 @@ def moe_layer_shapes(hidden: int, experts: int, width: int, shared_width: int) -
     return shapes
 
 
+def route_type(num_experts: int) -> str:
+    """The type of a recorded expert's number."""
+    return "uint8" if num_experts <= 256 else "int16"
+
+
+def route_width(config: Any) -> int:
+    """Experts that a row chooses over all layers of a `ModelConfig`: layers with experts * k."""
+    return len(config.moe_layers) * int(config.num_experts_per_tok)
+
+
 def names_on_disk(family: str, name: str, num_experts: int) -> tuple[str, ...]:
     """The stored tensors whose rows, one after the other, are the tensor `name`."""
     if family not in MOE_FAMILIES or ".mlp." not in name:

@@ -42,8 +42,6 @@ def build_decoder(
     `kernels` is "native" and cannot be built.
     """
     device = torch.device(device)
-    if config.num_experts:
-        raise ConfigError.of("model.path", config.family, "no decoder computes mixtures of experts yet")
     if kernels not in ("auto", "native", "torch"):
         raise ConfigError(ConfigProblem("kernels", kernels, "must be 'auto', 'native' or 'torch'"))
     if kernels == "native" and device.type != "cpu":

@@ -45,11 +45,12 @@ class DecoderInput:
     parents: Tensor | None = None
     all_hidden: bool = False  # also return the states of all T rows
     lengths: HostLengths | None = None  # where the batch is not in the host's memory
+    all_routes: bool = False  # also return the experts of all T rows, of a model that has some
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
         """From the first seven fields in order, or eight: `parents`, too."""
-        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the last two
+        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the last three
 
 
 @dataclass(slots=True)
@@ -59,3 +60,5 @@ class DecoderOutput:
     logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
     hidden: Tensor  # [R, W] in the compute type
     all_hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
+    # [T, layers with experts * k] of the type `experts.route_type`, if `all_routes`: each row's experts, best first
+    routes: Tensor | None = None

@@ -107,6 +107,13 @@ class Engine:
         elif self.speculator is None or self.speculator.eagle is None:
             self.runner.drop_pages()
 
+    def record_routes(self) -> None:
+        """From now on finished requests name the experts that their tokens chose. Only while no request is queued or
+        running, with a model that has experts. Mutates the runner.
+        """
+        assert self.is_idle, "experts are recorded from a request's first token on"
+        self.runner.record_routes()
+
     @property
     def num_running(self) -> int:
         """Requests that decode."""
@@ -183,6 +190,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         """Passes a finished request on, before its blocks are written again."""
+        request.routes = self.runner.routes_of(request)
         if self.speculator is not None:
             self.speculator.finish(request)
         if self._collector is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import agree_on
-from megatron_tlt.models.base import KVCache, NamedTensors
+from megatron_tlt.models.base import KVCache, NamedTensors, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.transfer import upload
@@ -97,7 +97,7 @@ class GraphPool:
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
         if decoder.tp is not None:
             capturer = AgreedCapturer(capturer, agree_on(decoder.tp, decoder.device))
-        fixed = self._staging.nbytes + self._logits.nbytes + self._hidden.nbytes
+        fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
         self._cache = GraphCache(capturer, budget_bytes, fixed)
 
     def _make_outputs(self) -> None:
@@ -106,6 +106,7 @@ class GraphPool:
             torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
             for width in (decoder.config.vocab_size, decoder.state_size)
         )
+        self._routes = empty_routes(rows, decoder.config, decoder.device)
 
     def release(self) -> None:
         """Frees graphs and output buffers until `resume`: graphs keep addresses of the cache. Mutates."""
@@ -146,9 +147,16 @@ class GraphPool:
         inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
         rows = key.batch_size * key.tokens
         into = DecoderOutput(self._logits[:rows], self._hidden[:rows])
+        if self._routes.numel():  # always of the same step, or a graph captured without them could not be used
+            into.routes = self._routes[:rows]
         self._cache.run(key, lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, into))
-        every = into.hidden.index_select(0, place) if batch.all_hidden else None
-        return DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted), every)
+        out = DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted))
+        if batch.all_hidden:
+            out.all_hidden = into.hidden.index_select(0, place)
+        if batch.all_routes:
+            assert into.routes is not None
+            out.routes = into.routes.index_select(0, place)
+        return out
 
     def run_step(self, key: Hashable, step: Step) -> None:
         """Another static step in the same memory and budget: a drafter's, keyed by its name and shape.
@@ -247,7 +255,7 @@ def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
     if batch.parents is not None:
         tensors.append(batch.parents)
     moved = DecoderInput.of([upload(t.numpy(), device) for t in tensors])
-    moved.all_hidden = batch.all_hidden
+    moved.all_hidden, moved.all_routes = batch.all_hidden, batch.all_routes
     moved.lengths = HostLengths(batch.query_start.diff().tolist(), int(batch.context_lens.max()))
     return moved
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.models.base import Decoder
+from megatron_tlt.models.base import Decoder, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.decoder import NativeDecoder
@@ -58,6 +58,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
+        self._routes: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
 
     def keep_pages(self) -> PagedHiddenStates:
         """From now on every forward writes its hidden states into `pages`. Only while no request runs. Mutates."""
@@ -68,6 +69,16 @@ class ModelRunner:
                 self.native_step.write_hidden_to(self.pages.data)
         return self.pages
 
+    def record_routes(self) -> None:
+        """From now on the experts of every token are kept, for `routes_of`. Only while no request runs. Mutates."""
+        like = empty_routes(0, self.decoder.config)
+        assert like.shape[1], "a dense model"
+        sizes = self.kv.num_blocks, self.kv.block_size, like.shape[1]
+        self._routes = PagedHiddenStates(*sizes, like.dtype, self.device)
+        if not self.kv.data.numel():  # as released as the cache
+            self._routes.release()
+        self._point_native_step()
+
     def drop_pages(self) -> None:
         """Stops keeping hidden states and frees their memory. Mutates."""
         self.pages = None
@@ -77,8 +88,8 @@ class ModelRunner:
     def release(self) -> None:
         """Frees the memory of cache, hidden states and graphs until `resume`. Mutates."""
         self.kv.release()
-        if self.pages is not None:
-            self.pages.release()
+        for pages in self._kept:
+            pages.release()
         if isinstance(self.decoder, PooledDecoder):
             self.decoder.pool.release()
         self._point_native_step()
@@ -86,8 +97,8 @@ class ModelRunner:
     def resume(self) -> None:
         """Allocates the memory again, zeroed, after a `release`. Mutates."""
         self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
-        if self.pages is not None:
-            self.pages.resume()
+        for pages in self._kept:
+            pages.resume()
         if isinstance(self.decoder, PooledDecoder):
             self.decoder.pool.resume()
         self._point_native_step()
@@ -97,8 +108,21 @@ class ModelRunner:
         if self.native_step is None:
             return
         self.native_step.point_at(self.kv)
-        released = self.pages is not None and not self.pages.data.numel()
-        self.native_step.write_hidden_to(None if self.pages is None or released else self.pages.data)
+        self.native_step.write_hidden_to(_memory(self.pages))
+        self.native_step.write_routes_to(_memory(self._routes))
+
+    @property
+    def _kept(self) -> list[PagedHiddenStates]:
+        """What is kept of every cached token, in pages as its keys and values."""
+        return [pages for pages in (self.pages, self._routes) if pages is not None]
+
+    def routes_of(self, request: Request) -> np.ndarray | None:
+        """The experts of a finished request's tokens, as `types.Sample` has them; None where they are not recorded."""
+        if self._routes is None:
+            return None
+        count = len(request.prompt) + len(request.output) - 1
+        read = self._routes.start_read(request.blocks, count).wait_pageable()
+        return read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
@@ -117,8 +141,12 @@ class ModelRunner:
         return result
 
     def _run(self, inputs: DecoderInput) -> DecoderOutput:
-        """The forward. Writes the rows' hidden states where they are kept."""
+        """The forward. Writes the rows' hidden states and experts where they are kept."""
+        inputs.all_routes = self._routes is not None
         output = self.decoder.forward(inputs, self.kv)
+        if self._routes is not None:
+            assert output.routes is not None
+            self._routes.write(inputs.slot_mapping, output.routes)
         if self.pages is not None:
             hidden = output.hidden if output.all_hidden is None else output.all_hidden
             self.pages.write(inputs.slot_mapping, hidden)
@@ -130,8 +158,8 @@ class ModelRunner:
             return
         src, dst = [c[0] for c in copies], [c[1] for c in copies]
         self.decoder.copy_blocks(self.kv, src, dst)
-        if self.pages is not None:
-            self.pages.copy_blocks(src, dst)
+        for pages in self._kept:
+            pages.copy_blocks(src, dst)
 
     def verify(self, draft: Draft) -> StepResult:
         """Feeds every row's last token and its drafted nodes; keeps the nodes that are accepted (`spec.verify`).
@@ -225,8 +253,8 @@ class ModelRunner:
 
         src, dst = slot(laid[moved]), slot(within[moved])
         self.decoder.copy_slots(self.kv, src, dst)
-        if self.pages is not None:  # a branch only moves up: nothing is read after it was written
-            self.pages.copy_slots(src, dst)
+        for pages in self._kept:  # a branch only moves up: nothing is read after it was written
+            pages.copy_slots(src, dst)
 
     def _decode_input(self, count: int) -> DecoderInput:
         """Views of the rows' arrays: the same memory every step, so they are made once for each row count."""
@@ -322,6 +350,11 @@ class ModelRunner:
         running = self._running_rows(slice(batch.num_decode))
         first = batch.first_draws if batch.chunks else []
         return running.join(_first_rows(first)) if first else running
+
+
+def _memory(pages: PagedHiddenStates | None) -> Tensor | None:
+    """Where `pages` are; None where there are none, or they are released."""
+    return None if pages is None or not pages.data.numel() else pages.data
 
 
 def _native_step(

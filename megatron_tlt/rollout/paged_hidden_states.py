@@ -2,6 +2,7 @@
 
 The state of the token fed at position p of a request lies at the slot of p, in the same block
 tables as the KV cache. So samples share those of their prompt, forks copy them, and recomputation writes them again.
+The experts that a token chose, which router replay needs, are kept in the same way.
 
 Legend: W width of a state, T rows of a step.
 """

@@ -38,6 +38,7 @@ class Request:
     blocks: list[int] = field(
         default_factory=list
     )  # KV blocks of a finished request, until the next schedule
+    routes: np.ndarray | None = None  # of a finished request whose engine records them (`types.Sample`)
 
     @property
     def key(self) -> int:

@@ -72,6 +72,7 @@ def launches() -> list[Launch]:
         _launch_sampling(256, 152064)
         _launch_layers(64, 3584, 18944, 28, 4, 128)
         _launch_attention(64, 28, 4, 128)
+        _launch_experts()
     return found
 
 
@@ -103,6 +104,17 @@ def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int
         for norms in (None, (norm, norm, 1e-6)):
             FUSED.rotate_into(qkv, norms, rope, slots, cache)
         FUSED.gated_silu(empty(rows, 2 * width, dtype=dtype))
+
+
+def _launch_experts() -> None:
+    """Decoding and prefill, at the shapes of Qwen3-30B-A3B."""
+    from megatron_tlt.models.torch.kernels.experts import mix_experts, route
+
+    hidden, width, count, k = 2048, 768, 128, 8
+    for rows, dtype in ((64, torch.bfloat16), (4096, torch.bfloat16), (64, torch.float32)):
+        h, router = empty(rows, hidden, dtype=dtype), empty(count, hidden, dtype=dtype)
+        gate_up, down = empty(count, 2 * width, hidden, dtype=dtype), empty(count, hidden, width, dtype=dtype)
+        mix_experts(h, *route(h, router, k, True), gate_up, down)
 
 
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:

@@ -28,7 +28,14 @@ Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
 
 def small_config(family: str) -> ModelConfig:
     """A tiny model of a family, without importing transformers (slow on many ranks)."""
-    heads, kv_heads = {"qwen2": (6, 2), "qwen3": (4, 4), "llama": (8, 1)}[family]
+    heads, kv_heads = {"qwen2": (6, 2), "qwen3": (4, 4), "llama": (8, 1), "qwen2_moe": (6, 2)}[family]
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+        "moe_layers": (1,),
+    }
     return ModelConfig(
         family,  # type: ignore[arg-type]
         vocab_size=131,
@@ -39,8 +46,9 @@ def small_config(family: str) -> ModelConfig:
         head_dim=16,
         intermediate_size=96,
         tie_word_embeddings=family != "llama",
-        qkv_bias=family == "qwen2",
+        qkv_bias=family in ("qwen2", "qwen2_moe"),
         qk_norm=family == "qwen3",
+        **(experts if family == "qwen2_moe" else {}),  # type: ignore[arg-type]
     )
 
 

@@ -107,6 +107,23 @@ def model_config(model) -> ModelConfig:
     return ModelConfig.from_hf(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
+def moe_config(family: str, vocab: int) -> ModelConfig:
+    """A dense layer, then one of 7 experts, of which 3 are chosen and, in qwen2_moe, one is shared."""
+    return ModelConfig(
+        family,  # type: ignore[arg-type]
+        *(vocab, 64, 2, 4, 2, 16, 88),
+        tie_word_embeddings=True,
+        qkv_bias=family == "qwen2_moe",
+        qk_norm=family == "qwen3_moe",
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72 if family == "qwen2_moe" else 0,
+        norm_topk_prob=family != "qwen2_moe",
+        moe_layers=(1,),
+    )
+
+
 def named_weights(model) -> list[tuple[str, Tensor]]:
     return [(n, p.detach()) for n, p in model.named_parameters()]
 

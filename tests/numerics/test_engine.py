@@ -11,7 +11,7 @@ import torch
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import Answers, Job, answer_all, assert_scored, collect, make_engine, random_jobs
-from tests.helpers.tiny_models import hf_model, model_config, named_weights
+from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
 KERNELS = ["native", "torch"]
@@ -28,7 +28,7 @@ def engine_of(family: str, kernels: str = "native", **sizes):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
 def test_greedy_equals_transformers_generate(family: str, kernels: str):
     model = tiny(family)
     rng = random.Random(2)
@@ -62,7 +62,7 @@ def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -
     return answers
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe"])
 def test_answers_do_not_depend_on_the_schedule(family: str):
     """Alone, in a batch, in any order, in chunks, with preemption: the same bits, log-probs included."""
     jobs = random_jobs(131, 20, seed=6)

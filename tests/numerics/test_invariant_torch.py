@@ -12,13 +12,14 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.torch import invariant
-from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.tiny_models import Driver, moe_config, random_weights
 from tests.helpers.trees import copy_of, random_tree, tree_input
 
 DTYPES = (torch.float32, torch.bfloat16)
 CONFIGS = {
     "gqa3": ModelConfig("qwen2", 131, 96, 2, 6, 2, 32, 200, qkv_bias=True, tie_word_embeddings=True),
     "odd sizes": ModelConfig("qwen3", 77, 52, 2, 4, 4, 20, 91, qk_norm=True, tie_word_embeddings=True),
+    "experts": moe_config("qwen2_moe", 131),
     "wide mlp": ModelConfig("llama", 300, 64, 1, 16, 1, 16, 2500),
 }
 

@@ -48,7 +48,7 @@ def plain(family: str, jobs, **options) -> tuple[Answers, list]:
     return answer_all(make_engine(config, weights, **options), jobs), weights
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen2_moe"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("spoil", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
 def test_equal_whatever_is_drafted(family, tree, spoil):
@@ -131,7 +131,7 @@ DRAFTERS = [
 
 
 @pytest.mark.parametrize("speculation", DRAFTERS, ids=lambda d: "-".join(map(str, d.values())))
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama"])
 def test_equal_with_real_drafters(family, speculation):
     """Ample memory, then so little that requests are preempted and drafts find no blocks."""
     jobs = random_jobs(131, 8, seed=8)

@@ -95,7 +95,10 @@ def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
         "query heads": shape.num_heads,
         "key/value heads": shape.num_kv_heads,
         "intermediate size": shape.intermediate_size,
+        "shared expert's width": getattr(shape, "shared_expert_intermediate_size", 0),
     }  # not the vocabulary: actor and engine pad it
+    if path == "rollout.tp":  # the actor's experts are whole
+        dimensions["experts' width"] = getattr(shape, "moe_intermediate_size", 0)
     bad = [f"{name} {size}" for name, size in dimensions.items() if size % tp]
     if bad:
         yield ConfigProblem(path, tp, f"must divide the model's {', '.join(bad)}")

@@ -36,7 +36,11 @@ def fields_of(kind: type, names: str) -> list[tuple[str, type]]:
 class Layer(Structure):
     """`TltLayer`."""
 
-    _fields_ = fields_of(c_void_p, "qkv o gate_up down qkv_bias input_norm post_norm q_norm k_norm")
+    _fields_ = [
+        *fields_of(c_void_p, "qkv o gate_up down qkv_bias input_norm post_norm q_norm k_norm"),
+        *fields_of(c_void_p, "router expert_gate_up expert_down"),
+        ("route", c_int64),
+    ]
 
 
 class Model(Structure):
@@ -46,10 +50,12 @@ class Model(Structure):
         *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab"),
         *fields_of(c_int32, "max_rows rope_len tp aux_count"),
         ("aux", c_int32 * 3),
+        *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),
         ("layer", POINTER(Layer)),
         *fields_of(c_void_p, "resid part qkv_out x q att mid units picked"),
+        *fields_of(c_void_p, "scores gates shared pair_x pair_mid pair_out chosen place starts active"),
     ]
 
 
@@ -59,7 +65,7 @@ class Step(Structure):
     _fields_ = [
         *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
         *fields_of(c_void_p, "token_ids positions slots query_start block_tables logit_rows"),
-        *fields_of(c_void_p, "parents branch kv logits hidden all_hidden"),
+        *fields_of(c_void_p, "parents branch kv logits hidden all_hidden routes"),
     ]
 
 
@@ -70,8 +76,8 @@ class Fused(Structure):
         *fields_of(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted"),
         ("sample_seconds", c_double),
         *fields_of(c_void_p, "token_ids positions output_len block_tables keys temperature"),
-        *fields_of(c_void_p, "counts tokens parents kv pages"),
-        *fields_of(c_void_p, "ints row_keys row_temperature bytes logits hidden sampling"),
+        *fields_of(c_void_p, "counts tokens parents kv pages route_pages"),
+        *fields_of(c_void_p, "ints row_keys row_temperature bytes logits hidden routes sampling"),
         *fields_of(c_void_p, "out_tokens out_index out_counts out_logprobs"),
         *fields_of(c_void_p, "accepted reached drawn_logprobs"),
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routes, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native.abi import ERRORS, Step, library
@@ -157,11 +157,13 @@ class NativeDecoder:
         step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
         step.all_hidden = None if every is None else every.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
+        routes = empty_routes(tokens, self.config) if batch.all_routes else None
+        step.routes = None if routes is None else routes.data_ptr()
         forward = self._forward
         if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
-        return DecoderOutput(logits, hidden, every)
+        return DecoderOutput(logits, hidden, every, routes)
 
 
 def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:

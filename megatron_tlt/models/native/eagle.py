@@ -51,7 +51,7 @@ class NativeEagle:
         """The policy's embedding and LM head are read where they are, so it must stay alive."""
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
         self.config, self.dtype = policy.config, policy.dtype
-        self._one = replace(policy.config, num_layers=1)
+        self._one = replace(policy.config.dense_sibling, num_layers=1)
         self._whole = Shard(self._one, 0, 1)
         h, is_bf16 = self.config.hidden_size, self.dtype == torch.bfloat16
         self._packer = Packer(is_bf16)

@@ -1,6 +1,6 @@
 """Parts of the native policy and the native drafter: memory, packed layers, buffers and inputs of a forward.
 
-Legend: T rows, S sequences, R wanted rows, H hidden size, D head size, I intermediate size.
+Legend: T rows, S sequences, R wanted rows, H hidden size, D head size, I intermediate size, E experts, k chosen a row.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import mmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_columns
@@ -17,6 +18,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.experts import route_type, route_width
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.abi import AllReduce, Layer, Model, Step, library
 from megatron_tlt.models.torch.layers import rope_table
@@ -132,15 +134,13 @@ class PackedLayers:
         self._config, self._shard, self._packer = config, shard, packer
         d, h = config.head_dim, config.hidden_size
         qkv = (shard.heads + 2 * shard.kv_heads) * d
-        sizes = {
-            "qkv": packer.size(qkv, h),
-            "o": packer.size(h, shard.heads * d),
-            "gate_up": 2 * packer.size(shard.inter, h),
-            "down": packer.size(h, shard.inter),
-        }
+        sizes = [
+            {"qkv": packer.size(qkv, h), "o": packer.size(h, shard.heads * d)} | self._mlp_sizes(index)
+            for index in range(config.num_layers)
+        ]
         other = packer.size(*extra)
-        arena = Arena(config.num_layers * sum(align(n) for n in sizes.values()) + align(other))
-        self._weights = [{name: arena.take(n) for name, n in sizes.items()} for _ in range(config.num_layers)]
+        arena = Arena(sum(align(n) for of_layer in sizes for n in of_layer.values()) + align(other))
+        self._weights = [{name: arena.take(n) for name, n in of_layer.items()} for of_layer in sizes]
         self.extra = arena.take(other)
         wide = {"qkv_bias": pad(qkv), "post_norm": pad(h)} | ({"input_norm": pad(h)} if input_norm else {})
         heads = {"q_norm": d, "k_norm": d} if config.qk_norm else {}
@@ -151,12 +151,31 @@ class PackedLayers:
         for layer, weights, vectors in zip(self.structures, self._weights, self._vectors, strict=True):
             for name, tensor in (weights | vectors).items():
                 setattr(layer, name, tensor.data_ptr())
+        for route, index in enumerate(config.moe_layers):
+            self.structures[index].route = route
+
+    def _mlp_sizes(self, index: int) -> dict[str, int]:
+        """Bytes of a layer's packed weights behind its attention; the shared expert's gate is the router's last row."""
+        c, s, h, size = self._config, self._shard, self._config.hidden_size, self._packer.size
+        if index not in c.moe_layers:
+            return {"gate_up": 2 * size(s.inter, h), "down": size(h, s.inter)}
+        sizes = {
+            "router": size(c.num_experts + (s.shared_inter > 0), h),
+            "expert_gate_up": c.num_experts * 2 * size(s.expert_inter, h),
+            "expert_down": c.num_experts * size(h, s.expert_inter),
+        }
+        if s.shared_inter:
+            sizes |= {"gate_up": 2 * size(s.shared_inter, h), "down": size(h, s.shared_inter)}
+        return sizes
 
     def load(self, index: int, part: str, kind: str, tensor: Tensor) -> None:
         """Takes the full tensor of a layer's `part` ("q_proj", ...), `kind` "weight" or "bias"."""
-        s = self._shard
-        source = s.slice(part, tensor.detach())
-        weights, vectors, pack = self._weights[index], self._vectors[index], self._packer.pack
+        s, weights, vectors = self._shard, self._weights[index], self._vectors[index]
+        pack, tensor = self._packer.pack, tensor.detach()
+        if part == "experts":
+            self._load_experts(weights, kind, tensor)
+            return
+        source, part = s.slice(part, tensor), part.removeprefix("shared.")
         first = {"k_proj": s.heads, "v_proj": s.heads + s.kv_heads}.get(part, 0) * self._config.head_dim
         if kind == "bias":
             vectors["qkv_bias"][first : first + source.shape[0]].copy_(source)
@@ -164,11 +183,20 @@ class PackedLayers:
             pack(weights["qkv"], source, first)
         elif part in ("gate_proj", "up_proj"):
             pack(weights["gate_up"], source, 0, 2, part == "up_proj")
+        elif part in ("gate", "shared_expert_gate"):
+            pack(weights["router"], source, 0 if part == "gate" else self._config.num_experts)
         elif part in ("o_proj", "down_proj"):
             pack(weights[part.removesuffix("_proj")], source)
         else:
             renamed = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
             vectors[renamed.get(part, part)][: source.shape[0]].copy_(source)
+
+    def _load_experts(self, weights: dict[str, Tensor], kind: str, stack: Tensor) -> None:
+        """Packs a stack of all experts of a layer, each one for itself: gate and up rows in turns of panels."""
+        packed = weights["expert_gate_up" if kind == "gate_up_proj" else "expert_down"].chunk(len(stack))
+        for target, source in zip(packed, self._shard.slice_experts(kind, stack), strict=True):
+            for half, rows in enumerate(source if source.ndim == 3 else [source]):
+                self._packer.pack(target, rows, 0, source.ndim - 1, half)
 
 
 class Forward:
@@ -205,10 +233,25 @@ class Forward:
             x=self.buffer(h),
             q=self.buffer(shard.heads * padded),
             att=self.buffer(pad(shard.heads * c.head_dim)),
-            mid=self.buffer(pad(shard.inter)),
+            mid=self.buffer(pad(max(shard.inter, shard.shared_inter))),
             units=self.buffer(4),
             picked=self.buffer(2),
         )
+        if c.num_experts:
+            self._add_experts(c, shard)
+
+    def _add_experts(self, c: ModelConfig, shard: Shard) -> None:
+        """Sizes and buffers of layers with experts."""
+        model, k, h = self.model, c.num_experts_per_tok, pad(c.hidden_size)
+        model.experts, model.topk, model.renormalise = c.num_experts, k, c.norm_topk_prob
+        model.expert_inter, model.shared_inter = shard.expert_inter, shard.shared_inter
+        model.route_bytes = route_width(c) * np.dtype(route_type(c.num_experts)).itemsize
+        columns = {"scores": pad(c.num_experts + 1), "gates": k + 1, "shared": h, "chosen": k, "place": k}
+        columns |= {"pair_x": k * h, "pair_mid": k * pad(shard.expert_inter), "pair_out": k * h}
+        for name, count in columns.items():
+            setattr(model, name, self.buffer(count))
+        for name in ("starts", "active"):
+            setattr(model, name, self.buffer(-(-(c.num_experts + 1) // MAX_ROWS)))
 
     def buffer(self, columns: int) -> int:
         """Address of MAX_ROWS zeroed rows, which live as long as this object."""

@@ -62,7 +62,8 @@ class NativeStep:
         self._run = library().tlt_fused_step
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
         self._is_bf16 = decoder.dtype == torch.bfloat16
-        self._pages: Tensor | None = None
+        self._pages: Tensor | None = None  # kept alive for C, as the next
+        self._routes: Tensor | None = None
         self._room = 0
         self._make_room(1)
 
@@ -84,6 +85,18 @@ class NativeStep:
                     f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
                 )
         self._pages, self._fused.pages = pages, None if pages is None else pages.data_ptr()
+
+    def write_routes_to(self, pages: Tensor | None) -> None:
+        """Experts of all fed rows go to `pages` [slots, route width], each to its token's slot. None: nowhere.
+
+        Raises BackendError for a tensor that C could not write.
+        """
+        if pages is not None:
+            slots = self._fused.num_blocks * self._fused.block_size
+            fits = pages.shape[0] == slots and pages.nbytes == slots * self._forward.model.route_bytes
+            if not (fits and pages.is_contiguous() and pages.device.type == "cpu"):
+                raise BackendError(f"experts {list(pages.shape)} {pages.dtype} for a cache of {slots} slots")
+        self._routes, self._fused.route_pages = pages, None if pages is None else pages.data_ptr()
 
     def decode(self, count: int) -> Emitted:
         """Feeds the first `count` rows their tokens and draws one for each. Mutates the cache. Raises as `verify`."""
@@ -160,6 +173,7 @@ class NativeStep:
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
             "hidden": np.empty((room, self._decoder.state_size), np.int16 if self._is_bf16 else np.float32),
+            "routes": np.empty((room, model.route_bytes), np.uint8),
         }
         names = "counts tokens parents out_tokens out_index out_counts out_logprobs accepted reached"
         arrays = scratch | {name: getattr(self, f"_{name}") for name in names.split()}

@@ -18,10 +18,11 @@ from torch.nn.functional import linear
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routes, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
+from megatron_tlt.models.torch.experts import empty_experts, mix_alike
 from megatron_tlt.models.torch.invariant import (
     CHUNK,
     TILE,
@@ -84,17 +85,20 @@ class TorchDecoder:
         shared = c.tie_word_embeddings and s.size == 1
         self._head = self._embed if shared else empty(s.vocab, c.hidden_size)
         self._layers: list[dict[str, Tensor]] = [
-            {
+            (
+                empty_experts(c, s, self._embed)
+                if index in c.moe_layers
+                else {"gate_up": empty(2 * s.inter, c.hidden_size), "down_proj": empty(c.hidden_size, s.inter)}
+            )
+            | {
                 "qkv": empty(sum(self._qkv_sizes), c.hidden_size),
                 "o_proj": empty(c.hidden_size, s.heads * d),
-                "gate_up": empty(2 * s.inter, c.hidden_size),
-                "down_proj": empty(c.hidden_size, s.inter),
                 "input_layernorm": empty(c.hidden_size),
                 "post_attention_layernorm": empty(c.hidden_size),
             }
             | ({"qkv_bias": empty(sum(self._qkv_sizes))} if c.qkv_bias else {})
             | ({"q_norm": empty(d), "k_norm": empty(d)} if c.qk_norm else {})
-            for _ in range(c.num_layers)
+            for index in range(c.num_layers)
         ]
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
@@ -114,7 +118,12 @@ class TorchDecoder:
                 rows = self._shard.slice("lm_head", tensor)
                 self._head[: rows.shape[0]].copy_(rows)
             return
-        layer, source = self._layers[index], self._shard.slice(part, tensor)
+        layer = self._layers[index]
+        if part == "experts":
+            source = self._shard.slice_experts(kind, tensor)
+            layer["experts_gate_up" if kind == "gate_up_proj" else "experts_down"].view(source.shape).copy_(source)
+            return
+        source, part = self._shard.slice(part, tensor), part.removeprefix("shared.")
         if part in _QKV:
             target = layer["qkv" if kind == "weight" else "qkv_bias"]
             target.split(self._qkv_sizes)[_QKV.index(part)].copy_(source)
@@ -169,22 +178,27 @@ class TorchDecoder:
         longest = max(batch.context_lens.tolist()) if batch.lengths is None else batch.lengths.longest
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
+        chosen: list[Tensor] = []
         if self.invariant:
-            states = self._forward_tiles(batch, kv)
+            states = self._forward_tiles(batch, kv, chosen)
         else:
             plan = self._plan(batch, kv.block_size)
             fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())
-            states = self._layers_forward(*fed, kv, plan)
+            states = self._layers_forward(*fed, kv, plan, chosen)
         wanted = batch.logit_rows.long()
         if self.invariant or batch.all_hidden:
             states[-1] = self._norm_final(states[-1])
             every = _joined(states)
-            return DecoderOutput(
-                self.logits(states[-1][wanted]), every[wanted], every if batch.all_hidden else None
-            )
-        states = [state[wanted] for state in states]
-        states[-1] = self._norm_final(states[-1])
-        return DecoderOutput(self.logits(states[-1]), _joined(states))
+            out = DecoderOutput(self.logits(states[-1][wanted]), every[wanted])
+            out.all_hidden = every if batch.all_hidden else None
+        else:
+            states = [state[wanted] for state in states]
+            states[-1] = self._norm_final(states[-1])
+            out = DecoderOutput(self.logits(states[-1]), _joined(states))
+        if batch.all_routes:
+            routes = torch.cat(chosen, -1)
+            out.routes = empty_routes(len(routes), self.config, self.device).copy_(routes)
+        return out
 
     @torch.inference_mode()
     def forward_static(
@@ -203,9 +217,9 @@ class TorchDecoder:
             )
         self._require_weights()
         plan = self._plan(batch, kv.block_size, rows_each)
-        states = self._layers_forward(
-            batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long(), kv, plan
-        )
+        chosen: list[Tensor] = []
+        fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())
+        states = self._layers_forward(*fed, kv, plan, chosen)
         states[-1] = hidden = self._norm_final(states[-1])
         if into is None:
             every = _joined(states)
@@ -216,6 +230,8 @@ class TorchDecoder:
             local = self._local_logits(hidden)
             into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
         torch.cat(states, dim=-1, out=into.hidden)
+        if into.routes is not None:
+            into.routes.copy_(torch.cat(chosen, -1))
         return into
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -241,15 +257,18 @@ class TorchDecoder:
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
 
-    def _forward_tiles(self, batch: DecoderInput, kv: KVCache) -> list[Tensor]:
+    def _forward_tiles(self, batch: DecoderInput, kv: KVCache, chosen: list[Tensor]) -> list[Tensor]:
         """`_layers_forward` tile by tile: rows only attend to earlier tiles and their own."""
         if not self._checked:
             self._check_rows_alike()
             self._checked = True
-        done = [
-            [s[: t.used] for s in self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan)]
-            for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size)
-        ]
+        done, routes = [], []
+        for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
+            of_tile: list[Tensor] = []
+            states = self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan, of_tile)
+            done.append([state[: t.used] for state in states])
+            routes.append([ids[: t.used] for ids in of_tile])
+        chosen += [torch.cat(parts) for parts in zip(*routes, strict=True)]
         return [torch.cat(parts) for parts in zip(*done, strict=True)]
 
     def _layers_forward(
@@ -259,8 +278,11 @@ class TorchDecoder:
         slots: Tensor,
         kv: KVCache,
         plan: Plan,
+        chosen: list[Tensor],
     ) -> list[Tensor]:
-        """The residual stream behind each of `aux_layers` and behind the last layer, [T, H] each."""
+        """The residual stream behind each of `aux_layers` and behind the last layer, [T, H] each; the experts [T, k] of
+        each layer that has some are appended to `chosen`.
+        """
         rope, x = self._rope[positions], self._embed[token_ids]
         eps, add_norm = self.config.rms_norm_eps, self.ops.add_norm
         part: Tensor | None = None  # of the residual stream, not added yet
@@ -271,7 +293,8 @@ class TorchDecoder:
                 states.append(x)
             part = self._attention(layer, h, cache, rope, slots, plan)
             x, h = add_norm(x, part, layer["post_attention_layernorm"], eps)
-            part = self._mlp(layer, h)
+            part = self._mlp(layer, h) if "gate" not in layer else self._experts(layer, h, chosen)
+            part = self._reduce(part)
         return [*states, x if part is None else x + part]
 
     def _attention(
@@ -293,7 +316,19 @@ class TorchDecoder:
 
     def _mlp(self, layer: dict[str, Tensor], h: Tensor) -> Tensor:
         both, gate = linear(h, layer["gate_up"]), self.ops.gated_silu
-        return self._reduce(linear(rowwise(gate, both) if self.invariant else gate(both), layer["down_proj"]))
+        return linear(rowwise(gate, both) if self.invariant else gate(both), layer["down_proj"])
+
+    def _experts(self, layer: dict[str, Tensor], h: Tensor, chosen: list[Tensor]) -> Tensor:
+        """A layer's experts, and the one that all rows share (Qwen2-MoE)."""
+        gates, ids = self.ops.route(
+            h, layer["gate"], self.config.num_experts_per_tok, self.config.norm_topk_prob
+        )
+        chosen.append(ids)
+        mix = mix_alike if self.invariant else self.ops.mix_experts
+        mixed = mix(h, gates, ids, layer["experts_gate_up"], layer["experts_down"])
+        if "shared_expert_gate" not in layer:
+            return mixed
+        return mixed + linear(h, layer["shared_expert_gate"]).sigmoid() * self._mlp(layer, h)
 
     def _norm_final(self, x: Tensor) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
@@ -315,9 +350,11 @@ class TorchDecoder:
     def _check_rows_alike(self) -> None:
         """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""
         layer, d = self._layers[0], self.config.head_dim
-        products = {name: layer[name] for name in ("qkv", "o_proj", "gate_up", "down_proj")} | {
-            "head": self._head
-        }
+        names = ("qkv", "o_proj", "gate_up", "down_proj")
+        products: dict[str, Tensor] = {name: layer[name] for name in names if name in layer}
+        products |= {"head": self._head}
+        if "gate" in layer:
+            products |= {"experts": layer["experts_gate_up"][0], "experts' down": layer["experts_down"][0]}
         for name, weight in products.items():
             check_rows_alike(f"matmul {name}", partial(linear, weight=weight), weight)
         cache = torch.randn(2, 2 * CHUNK, self._shard.kv_heads, d, generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,10 @@
-"""The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate.
+"""The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate, experts.
 
 `LayerOps` is what a layer does between its matrix products: in PyTorch (`PLAIN`), or one kernel each on CUDA
 (`kernels.layers`).
 
-Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads.
+Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads; E experts, k chosen by
+a row, F width of an expert (of this rank's part).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import grouped_mm, linear, silu
 
 from megatron_tlt.models.config import ModelConfig
 
@@ -68,7 +69,7 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, eps
 
 
 class LayerOps(NamedTuple):
-    """Three functions. Where they write, they write into the cache only."""
+    """What a layer does beside its matrix products. Where these functions write, they write into the cache only."""
 
     # x [T, H], part [T, H] or None, weight [H], epsilon -> x + part, and its norm
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -77,6 +78,11 @@ class LayerOps(NamedTuple):
     rotate_into: Callable[[Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
     # [T, 2I] holding gate then up -> silu(gate) * up, [T, I]
     gated_silu: Callable[[Tensor], Tensor]
+    # rows h [T, H], router [E, H], k, whether the gates of a row are made to sum to 1 -> gates float32 [T, k], experts
+    # int [T, k], best first. Scores are float32 in models of every type, as the actor's are: rounding must not choose.
+    route: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+    # h [T, H], gates, experts, gate_up [E, 2F, H], down [E, H, F] -> sums [T, H] of experts' outputs times gates
+    mix_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -96,4 +102,22 @@ def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tenso
     return rotate(q, rope)
 
 
-PLAIN = LayerOps(add_norm, rotate_into, gated_silu)
+def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """See `LayerOps.route`."""
+    gates, ids = linear(h.float(), router.float()).softmax(-1).topk(k, dim=-1)
+    return gates / gates.sum(-1, keepdim=True) if renormalise else gates, ids
+
+
+def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """See `LayerOps.mix_experts`. The rows of an expert are gathered; where they begin stays on the device."""
+    k, flat = ids.shape[1], ids.flatten()
+    order = flat.argsort(stable=True)
+    every = torch.arange(gate_up.shape[0], device=h.device, dtype=flat.dtype)
+    ends = torch.searchsorted(flat[order], every, right=True).to(torch.int32)
+    inner = gated_silu(grouped_mm(h[order // k], gate_up.transpose(1, 2), offs=ends))
+    out = h.new_empty(len(flat), h.shape[1])
+    out[order] = grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    return (out.unflatten(0, (-1, k)).float() * gates[..., None]).sum(1).to(h.dtype)
+
+
+PLAIN = LayerOps(add_norm, rotate_into, gated_silu, route, mix_experts)

@@ -19,9 +19,10 @@ from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
-from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.tiny_models import Driver, moe_config, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
+EXPERTS = moe_config("qwen2_moe", 101)
 KERNELS = ("native", "torch")
 
 
@@ -151,14 +152,15 @@ class LocalGroup:
         return member
 
 
-def test_torch_tensor_parallel_equals_one_rank() -> None:
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_torch_tensor_parallel_equals_one_rank(config: ModelConfig) -> None:
     """101 tokens do not divide: the last shard is short."""
     kernels, size = "torch", 2
-    want = Driver(loaded(kernels)).step([(0, list(range(30)))]).logits
+    want = Driver(loaded(kernels, config)).step([(0, list(range(30)))]).logits
     group, got = LocalGroup(size), [None] * size
 
     def run(rank: int) -> None:
-        got[rank] = Driver(loaded(kernels, tp=group.member(rank))).step([(0, list(range(30)))]).logits
+        got[rank] = Driver(loaded(kernels, config, tp=group.member(rank))).step([(0, list(range(30)))]).logits
 
     ranks = [threading.Thread(target=run, args=(r,)) for r in range(size)]
     [t.start() for t in ranks]
@@ -172,7 +174,7 @@ NATIVE_RANK = """
 import sys, torch, torch.distributed as dist
 from megatron_tlt.models.factory import build_decoder
 from tests.helpers.tiny_models import Driver, random_weights
-from tests.unit.models.test_decoders import CONFIG
+from tests.unit.models.test_decoders import CONFIG, EXPERTS
 rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=size)
 class Group:
@@ -180,12 +182,13 @@ class Group:
     def all_gather(self, t):
         out = torch.empty(size, *t.shape); dist.all_gather(list(out.unbind()), t); return out
 tp = Group(); tp.rank, tp.size = rank, size
-def run(tp):
-    d = build_decoder(CONFIG, kernels="native", threads=2, tp=tp)
-    d.load_weights(random_weights(CONFIG))
+def run(config, tp):
+    d = build_decoder(config, kernels="native", threads=2, tp=tp)
+    d.load_weights(random_weights(config))
     driver = Driver(d)
     return torch.cat([driver.step([(0, list(range(30))), (1, [4])]).logits, driver.step([(1, [3])]).logits])
-torch.testing.assert_close(run(tp), run(None), atol=1e-5, rtol=1e-5)
+for config in CONFIG, EXPERTS:
+    torch.testing.assert_close(run(config, tp), run(config, None), atol=1e-5, rtol=1e-5)
 """
 
 
@@ -217,6 +220,8 @@ def test_shapes_that_cannot_be_sharded_are_refused() -> None:
         Shard(CONFIG, 0, 3)
     with pytest.raises(ConfigError, match="key/value heads 3"):
         Shard(ModelConfig("llama", 10, 24, 1, 12, 3, 2, 24), 0, 2)
+    with pytest.raises(ConfigError, match="shared expert's width 71, experts' width 41"):
+        Shard(replace(EXPERTS, moe_intermediate_size=41, shared_expert_intermediate_size=71), 0, 2)
 
 
 @pytest.mark.parametrize(

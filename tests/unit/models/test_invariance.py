@@ -7,13 +7,14 @@ import torch
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.native.decoder import NativeDecoder
-from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.tiny_models import Driver, moe_config, random_weights
 
 DTYPES = (torch.float32, torch.bfloat16)
 CONFIGS = {
     "gqa3": ModelConfig("qwen2", 131, 96, 2, 6, 2, 32, 200, qkv_bias=True, tie_word_embeddings=True),
     "odd head": ModelConfig("qwen3", 77, 64, 2, 4, 4, 24, 90, qk_norm=True, tie_word_embeddings=True),
     "wide group": ModelConfig("llama", 300, 128, 2, 16, 1, 128, 320),
+    "experts": moe_config("qwen2_moe", 131),
     "head 256": ModelConfig("llama", 50, 64, 1, 2, 2, 256, 64),
 }
 

@@ -81,6 +81,14 @@ def test_a_captured_step_launches_at_most_twelve_kernels_a_layer(family: str, ro
     assert deep.copies == 0
 
 
+def test_a_captured_layer_of_experts_launches_at_most_twelve_kernels() -> None:
+    """Two for the choice, four for the products, whatever rows chose: nothing is read on the host."""
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    config = replace(CONFIG, family="qwen3_moe", qkv_bias=False, qk_norm=True, **experts)
+    deep, shallow = (static(replace(config, num_layers=n, moe_layers=range(n)), 8, 6) for n in (4, 2))
+    assert (deep.launches - shallow.launches) / 2 == 12 and deep.copies == 0
+
+
 def test_tensor_parallel_ranks_reduce_twice_a_layer_in_the_models_type() -> None:
     tp = CountingTp()
     deep, shallow = (static(replace(CONFIG, num_layers=n), 8, 1, tp) for n in (4, 2))

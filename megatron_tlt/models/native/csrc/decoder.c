@@ -159,19 +159,26 @@ static void finish_half(Run *r, const float *weight) {
     if (weight || r->m->tp > 1) tlt_parallel(r->rows, norm_unit, r);
 }
 
+void tlt_run_mlp(Run *r, long inter, int epilogue, float *out) {
+    const TltModel *m = r->m;
+    const TltLayer *l = &m->layer[r->layer];
+    const long panels = (inter + NR - 1) / NR, stride = pad64(inter);
+    tlt_linear(r, m->x, r->hp, m->hidden, l->gate_up, 2 * panels * NR, EPI_SILU, NULL, m->mid, stride);
+    tlt_linear(r, m->mid, stride, inter, l->down, m->hidden, epilogue, NULL, out, r->hp);
+}
+
 /* A layer from attention on: queries are rotated, keys and values cached. */
 static void attend_and_mix(Run *r) {
     const TltModel *m = r->m;
     const TltLayer *l = &m->layer[r->layer];
     const int add = m->tp > 1 ? EPI_STORE : EPI_ADD;
-    const long gate_up_n = 2 * (((long)m->inter + NR - 1) / NR) * NR;
     float *sum = m->tp > 1 ? m->part : m->resid;
     tlt_parallel(r->units * m->kv_heads, attention_unit, r);
     tlt_linear(r, m->att, r->att_stride, r->att_n, l->o, m->hidden, add, NULL, sum, r->hp);
     finish_half(r, l->post_norm);
     if (r->failed) return;
-    tlt_linear(r, m->x, r->hp, m->hidden, l->gate_up, gate_up_n, EPI_SILU, NULL, m->mid, r->mid_stride);
-    tlt_linear(r, m->mid, r->mid_stride, m->inter, l->down, m->hidden, add, NULL, sum, r->hp);
+    if (l->router) tlt_run_experts(r);
+    else tlt_run_mlp(r, m->inter, add, sum);
     finish_half(r, r->layer + 1 < m->layers ? m->layer[r->layer + 1].input_norm : NULL);
 }
 
@@ -306,7 +313,6 @@ void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, Tlt
     r->q_stride = m->heads * r->dp;
     r->att_n = (long)m->heads * m->head_dim;
     r->att_stride = pad64(r->att_n);
-    r->mid_stride = pad64(m->inter);
 }
 
 int tlt_forward(const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce) {

@@ -11,7 +11,7 @@ typedef struct {
     const TltStep *s;
     TltAllReduce all_reduce;
     int kind, failed, threads;
-    long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride, mid_stride; /* row lengths, elements */
+    long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride; /* row lengths, elements */
     long first, rows;             /* this chunk */
     long units, picked;
     long layer, aux;              /* the current layer; number of the auxiliary layer that is exported */
@@ -61,11 +61,17 @@ void tlt_norm_row(Run *r, long row, const float *weight);
 /* One layer over the chunk: from x (its input norm is done) to the residual stream and the next layer's x. */
 void tlt_run_layer(Run *r, long index);
 
+/* The experts of the current layer, from x: to the residual stream, under tensor parallelism to `part`. experts.c */
+void tlt_run_experts(Run *r);
+
 /* Only the chunk's keys and values, from x, into the cache. */
 void tlt_run_keys(Run *r, long index);
 
 /* Last norm and LM head of the chunk's wanted rows; hidden states of all rows if wanted. */
 void tlt_run_head(Run *r);
+
+/* The dense MLP of width `inter`, from x to `out` [rows][Hp] by the epilogue of its last product. */
+void tlt_run_mlp(Run *r, long inter, int epilogue, float *out);
 
 /* out[rows][N] = x[rows][K] * w^T on this chunk's rows. */
 void tlt_linear(Run *r, const void *a, long a_stride, long k, const void *w, long n, int epilogue, const float *bias,

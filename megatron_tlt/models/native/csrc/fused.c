@@ -92,26 +92,31 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     s.kv = f->kv;
     s.logits = f->logits;
     s.hidden = f->hidden;
+    s.routes = f->route_pages ? f->routes : NULL;
     return tlt_forward(m, &s, threads, 0);
 }
 
 static size_t state_bytes(const TltModel *m) { return (size_t)state_width(m) * (m->is_bf16 ? 2 : 4); }
 
-/* States to their pages: fed row i's, in `hidden`, to its slot. */
-static void keep_states(const TltModel *m, const TltFused *f, const Fed *t) {
-    const size_t width = state_bytes(m);
-    for (long i = 0; i < t->count; i++)
-        memcpy((char *)f->pages + (size_t)t->slot[i] * width, (const char *)f->hidden + (size_t)i * width, width);
+/* States and experts to their pages: fed row i's to its slot. */
+static void keep(void *pages, const void *rows, size_t width, const Fed *t) {
+    for (long i = 0; i < t->count && pages; i++)
+        memcpy((char *)pages + (size_t)t->slot[i] * width, (const char *)rows + (size_t)i * width, width);
+}
+
+static void move_kept(void *pages, size_t width, const Fed *t, long moved) {
+    for (long i = 0; i < moved && pages; i++)
+        memcpy((char *)pages + (size_t)t->to[i] * width, (char *)pages + (size_t)t->from[i] * width, width);
 }
 
 /* What was cached for an accepted branch goes to where plain decoding would have put it. A branch only moves up, so
  * nothing is read after it was written. */
 static int move(const TltModel *m, const TltFused *f, const Fed *t, long moved) {
-    const size_t width = state_bytes(m);
     int bad = tlt_copy_slots(f->kv, m, f->num_blocks, f->block_size, t->from, t->to, moved);
-    for (long i = 0; i < moved && f->pages && !bad; i++)
-        memcpy((char *)f->pages + (size_t)t->to[i] * width, (char *)f->pages + (size_t)t->from[i] * width, width);
-    return bad;
+    if (bad) return bad;
+    move_kept(f->pages, state_bytes(m), t, moved);
+    move_kept(f->route_pages, (size_t)m->route_bytes, t, moved);
+    return TLT_OK;
 }
 
 /* Emits fed row `i`: the token drawn there and its log-probability. A team has drawn all rows at once; one thread draws
@@ -180,7 +185,8 @@ int tlt_fused_step(const TltModel *m, TltFused *f, int threads) {
     int bad = f->block_size < 1 ? TLT_BAD_SHAPE : lay(f, &t);
     if (!bad) bad = forward(m, f, &t, threads);
     if (bad) return bad;
-    if (f->pages) keep_states(m, f, &t);
+    keep(f->pages, f->hidden, state_bytes(m), &t);
+    keep(f->route_pages, f->routes, (size_t)m->route_bytes, &t);
     const double started = now();
     if (f->nodes) bad = verify(m, f, &t, threads);
     else decode(m, f, threads);

@@ -20,13 +20,16 @@ typedef struct {
     const int32_t *counts, *tokens, *parents; /* [D], [N], [N] */
     void *kv;
     void *pages; /* [num_blocks * block_size][W] in the compute type: a token's state at its slot; NULL: off */
-    /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][W], tlt_sample_scratch_bytes(T, V) */
+    void *route_pages; /* [num_blocks * block_size][route_bytes]: its experts likewise; NULL: off */
+    /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][W], [T][route_bytes],
+     * tlt_sample_scratch_bytes(T, V) */
     int32_t *ints;
     uint64_t *row_keys;
     float *row_temperature;
     uint8_t *bytes;
     float *logits;
     void *hidden;
+    void *routes;
     void *sampling;
     /* Out: what each row emits, the fed rows that it is drawn at, and the verdict on every node. */
     int32_t *out_tokens, *out_index, *out_counts; /* [E], [E], [D] */

@@ -224,14 +224,45 @@ static void gemm_unit(void *arg, long unit) {
     }
 }
 
+static Cut uncut(const Gemm *g) {
+    const long couple = g->epilogue == EPI_SILU ? 2 : 1;
+    return (Cut){g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1, 1};
+}
+
 /* Panels are split first; rows only when there are too few panels for the team. Several parts a thread even out
  * disturbed cores. */
 void tlt_gemm(const Gemm *g, int threads) {
-    const long couple = g->epilogue == EPI_SILU ? 2 : 1;
-    Cut c = {g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1, 1};
+    Cut c = uncut(g);
     if (threads > 1) c.parts = c.panels >= 16L * threads ? 4L * threads : threads;
     if (c.parts > c.panels) c.parts = c.panels;
     if (c.parts < threads) c.row_parts = (threads + c.parts - 1) / c.parts;
     if (c.row_parts > c.row_blocks) c.row_parts = c.row_blocks;
     tlt_parallel(c.parts * c.row_parts, gemm_unit, &c);
+}
+
+typedef struct {
+    const Gemm *g;
+    const Groups *groups;
+    long parts; /* of a group */
+} GroupCut;
+
+/* Unit = one part of the panels of one group. */
+static void group_unit(void *arg, long unit) {
+    const GroupCut *c = arg;
+    const long e = c->groups->which[unit / c->parts], first = c->groups->starts[e];
+    Gemm g = *c->g;
+    g.rows = c->groups->starts[e + 1] - first;
+    g.a = (const char *)g.a + first * g.a_stride * act_bytes(g.kind);
+    g.w = (const char *)g.w + e * c->groups->w_bytes;
+    g.out = (char *)g.out + first * g.out_stride * (g.epilogue == EPI_SILU ? act_bytes(g.kind) : 4);
+    Cut one = uncut(&g);
+    one.parts = c->parts;
+    gemm_unit(&one, unit % c->parts);
+}
+
+void tlt_gemm_groups(const Gemm *g, const Groups *groups, int threads) {
+    const long panels = uncut(g).panels;
+    GroupCut c = {g, groups, threads > 1 ? (4L * threads + groups->count - 1) / groups->count : 1};
+    if (c.parts > panels) c.parts = panels;
+    tlt_parallel(groups->count * c.parts, group_unit, &c);
 }

@@ -21,4 +21,12 @@ typedef struct {
 /* Runs the product on the open team; `threads` is its size and only guides how the work is cut. */
 void tlt_gemm(const Gemm *g, int threads);
 
+/* The same product for groups of rows with a weight each, in one stage: rows [starts[e], starts[e + 1]) of `a` and `out`
+ * times the weight at w + e * w_bytes, for each of the `count` groups e in `which`. `g->rows` is not read. */
+typedef struct {
+    const int32_t *starts, *which;
+    long count, w_bytes;
+} Groups;
+void tlt_gemm_groups(const Gemm *g, const Groups *groups, int threads);
+
 #endif

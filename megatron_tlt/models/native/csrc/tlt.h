@@ -2,8 +2,9 @@
  *
  * Legend: T rows (tokens) of a step, S sequences, R rows whose logits are wanted, H hidden size,
  * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers, W = (aux_count + 1) * H: the state
- * of a row is the residual stream behind each of the layers `aux`, then the hidden state after the final norm.
- * Under tensor parallelism heads and the intermediate size are this rank's part; embedding and LM head are whole.
+ * of a row is the residual stream behind each of the layers `aux`, then the hidden state after the final norm; E experts,
+ * F their width, k chosen by a row.
+ * Under tensor parallelism heads, I and F are this rank's part; embedding, LM head and routers are whole.
  * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
  * The field order is repeated in abi.py.
  */
@@ -22,12 +23,18 @@ typedef struct {
     const float *qkv_bias;                /* padded to panels, or NULL */
     const float *input_norm, *post_norm;  /* [Hp] zero-padded; input_norm NULL: none */
     const float *q_norm, *k_norm;         /* [D] or NULL */
+    /* A layer with experts; else NULL. `gate_up` and `down` are then those of the expert that all rows share. */
+    const void *router;                       /* packed panels of E columns; with a shared expert one more, its gate */
+    const void *expert_gate_up, *expert_down; /* E packed weights, one after the other */
+    int64_t route;                            /* number of the layer among those with experts */
 } TltLayer;
 
 typedef struct {
     int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab;
     int32_t max_rows, rope_len, tp;
     int32_t aux_count, aux[TLT_MAX_AUX]; /* ascending, never the last layer */
+    int32_t experts, topk, expert_inter, shared_inter; /* E, k, F, the shared expert's width or 0; E 0: none */
+    int32_t renormalise, route_bytes; /* whether a row's gates sum to 1; bytes of its routes over all layers */
     float eps;
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
     const void *embed;       /* [V][H] row-major, fp32 or bf16 */
@@ -39,6 +46,12 @@ typedef struct {
     void *x, *q, *att, *mid; /* inputs of matrix products: "activations", see act.h */
     int32_t *units;          /* [max_rows][4]: first row, rows, sequence, whether a branch of a draft tree */
     int32_t *picked;         /* [max_rows][2]: logit index, row */
+    /* Of layers with experts, see experts.c; N = max_rows * k pairs of a row and an expert. */
+    float *scores, *gates, *shared; /* [max_rows][E + 1 padded], [max_rows][k + 1], [max_rows][Hp] */
+    void *pair_x, *pair_mid;        /* activations [N][Hp], [N][F padded] */
+    float *pair_out;                /* [N][Hp] */
+    int32_t *chosen, *place;        /* [N]: expert of a pair, and where it stands once sorted by expert */
+    int32_t *starts, *active;       /* [E + 1], [E]: where an expert's pairs begin; the experts that have some */
 } TltModel;
 
 typedef struct {
@@ -50,6 +63,7 @@ typedef struct {
     float *logits; /* [R][V] */
     void *hidden;  /* [R][W] fp32 or bf16 */
     void *all_hidden; /* [T][W] likewise, or NULL */
+    void *routes;     /* [T][layers with experts][k] experts of each row, uint8 if E <= 256 else int16; or NULL */
 } TltStep;
 
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_tlt.models.torch.kernels.experts import mix_experts, route
 from megatron_tlt.models.torch.layers import HeadNorms, LayerOps
 
 _WIDTH = 1024  # elements of the MLP's width a program
@@ -66,7 +67,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return out
 
 
-FUSED = LayerOps(add_norm, rotate_into, gated_silu)
+FUSED = LayerOps(add_norm, rotate_into, gated_silu, route, mix_experts)
 
 
 @jit

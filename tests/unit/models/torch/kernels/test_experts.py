@@ -1,0 +1,45 @@
+"""The kernels of a layer's experts against PyTorch, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton", reason="triton is not installed")
+
+from megatron_tlt.models.torch.kernels import experts
+from megatron_tlt.models.torch.kernels.layers import FUSED
+from megatron_tlt.models.torch.layers import PLAIN
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# rows, hidden, experts, chosen, width: no expert without and some without rows; sizes that no tile divides; many rows
+SHAPES = [(1, 64, 8, 2, 24), (37, 136, 6, 3, 72), (150, 64, 3, 2, 40)]
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
+    return made.to(DEVICE, dtype)
+
+
+# Triton's interpreter has no bf16 products
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_go_to_their_experts(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, hidden, count, k, width = shape
+    monkeypatch.setattr(experts, "_SCANNED", 64)  # several turns of a loop that would need thousands of rows
+    h, router = normal(rows, hidden, dtype=dtype, seed=1) * 8, normal(count, hidden, dtype=dtype, seed=2)
+    gate_up = normal(count, 2 * width, hidden, dtype=dtype, seed=3)
+    down = normal(count, hidden, width, dtype=dtype, seed=4)
+    for renormalise in (False, True):
+        (gates, ids), (want_gates, want_ids) = (ops.route(h, router, k, renormalise) for ops in (FUSED, PLAIN))
+        assert torch.equal(ids, want_ids.to(ids.dtype))
+        torch.testing.assert_close(gates, want_gates, atol=1e-6, rtol=1e-5)
+    got, want = (ops.mix_experts(h, gates, ids, gate_up, down) for ops in (FUSED, PLAIN))
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(got, want, atol=bound * float(want.abs().max()), rtol=0)
