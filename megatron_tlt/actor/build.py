@@ -18,10 +18,12 @@ from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import swiglu
+from megatron_tlt.actor.experts import expert_fields, use_experts
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
+from megatron_tlt.actor.routing import Routing
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import ConfigError
@@ -45,6 +47,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 if TYPE_CHECKING:
@@ -129,12 +132,13 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         use_cpu_initialization=not HAS_CUDA,
         calculate_per_token_loss=True,  # DDP then sums over replicas; the loss carries its own divisor
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # no MoE here: variable lengths refuse the default dispatcher
+        moe_token_dispatcher_type="alltoall",  # variable lengths refuse the default, with or without experts
         batch_p2p_comm=HAS_CUDA,
         batch_p2p_sync=False,
         transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
         **_fusions(actor),
         **_recompute(actor),
+        **expert_fields(config, actor.ep, actor.load_balancing_loss, actor.router_z_loss),
     )
 
 
@@ -198,14 +202,44 @@ def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     return layer
 
 
-def _decoder_spec(config: ModelConfig, actor: ActorSection) -> Any:
+def _decoder_spec(config: ModelConfig, actor: ActorSection, stage: int) -> Any:
+    """The layers of a pipeline stage: one spec for all of a dense model with Transformer Engine, else one a layer."""
+    engine = uses_transformer_engine(actor)
+    if engine and not config.num_experts:
+        return _dense_layer(config, actor)
+    per_stage = config.num_layers // actor.pp
+    layers = [_layer(config, actor, number) for number in range(stage * per_stage, (stage + 1) * per_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine_norm() if engine else RMSNorm)
+
+
+def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
+    layer = _dense_layer(config, actor)
+    if number not in config.moe_layers:
+        return layer
+    submodules = layer.submodules.mlp.submodules
+    if uses_transformer_engine(actor):  # as a module: the router reads its output, too
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        layer.submodules.pre_mlp_layernorm = _engine_norm()
+        submodules.linear_fc1 = TESpecProvider().column_parallel_linear()
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=submodules)
+    modules = actor.recompute_modules if actor.recompute == "selective" else ()
+    place = config.moe_layers.index(number)
+    use_experts(layer, place, shared if config.shared_expert_intermediate_size else None, modules)
+    return layer
+
+
+def _dense_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     layer = _engine_layer(config, actor) if uses_transformer_engine(actor) else _local_layer(config, actor)
     if actor.recompute == "selective" and "mlp_act" in actor.recompute_modules:
         layer.submodules.mlp.module = RecomputedActivationMLP
-    if uses_transformer_engine(actor):
-        return layer
-    layers = config.num_layers // actor.pp
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return layer
+
+
+def _engine_norm() -> Any:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider().layer_norm()
 
 
 class PolicyModel:
@@ -220,7 +254,7 @@ class PolicyModel:
         with cpu_as_cuda():
             self.module = GPTModel(
                 config=self.megatron_config,
-                transformer_layer_spec=_decoder_spec(config, actor),
+                transformer_layer_spec=_decoder_spec(config, actor, groups.at.pp),
                 vocab_size=padded,
                 max_sequence_length=max_context,
                 pre_process=groups.is_first_stage,
@@ -272,5 +306,15 @@ class PolicyModel:
         if self._inv_freq is not None:
             tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
             packing = replace(packing, rotation=tables)
+        if batch.routing is not None:
+            packing = replace(packing, routing=self._routing(batch.routing))
         with nullcontext() if self.collector is None else self.collector.reading(batch):
             return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)
+
+    def _routing(self, routing: Routing) -> Routing:
+        """This rank's rows of what the routers read; they leave their statistics in the whole one."""
+        if not self.megatron_config.sequence_parallel:
+            return routing
+        at, tp = self.groups.at.tp, self.groups.dims.tp
+        routes = None if routing.routes is None else routing.routes.chunk(tp)[at]
+        return replace(routing, is_token=routing.is_token.chunk(tp)[at], routes=routes)

@@ -138,7 +138,7 @@ def sharded_state(
 
     `values_of`: see `start_save`; None to load, into the state itself.
     """
-    metadata, loading = _metadata(groups), values_of is None
+    metadata, loading = _metadata(groups, module.config), values_of is None
     read = values_of or (lambda tensor: tensor)
     distributed_optimizer.prime(optimizer)
     optimizer_shards.describe_in_place(optimizer, read)
@@ -149,12 +149,13 @@ def sharded_state(
     return {"model": model, "optimizer": state}
 
 
-def _metadata(groups: ActorGroups) -> dict[str, Any]:
+def _metadata(groups: ActorGroups, config: Any) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
-        "non_homogeneous_layers": False,
+        # Layers with and without experts have no common tensor: keys then carry the layer's number.
+        "non_homogeneous_layers": bool(config.num_moe_experts) and not all(config.moe_layer_freq),
         "dp_cp_group": groups.dp,
     }
 
@@ -186,7 +187,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
         if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
             raise CheckpointError(damage)
     with cpu_as_cuda():
-        wanted = module.sharded_state_dict(metadata={**_metadata(groups), **source.sharding()})
+        wanted = module.sharded_state_dict(metadata={**_metadata(groups, module.config), **source.sharding()})
         # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none.
         weights = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}
         state = dist_checkpointing.load({"model": weights}, str(directory))

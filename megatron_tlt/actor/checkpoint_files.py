@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.config import MOE_FIELDS, ModelConfig
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -68,8 +68,10 @@ class Manifest:
 
 def model_record(config: ModelConfig) -> dict[str, Any]:
     """The shape of the model as the manifest keeps it."""
-    names = ("family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    return {name: getattr(config, name) for name in (*names, "intermediate_size", "tie_word_embeddings")}
+    names = ["family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
+    names += ["intermediate_size", "tie_word_embeddings", *(MOE_FIELDS if config.num_experts else ())]
+    record = {name: getattr(config, name) for name in names}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in record.items()}  # as JSON has them
 
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ class ActorGroups:
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup  # with context parallel ranks: all that hold the same weights, and sum their gradients
+    ep: dist.ProcessGroup
     pipeline: tuple[int, ...]  # global ranks of this rank's pipeline, first stage first
 
     @classmethod
@@ -49,6 +50,8 @@ class ActorGroups:
                 tensor_model_parallel_size=dims.tp,
                 pipeline_model_parallel_size=dims.pp,
                 context_parallel_size=dims.cp,
+                expert_model_parallel_size=dims.ep,
+                expert_tensor_parallel_size=1,  # None would mean TP
                 create_gloo_process_groups=False,
                 distributed_timeout_minutes=max(1, round(world.timeout_s / 60)),
             )
@@ -62,6 +65,7 @@ class ActorGroups:
             pp=parallel_state.get_pipeline_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
             dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            ep=parallel_state.get_expert_model_parallel_group(),
             pipeline=tuple(dims.pipeline_ranks(world.rank)),
         )
 

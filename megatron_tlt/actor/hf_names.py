@@ -1,8 +1,9 @@
 """Which Hugging Face tensors make which megatron parameter, and how TP cuts it.
 
-Legend: H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
+Legend: E experts, H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
 
-Pure functions on tensors and names: no process group, no megatron. One `Slot` is one megatron parameter:
+Pure functions on tensors and names: no process group, no megatron. Experts are stacked (`models.experts`).
+One `Slot` is one megatron parameter:
 
     kind          Hugging Face tensors            cut over TP
     replicated    one                             not at all
@@ -10,6 +11,7 @@ Pure functions on tensors and names: no process group, no megatron. One `Slot` i
     columns       one [H, in]                     columns (row-parallel linear: o_proj, down_proj)
     qkv           q, k, v [heads * d(, H)]        by key/value group: its query heads, its key, its value
     gate_up       gate, up [F, H]                 rows of each, gate part above up part
+    experts       a stack [E, ...]                not over TP: by expert, over EP
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from megatron_tlt.models.config import ModelConfig
 
-Kind = Literal["replicated", "vocab", "columns", "qkv", "gate_up"]
+Kind = Literal["replicated", "vocab", "columns", "qkv", "gate_up", "experts"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Slot:
         if self.layer is None:
             return self.paths
         return tuple(f"decoder.layers.{path.split('.', 3)[3]}" for path in self.paths)
+
+    @property
+    def global_paths(self) -> tuple[str, ...]:
+        """`paths` with the layer's number in the whole model."""
+        if self.layer is None:
+            return self.paths
+        return tuple(f"decoder.layers.{self.layer}.{path.split('.', 3)[3]}" for path in self.paths)
 
 
 def slots(config: ModelConfig, pp: int) -> list[Slot]:
@@ -81,6 +90,7 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
         return slot(names, (f"self_attention.linear_qkv.{what}",), "qkv")
 
     norm_1 = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    has_experts = layer in config.moe_layers
     norm_2 = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     yield slot(("input_layernorm.weight",), norm_1, "replicated")
     yield qkv("weight")
@@ -90,13 +100,32 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
         yield slot(("self_attn.q_norm.weight",), ("self_attention.q_layernorm.weight",), "replicated")
         yield slot(("self_attn.k_norm.weight",), ("self_attention.k_layernorm.weight",), "replicated")
     yield slot(("self_attn.o_proj.weight",), ("self_attention.linear_proj.weight",), "columns")
-    yield slot(("post_attention_layernorm.weight",), norm_2, "replicated")
-    yield slot(("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("mlp.linear_fc1.weight",), "gate_up")
-    yield slot(("mlp.down_proj.weight",), ("mlp.linear_fc2.weight",), "columns")
+    yield slot(("post_attention_layernorm.weight",), norm_2[:1] if has_experts else norm_2, "replicated")
+    if has_experts:
+        stored = "mlp.experts.experts.linear_{}.weight"  # in checkpoints, megatron's name
+        yield slot(("mlp.gate.weight",), ("mlp.router.weight",), "replicated")
+        yield slot(("mlp.experts.gate_up_proj",), ("mlp.experts.fc1", stored.format("fc1")), "experts")
+        yield slot(("mlp.experts.down_proj",), ("mlp.experts.fc2", stored.format("fc2")), "experts")
+    for theirs, ours in _dense_parts(config, has_experts):
+        both = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+        yield slot(both, (f"{ours}.linear_fc1.weight",), "gate_up")
+        yield slot((f"{theirs}.down_proj.weight",), (f"{ours}.linear_fc2.weight",), "columns")
+    if has_experts and config.shared_expert_intermediate_size:
+        yield slot(("mlp.shared_expert_gate.weight",), ("mlp.shared_experts.gate_weight",), "replicated")
+
+
+def _dense_parts(config: ModelConfig, has_experts: bool) -> list[tuple[str, str]]:
+    """Hugging Face's and megatron's name of the layer's MLP, or of its shared expert, if it has one."""
+    if not has_experts:
+        return [("mlp", "mlp")]
+    return [("mlp.shared_expert", "mlp.shared_experts")] if config.shared_expert_intermediate_size else []
 
 
 def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: int) -> Tensor:
-    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors in the slot's order."""
+    """Rank `rank`'s part of a parameter, from the full Hugging Face tensors in the slot's order.
+
+    Of experts, `rank` and `tp` are those of expert parallel.
+    """
     if slot.kind == "replicated":
         return full[0]
     if slot.kind == "vocab":
@@ -106,6 +135,8 @@ def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: in
         return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
     if slot.kind == "columns":
         return full[0].chunk(tp, 1)[rank]
+    if slot.kind == "experts":
+        return full[0].chunk(tp, 0)[rank]
     if slot.kind == "gate_up":
         return torch.cat([x.chunk(tp, 0)[rank] for x in full])
     # A TP rank holds whole key/value groups: [groups, (query heads + 2) * d, ...]
@@ -114,13 +145,15 @@ def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: in
 
 
 def unshard(config: ModelConfig, slot: Slot, parts: list[Tensor]) -> list[Tensor]:
-    """The full Hugging Face tensors, in the slot's order, from every TP rank's part (may be views of it)."""
+    """The full Hugging Face tensors, in the slot's order, from every TP (EP) rank's part (may be views of it)."""
     if slot.kind == "replicated":
         return [parts[0]]
     if slot.kind == "vocab":
         return [_join(parts, 0)[: config.vocab_size]]
     if slot.kind == "columns":
         return [_join(parts, 1)]
+    if slot.kind == "experts":
+        return [_join(parts, 0)]
     if slot.kind == "gate_up":
         halves = [part.chunk(2, 0) for part in parts]
         return [_join([half[i] for half in halves], 0) for i in range(2)]

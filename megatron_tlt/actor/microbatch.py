@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_tlt.actor.attention import PackedRows
 from megatron_tlt.actor.context_parallel import rows_of_rank
+from megatron_tlt.actor.routing import Routing
 from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.types import TrainSequence
 
@@ -59,6 +60,7 @@ class MicroBatch:
     members: tuple[int, ...]
     sequences: tuple[TrainSequence, ...] = field(repr=False)
     own: Tensor | None = None  # [N of this rank] int64: which of the N response rows are here; None: all
+    routing: Routing | None = None  # of a mixture of experts (`with_routing`)
 
     @property
     def is_filler(self) -> bool:
@@ -163,6 +165,39 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
     return replace(
         whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own
     )
+
+
+def num_tokens(batch: MicroBatch) -> int:
+    """Rows that are tokens of a sequence: neither padding nor a filler's."""
+    return sum(s.length - 1 for s in batch.sequences) if batch.members else 0
+
+
+def with_routing(
+    batch: MicroBatch, layout: RowLayout, replay: bool = False, loss_weight: float = 0.0
+) -> MicroBatch:
+    """The micro-batch of a mixture of experts, with the sequences' recorded experts if they are replayed.
+
+    `loss_weight`: see `Routing`.
+    """
+    sizes = [layout.padded(s.length - 1) for s in batch.sequences]
+    rows = sum(count * length for count, length in batch.packing.runs)
+    recorded = [s.routes for s in batch.sequences if s.routes is not None] if replay else []
+    is_token = np.zeros(rows, bool)
+    ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16) if recorded else None
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    for start, sequence in zip(starts, batch.sequences if batch.members else (), strict=False):
+        here = slice(start, start + sequence.length - 1)
+        is_token[here] = True
+        if ids is not None and sequence.routes is not None:
+            ids[here] = sequence.routes
+
+    def of_rank(array: np.ndarray) -> Tensor:
+        whole = torch.from_numpy(array).to(layout.device)
+        order, count = batch.packing.to_ranks, rows // layout.cp
+        return whole if order is None else whole[order[layout.cp_rank * count :][:count]]
+
+    routes = None if ids is None else of_rank(ids)
+    return replace(batch, routing=Routing(of_rank(is_token), routes, loss_weight))
 
 
 def scatter(flat: Sequence[np.ndarray], batches: Sequence[MicroBatch], count: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,15 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hidden_states import HiddenStateCollector, Sink
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
-from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, filler, pack, scatter
+from megatron_tlt.actor.microbatch import (
+    MicroBatch,
+    RowLayout,
+    filler,
+    num_tokens,
+    pack,
+    scatter,
+    with_routing,
+)
 from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.optimizer import (
     StepResult,
@@ -46,6 +55,7 @@ from megatron_tlt.actor.optimizer import (
     uses_distributed_optimizer,
     wrap_data_parallel,
 )
+from megatron_tlt.actor.routing import Routing, routing_metrics
 from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradients, forward_logprobs
 from megatron_tlt.actor.weights import load_weights, named_tensors, random_weights
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
@@ -86,7 +96,7 @@ class MegatronPolicy:
         copy of the starting weights for KL terms. Raises ConfigError, CheckpointError.
         """
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
-        self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp)
+        self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
         self.config = ModelConfig.from_hf(model.path)
         self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
         self.groups = ActorGroups.create(world, self.dims)
@@ -129,7 +139,7 @@ class MegatronPolicy:
         skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
         skipped.
         """
-        packed = [self._pack(s) or [filler(self._row_layout)] for s in batch.mini_batches]
+        packed = [self._for_update(sequences) for sequences in batch.mini_batches]
         results, sums = [], []
         with self._collecting([s for sequences in batch.mini_batches for s in sequences]):
             scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
@@ -143,7 +153,7 @@ class MegatronPolicy:
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
         self.policy_version += int(applied)
-        metrics = self._report(results, sums, objectives)
+        metrics = self._report(results, sums, objectives) | self._routing_metrics(packed)
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
 
     def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
@@ -151,7 +161,9 @@ class MegatronPolicy:
         reads_reference = self.reference is not None and _reads_reference(self.loss)
 
         def logprobs(model: PolicyModel | None) -> list[Tensor] | list[None]:
-            found = forward_logprobs(model, batches, temperature) if model is not None else []
+            own = [with_routing(b, self._row_layout) for b in batches] if self.config.num_experts else batches
+            read = own if model is self.reference else batches  # the reference's routers choose for themselves
+            found = forward_logprobs(model, read, temperature) if model is not None else []
             return found or [None] * len(batches)
 
         reference = logprobs(self.reference if reads_reference else None)
@@ -203,20 +215,60 @@ class MegatronPolicy:
     ) -> list[np.ndarray]:
         """log softmax(logits / temperature) of every response token, [R] fp32 per sequence.
 
-        In the order of `sequences`. All ranks of a replica pass the same ones and get the same arrays.
+        In the order of `sequences`. All ranks of a replica pass the same ones and get the same arrays. Collective over
+        the replica, and with expert parallel over the world.
         Mutates nothing.
         """
         model = self.model if which == "policy" else self.reference
         assert model is not None, "built without keep_reference"
         batches = self._pack(sequences)
+        if self.config.num_experts:
+            replay = which == "policy" and self._replays
+            batches = [with_routing(batch, self._row_layout, replay) for batch in batches]
         with self._collecting(sequences) if which == "policy" else nullcontext():
-            found = forward_logprobs(model, batches, temperature)
+            found = forward_logprobs(model, self._as_many_as_others(batches), temperature)[: len(batches)]
         sizes = [batch.labels.shape[0] for batch in batches]
         flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
         if self.dims.pp > 1 and batches:
             dist.broadcast(flat, src=self.groups.pipeline[-1], group=self.groups.pp)
         pieces = [piece.cpu().numpy() for piece in flat.split(sizes)] if batches else []
         return scatter(pieces, batches, len(sequences))
+
+    def _for_update(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
+        """At least one micro-batch; with experts as many as every other rank has. Collective with experts."""
+        batches = self._pack(sequences) or [self._filler()]
+        if not self.config.num_experts:
+            return batches
+        weight = 0.0
+        if self.actor.load_balancing_loss or self.actor.router_z_loss:
+            rows = torch.tensor(float(sum(map(num_tokens, batches))), device=current_device())
+            dist.all_reduce(rows)  # every rank of a replica has them
+            weight = self.dims.tp * self.dims.pp * self.dims.cp / max(1.0, float(rows))
+        layout, every = self._row_layout, self._as_many_as_others(batches)
+        return [with_routing(batch, layout, self._replays, weight) for batch in every]
+
+    def _as_many_as_others(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """With expert parallel, fillers up to the most that a rank has: each pass through a layer needs all of them."""
+        if self.dims.ep == 1:
+            return batches
+        count = torch.tensor(len(batches), device=current_device())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return batches + [with_routing(self._filler(), self._row_layout)] * (int(count) - len(batches))
+
+    def _filler(self) -> MicroBatch:
+        return filler(self._row_layout)
+
+    @property
+    def _replays(self) -> bool:
+        return self.actor.router_replay == "rollout"
+
+    def _routing_metrics(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
+        """Figures of the routers over the whole update; none of a dense model. Collective with experts."""
+        if not self.config.num_experts:
+            return {}
+        found = [batch.routing for batches in packed for batch in batches if isinstance(batch.routing, Routing)]
+        layers, config = len(self.config.moe_layers), self.config
+        return routing_metrics(found, layers, config.num_experts, config.num_experts_per_tok, self._replays)
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         return pack(sequences, self.actor.micro_batch_tokens, self._row_layout)
@@ -272,7 +324,7 @@ class MegatronPolicy:
             step=step_of(directory),
             policy_version=self.policy_version,
             optimizer_steps=self.optimizer_steps,
-            layout={"tp": self.dims.tp, "pp": self.dims.pp, "cp": self.dims.cp, "dp": self.dims.dp},
+            layout=asdict(self.dims),
             model=model_record(self.config),
             training=self._training_record(),
             extra=extra,

@@ -1,8 +1,10 @@
-"""Hugging Face tensors into a stage's shards, and shards back to full named tensors, over any TP x PP.
+"""Hugging Face tensors into a stage's shards, and shards back to full named tensors, over any TP x PP x EP.
 
 Export, drawn; every rank walks the same list of slots, so the collectives match:
 
     owning stage, each TP rank:  shard --all-gather over TP--> full tensor --broadcast over PP--> everyone
+
+Stacks of experts are gathered over EP.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def load_weights(
         if slot.stage != groups.at.pp:
             continue
         parameter = _find(parameters, slot)
-        part = shard(config, slot, [read(name) for name in slot.hf_names], groups.at.tp, groups.dims.tp)
+        cut = _cut(slot, groups)
+        part = shard(config, slot, [read(name) for name in slot.hf_names], cut.rank(), cut.size())
         if parameter.shape != part.shape:
             raise CheckpointError(
                 f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"
@@ -47,7 +50,10 @@ def load_weights(
 def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> None:
     """Marks parameters that TP cuts, as megatron's initialisation does (we skip that: weights are loaded).
 
-    Without the mark megatron takes a shard for a duplicate and silently leaves it out of the gradient norm.
+    Without the mark megatron takes a shard for a duplicate and silently leaves it out of the gradient norm. Experts
+    are marked, too, though TP does not cut them, or the norm takes TP rank 1's for copies. `allreduce` False reduces
+    their gradients over the replicas of experts; with EP 1 megatron leaves it True, and then TP ranks, which have
+    different tokens, never add them up, and the optimizer of such a checkpoint has fewer parts than another's.
     """
     parameters = dict(module.named_parameters())
     for slot in slots(config, groups.dims.pp):
@@ -56,6 +62,13 @@ def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> 
             parameter.tensor_model_parallel = True
             parameter.partition_dim = 1 if slot.kind == "columns" else 0
             parameter.partition_stride = 1
+            if slot.kind == "experts":
+                parameter.allreduce = False
+
+
+def _cut(slot: Slot, groups: ActorGroups) -> dist.ProcessGroup:
+    """The ranks that a parameter is cut over."""
+    return groups.ep if slot.kind == "experts" else groups.tp
 
 
 def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
@@ -78,7 +91,7 @@ def random_weights(config: ModelConfig, seed: int) -> Callable[[str], Tensor]:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")
         std = _INIT_STD
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
             std /= (2 * config.num_layers) ** 0.5
         return torch.randn(shape, generator=torch.Generator().manual_seed(key)) * std
 
@@ -112,11 +125,12 @@ def named_tensors(
 
 
 def _gather(part: Tensor, slot: Slot, groups: ActorGroups) -> list[Tensor]:
-    if groups.dims.tp == 1 or slot.kind == "replicated":
+    cut = _cut(slot, groups)
+    if cut.size() == 1 or slot.kind == "replicated":
         return [part]
     part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(groups.dims.tp)]
-    dist.all_gather(parts, part, group=groups.tp)
+    parts = [torch.empty_like(part) for _ in range(cut.size())]
+    dist.all_gather(parts, part, group=cut)
     return parts
 
 

@@ -102,9 +102,8 @@ def hf_report(todo: to_hf.Plan, out: Path) -> str:
         lines += [stored_as, *(f"{name} x {count}" for name in names)]
     lines.append("")
     for number, some in enumerate(todo.files):
-        names = [name for slot in some for name in slot.hf_names]
-        size = sum(prod(shapes[name]) for name in names) * todo.dtype.itemsize
-        lines.append(f"{todo.name(number)}  {len(names)} tensors, {gib(size)}")
+        size = sum(prod(shapes[name]) for slot in some for name in slot.hf_names) * todo.dtype.itemsize
+        lines.append(f"{todo.name(number)}  {len(todo.names_in(some))} tensors, {gib(size)}")
     return "\n".join([*lines, _total(todo.num_bytes, out)])
 
 

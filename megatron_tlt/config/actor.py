@@ -23,6 +23,17 @@ class ActorSection(Section):
     """How attention meets rows of other ranks (cp > 1): p2p passes keys and values around (Transformer Engine only),
     a2a exchanges heads for rows (key/value heads of a TP rank must be divisible by cp), all_gather gathers keys and
     values. auto: p2p with Transformer Engine, else a2a where heads allow, else all_gather."""
+    ep: PositiveInt = 1
+    """Expert parallel size of a mixture of experts: every rank holds 1/ep of each layer's experts, and tokens travel to
+    them. Its ranks are taken from tp x cp x dp."""
+    load_balancing_loss: NonNegativeFloat = 0.0
+    """Coefficient of the routers' load-balancing loss (Switch Transformer; 1 in each layer when balanced), added to the
+    objective; 0: off, which is usual in RL. A checkpoint's own coefficient is not used."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the routers' z-loss, the mean squared log-sum-exp of their logits; 0: off."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """rollout: the update takes the experts that the rollout engine chose for each token (R3), where it recorded them;
+    off: its own router chooses."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""
     dtype: Literal["fp32", "bf16"] = "fp32"

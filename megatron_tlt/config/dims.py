@@ -1,6 +1,7 @@
 """The rank grid, as pure arithmetic. Torch-free.
 
-Ranks are laid out as megatron-core does ("tp-cp-dp-pp"): tensor parallel fastest, pipeline parallel slowest.
+Ranks are laid out as megatron-core does ("tp-cp-dp-pp"): tensor parallel fastest, pipeline parallel slowest. Expert
+parallel adds no rank: it takes neighbouring ones from tp x cp x dp of a pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Dims:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
 
     @classmethod
-    def fit(cls, world_size: int, tp: int, pp: int, cp: int = 1) -> Dims:
+    def fit(cls, world_size: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Dims:
         """The grid over `world_size` ranks; data parallel takes what is left.
 
-        Raises ConfigError if tp * pp * cp does not divide the world.
+        Raises ConfigError if tp * pp * cp does not divide the world, or ep not a pipeline stage's ranks.
         """
         block = tp * pp * cp
         if block > world_size or world_size % block:
@@ -41,7 +43,9 @@ class Dims:
             raise ConfigError(
                 ConfigProblem("actor.tp * actor.pp * actor.cp", f"{tp} * {pp} * {cp} = {block}", allowed)
             )
-        return cls(tp=tp, cp=cp, dp=world_size // block, pp=pp)
+        if world_size // pp % ep:
+            raise ConfigError.of("actor.ep", ep, f"must divide the ranks of a pipeline stage ({world_size // pp})")
+        return cls(tp=tp, cp=cp, dp=world_size // block, pp=pp, ep=ep)
 
     @property
     def world_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 
@@ -12,8 +12,8 @@ from megatron_tlt.config.base import Section
 class ArchitectureConfig(Section):
     """The shape of a model, for checks and estimates before its files are at hand."""
 
-    family: Literal["qwen2", "qwen3", "llama"]
-    """Decoder family: qwen2 (also Qwen2.5), qwen3 or llama (Llama 3)."""
+    family: Literal["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"]
+    """Decoder family: qwen2 (also Qwen2.5), qwen3, llama (Llama 3), or with experts qwen2_moe, qwen3_moe, mixtral."""
     vocab_size: PositiveInt
     """Rows of the embedding."""
     hidden_size: PositiveInt
@@ -27,9 +27,25 @@ class ArchitectureConfig(Section):
     head_dim: PositiveInt
     """Width of one head."""
     intermediate_size: PositiveInt
-    """Width of the MLP."""
+    """Width of the (dense) MLP."""
     tie_word_embeddings: bool = False
     """Whether the LM head is the embedding."""
+    num_experts: NonNegativeInt = 0
+    """Experts of a layer; 0: a dense model."""
+    num_experts_per_tok: NonNegativeInt = 0
+    """Experts that a token takes."""
+    moe_intermediate_size: NonNegativeInt = 0
+    """Width of an expert."""
+    shared_expert_intermediate_size: NonNegativeInt = 0
+    """Width of the expert that every token takes (Qwen2-MoE); 0: none."""
+    dense_layers: tuple[NonNegativeInt, ...] = ()
+    """Layers of a mixture of experts that have a dense MLP instead."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        dense = range(self.num_layers) if not self.num_experts else self.dense_layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
 
 class ModelSection(Section):

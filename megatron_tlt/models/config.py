@@ -44,7 +44,7 @@ _REQUIRED_SIZES = (
     "intermediate_size",
 )
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-_MOE_FIELDS = (
+MOE_FIELDS = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -140,14 +140,19 @@ class ModelConfig:
         if not self.qkv_bias:
             out["attention_bias"] = False
         if self.num_experts:
-            experts = {name: getattr(self, name) for name in _MOE_FIELDS}
+            experts = {name: getattr(self, name) for name in MOE_FIELDS}
             out |= moe_to_hf(experts, self.family, self.num_layers)
         return out
 
     @property
+    def has_mixed_layers(self) -> bool:
+        """Whether some layers have experts and some a dense MLP."""
+        return 0 < len(self.moe_layers) < self.num_layers
+
+    @property
     def dense_sibling(self) -> ModelConfig:
         """The same model with a dense MLP in every layer: what a drafter's layer is cut from."""
-        dense = {field.name: field.default for field in fields(self) if field.name in _MOE_FIELDS}
+        dense = {field.name: field.default for field in fields(self) if field.name in MOE_FIELDS}
         return replace(self, family=_DENSE.get(self.family, self.family), **dense)  # type: ignore[arg-type]
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:

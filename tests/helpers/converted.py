@@ -17,6 +17,10 @@ LAYOUTS = {  # (tp, pp) that each tiny model's heads, width and layers can be cu
     "qwen3": [(4, 1), (2, 3), (1, 1)],
     "llama": [(1, 3), (1, 1)],
     "uneven": [(1, 1), (2, 2), (4, 4)],
+    "qwen3_moe": [(1, 1), (4, 2)],
+    "qwen3_moe_mixed": [(2, 2)],
+    "qwen2_moe": [(2, 1)],
+    "mixtral": [(1, 2)],
 }
 
 
@@ -49,6 +53,7 @@ def make_model(family: str, directory: Path, dtype: torch.dtype = torch.float32,
 
 def naive_megatron(model: Any, padded_vocab: int) -> dict[str, Tensor]:
     """megatron-core's global tensors of a Hugging Face model, with the layers stacked; written from megatron's layout.
+    Layers with and without experts are not stacked.
 
     linear_qkv: for each key/value group its query heads, its key head, its value head. linear_fc1: gate above up.
     """
@@ -71,28 +76,42 @@ def naive_megatron(model: Any, padded_vocab: int) -> dict[str, Tensor]:
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
         "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+        "mlp.router.weight": "mlp.gate.weight",
+        "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+        "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+        "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     }
-    layers: dict[str, list[Tensor]] = {}
+    layers: dict[str, dict[int, Tensor]] = {}
     for i in range(config.num_hidden_layers):
         at = f"model.layers.{i}."
         for key, name in renamed.items():
             if at + name in state:
-                layers.setdefault(key, []).append(state[at + name])
-        gate_up = [state[f"{at}mlp.{half}_proj.weight"] for half in ("gate", "up")]
-        layers.setdefault("mlp.linear_fc1.weight", []).append(torch.cat(gate_up))
+                moved = name.startswith("post_attention") and f"{at}mlp.gate.weight" in state
+                layers.setdefault("pre_mlp_layernorm.weight" if moved else key, {})[i] = state[at + name]
+        for theirs, ours in (("mlp", "mlp"), ("mlp.shared_expert", "mlp.shared_experts")):
+            if f"{at}{theirs}.gate_proj.weight" in state:
+                gate_up = [state[f"{at}{theirs}.{half}_proj.weight"] for half in ("gate", "up")]
+                layers.setdefault(f"{ours}.linear_fc1.weight", {})[i] = torch.cat(gate_up)
         for what in ("weight", "bias"):
-            if f"{at}self_attn.q_proj.{what}" not in state:
-                continue
-            q, k, v = (state[f"{at}self_attn.{x}_proj.{what}"] for x in "qkv")
-            rows = []
-            for group in range(groups):
-                for head in range(group * heads // groups, (group + 1) * heads // groups):
-                    rows.append(q[head * width : (head + 1) * width])
-                rows += [t[group * width : (group + 1) * width] for t in (k, v)]
-            layers.setdefault(f"self_attention.linear_qkv.{what}", []).append(torch.cat(rows))
-    return out | {f"decoder.layers.{key}": torch.stack(held) for key, held in layers.items()}
+            if f"{at}self_attn.q_proj.{what}" in state:
+                q, k, v = (state[f"{at}self_attn.{x}_proj.{what}"] for x in "qkv")
+                joined = _by_group(q, k, v, heads // groups, width)
+                layers.setdefault(f"self_attention.linear_qkv.{what}", {})[i] = joined
+    if any(len(held) < config.num_hidden_layers for held in layers.values()):
+        return out | {f"decoder.layers.{i}.{key}": t for key, held in layers.items() for i, t in held.items()}
+    return out | {f"decoder.layers.{key}": torch.stack(list(held.values())) for key, held in layers.items()}
+
+
+def _by_group(q: Tensor, k: Tensor, v: Tensor, heads: int, width: int) -> Tensor:
+    rows = []
+    for group in range(len(k) // width):
+        for head in range(group * heads, (group + 1) * heads):
+            rows.append(q[head * width : (head + 1) * width])
+        rows += [t[group * width : (group + 1) * width] for t in (k, v)]
+    return torch.cat(rows)
 
 
 def save_foreign(directory: Path, tensors: dict[str, Tensor], iteration: int | None = None) -> None:

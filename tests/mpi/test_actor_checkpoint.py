@@ -55,6 +55,17 @@ ZERO = '{"dtype":"bf16","distributed_optimizer":"on"}'
 HOST = '{"dtype":"bf16","distributed_optimizer":"on","offload_optimizer":true}'
 
 
+SHARED, EVERY = '{"model":"qwen2_moe","ep":2', '{"model":"qwen3_moe","ep":2,"tp":2,"sequence_parallel":true'
+EXPERTS = [
+    ("mixed", "save", SHARED + "}"),  # a dense layer between: another form of keys
+    ("mixed", "load", SHARED + "}"),
+    ("mixed", "load", '{"model":"qwen2_moe","pp":2}'),
+    ("experts", "save", EVERY + ',"distributed_optimizer":"on"}'),
+    ("experts", "load", EVERY + ',"distributed_optimizer":"on"}'),
+    ("experts", "load", '{"model":"qwen3_moe","distributed_optimizer":"on"}'),
+]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(place: Path) -> list[dict[str, Any]]:
     return launch(
@@ -63,13 +74,14 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
         f"load {place}/gathered {ZERO}",
         f"count {place}/counted {ZERO}",
         f"count {place}/host {HOST}",
+        *(f"{verb} {place}/{name} {layout}" for name, verb, layout in EXPERTS),
     )
 
 
 def test_megatrons_own_form_of_the_distributed_optimizer_is_read_bit_for_bit(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    (loaded,) = [r for r in two_ranks if r["case"] == "load"]
+    loaded = next(r for r in two_ranks if r["case"] == "load")
     assert loaded["same_bits"] and loaded["grad_norm"] == 0.0
 
 
@@ -81,6 +93,12 @@ def test_a_save_takes_one_share_of_the_state_and_moves_no_gradients(two_ranks: l
             assert 0.9 * share < rank["peak"] < 1.1 * share, counted
             assert 0.9 * share < rank["written"] < 1.2 * share + 64 * 1024, counted
             assert (rank["gradients"] == 0) == ("offload_optimizer" in counted["layout"])
+
+
+def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:
+    mixed, mixed_pp, sharded, sharded_dp = [r for r in two_ranks if r["case"] == "load"][1:]
+    assert mixed["same_bits"] and sharded["same_bits"]
+    assert mixed_pp["weights"] <= 1e-5 and sharded_dp["weights"] <= 1e-5
 
 
 @pytest.mark.parametrize("which", range(len(VARIANTS)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
-from tests.mpi.workers.actor_common import KINDS, results, save_model, sequences
+from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences
 
 TEMPERATURES = (1.0, 0.8)
 
@@ -57,7 +57,7 @@ def expected_root() -> Path:
     """A directory with the models and expected values of all kinds, made once a session."""
     root = Path(tempfile.mkdtemp(prefix="actor-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    for kind in KINDS:
+    for kind in (*KINDS, *MOE_KINDS):
         write_expected(root, kind)
     return root
 

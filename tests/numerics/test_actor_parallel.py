@@ -26,8 +26,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_dp2_zero": (4, {"tp": 2, "distributed_optimizer": "on"}),
     "tp2_sp_selective": (2, {"tp": 2, "sequence_parallel": True, "recompute": "selective"}),
     "dp2_overlap": (2, {"overlap": "on"}),
+    "ep2": (2, {"ep": 2}),
+    "tp2_sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2_sp_ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2}),
+    "pp2_ep2": (4, {"pp": 2, "ep": 2, "recompute": "selective", "recompute_modules": ["mlp"]}),
+    "tp2_sp_ep4": (4, {"tp": 2, "sequence_parallel": True, "ep": 4}),
     "dp2_zero_overlap": (2, {"distributed_optimizer": "on", "overlap": "on"}),
     "cp2": (2, {"cp": 2}),
+    "cp2_ep2": (2, {"cp": 2, "ep": 2}),
     # A sequence alone: of short answers a rank has no row.
     "cp2_alone": (2, {"cp": 2, "micro_batch_tokens": 1}),
     "cp2_gather": (2, {"cp": 2, "cp_comm_type": "all_gather", "micro_batch_tokens": 1}),
@@ -41,6 +47,9 @@ SGD = [(name, kind) for name in ("tp2", "pp2", "dp2", "tp2_pp2_sp") for kind in 
 SGD += [("dp2_overlap", "qwen2"), ("tp2_sp_selective", "qwen2")]
 SGD += [(name, "qwen2") for name in ("tp2_pp2", "tp4_sp_recompute", "dp4", "pp2_dp2", "cp2", "cp2_dp2")]
 SGD += [("tp2_cp2_sp", "qwen3"), ("cp2_gather", "llama")]
+# Expert gradients with TP > EP, norms with TP = EP, unequal numbers of micro-batches over EP, dense layers between.
+SGD += [(name, "qwen3_moe") for name in ("ep2", "cp2_ep2", "tp2_sp", "tp2_sp_ep2", "tp2_sp_ep4")]
+SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3"), ("dp2_zero_overlap", "qwen3")]
 ADAM += [("cp2_zero", "qwen3")]
 WHOLE_ANSWERS = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]

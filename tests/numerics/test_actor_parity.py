@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.mpi import ROOT, run_ranks
-from tests.mpi.workers.actor_common import KINDS, results
+from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results
 from tests.numerics.actor_expected import one_rank_results
 
 
@@ -19,7 +19,7 @@ def case(name: str, **match: Any) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MOE_KINDS])
 def test_equals_transformers(kind: str) -> None:
     found = case("parity", kind=kind)
     assert found["same_weights"], "exported tensors must equal the source bit for bit"

@@ -30,7 +30,7 @@ class HfDir:
         self.config = ModelConfig.from_hf(self.directory)
         self.hf_config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
         self.files = check_weights(self.directory, self.config)
-        self.read = tensor_reader(self.files, self.config)  # one tensor by its name
+        self._reader = tensor_reader(self.files, self.config)
         self.dtypes: dict[str, torch.dtype] = {}
         for file in sorted(set(self.files.values())):
             self._read_types(file)
@@ -57,6 +57,10 @@ class HfDir:
                         f"{file}: {name} is stored as {stored}; only {', '.join(_STORED)} can be converted"
                     )
                 self.dtypes[name] = _STORED[stored]
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self._reader(name)
 
     def read_slot(self, slot: Slot) -> list[Tensor]:
         """A parameter's tensors, in the slot's order."""

@@ -87,6 +87,8 @@ def _manifest_facts(manifest: Manifest | None) -> dict[str, str]:
     if manifest is None:
         return {}
     facts = {"layout": " x ".join(f"{n} {manifest.layout.get(n)}" for n in ("tp", "pp", "cp", "dp"))}
+    if (ep := manifest.layout.get("ep", 1)) > 1:
+        facts["layout"] += f", experts over {ep}"
     if _is_converted(manifest):
         return {**facts, "converted from": manifest.extra["converted_from"]}
     facts["step"] = f"{manifest.step} (policy version {manifest.policy_version})"
@@ -112,7 +114,9 @@ def config_of(manifest: Manifest) -> ModelConfig:
     family = record.get("family")
     if family not in ARCHITECTURES.values():
         raise ConfigError.of("family", family, f"must be one of {', '.join(ARCHITECTURES.values())}")
-    return ModelConfig(**record, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    record["moe_layers"] = tuple(record.get("moe_layers", ()))
+    bias, norm = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe")
+    return ModelConfig(**record, qkv_bias=family in bias, qk_norm=family in norm)
 
 
 @dataclass(frozen=True)

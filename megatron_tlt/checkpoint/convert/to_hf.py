@@ -24,6 +24,7 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX, SINGLE
+from megatron_tlt.models.loader import stored_shapes
 
 _DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -42,6 +43,10 @@ class Plan:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return self.config.num_parameters * self.dtype.itemsize
+
+    def names_in(self, held: list[Slot]) -> list[str]:
+        """The stored tensors of some parameters, in order: of a stack, those of every expert."""
+        return [n for slot in held for name in slot.hf_names for n in self.config.names_on_disk(name)]
 
     def name(self, number: int) -> str:
         """A file's name, as `transformers` writes it."""
@@ -111,10 +116,10 @@ def write(todo: Plan, out: Path, ranks: Ranks) -> None:
 
 def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
     """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes one after the other."""
-    shapes = todo.config.parameter_shapes()
+    shapes = stored_shapes(todo.config)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in (name for slot in held for name in slot.hf_names):
+    for name in todo.names_in(held):  # a stack's bytes are those of its experts, in their order
         begin, end = end, end + prod(shapes[name]) * todo.dtype.itemsize
         header[name] = {
             "dtype": _DTYPE_WORDS[todo.dtype],
@@ -134,7 +139,7 @@ def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
 def _write_small_files(todo: Plan, scratch: Path) -> None:
     if len(todo.files) > 1:
         numbered = enumerate(todo.files)
-        weight_map = {name: todo.name(n) for n, held in numbered for slot in held for name in slot.hf_names}
+        weight_map = {name: todo.name(n) for n, held in numbered for name in todo.names_in(held)}
         index = {"metadata": {"total_size": todo.num_bytes}, "weight_map": weight_map}
         (scratch / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_companions(todo.config_file.parent, scratch)

@@ -42,12 +42,7 @@ from megatron_tlt.models.config import ModelConfig
 RELEASE = "release"
 
 # Layers of megatron save an (empty) extra state, which Transformer Engine fills with FP8 scales; a reader expects it.
-_EXTRA_STATES = (
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv")
 
 
 @dataclass(frozen=True)
@@ -64,19 +59,23 @@ def chunks_of(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp
     """What TP rank `rank` stores of a parameter, from its full Hugging Face tensors, as megatron-core cuts it.
 
     One chunk, but two of gate_up: the rank's gate rows, and its up rows after all gate rows. A replicated parameter is
-    stored by rank 0 only.
+    stored by rank 0 only. Experts are whole; the ranks divide them, if that comes out even.
     """
-    if slot.kind == "replicated" and rank > 0:
+    is_whole = slot.kind == "replicated" or (slot.kind == "experts" and config.num_experts % tp > 0)
+    if is_whole and rank > 0:
         return []
-    part = shard(config, slot, full, rank, tp)
+    part = shard(config, slot, full, 0, 1) if is_whole else shard(config, slot, full, rank, tp)
     blocks = part.chunk(2) if slot.kind == "gate_up" else (part,)
     dim = 1 if slot.kind == "columns" else 0
-    parts = 1 if slot.kind == "replicated" else tp * len(blocks)
+    parts = 1 if is_whole else tp * len(blocks)
     found = []
     for i, block in enumerate(blocks):
         size, offsets = list(block.shape), [0] * block.ndim
         offsets[dim] = (i * tp + rank) * size[dim]
         size[dim] *= parts
+        if config.has_mixed_layers:  # they have no common tensor
+            found.append(Chunk(slot.global_paths[-1], tuple(size), tuple(offsets), block))
+            continue
         if slot.layer is not None:
             size, offsets, block = [config.num_layers, *size], [slot.layer, *offsets], block[None]  # noqa: PLW2901
         found.append(Chunk(slot.stacked_keys[-1], tuple(size), tuple(offsets), block))
@@ -186,13 +185,15 @@ def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) ->
 
 
 def _extra_state_keys(todo: Plan, stage: int) -> list[str]:
-    total = todo.source.config.num_layers
-    layers = range(stage * total // todo.pp, (stage + 1) * total // todo.pp)
-    return [
-        f"decoder.layers.{module}._extra_state/shard_{layer}_{total}"
-        for layer in layers
-        for module in _EXTRA_STATES
-    ]
+    config = todo.source.config
+    total, found = config.num_layers, []
+    for layer in range(stage * total // todo.pp, (stage + 1) * total // todo.pp):
+        mlp = "mlp" if layer not in config.moe_layers else "mlp.shared_experts"
+        is_dense = layer not in config.moe_layers or config.shared_expert_intermediate_size
+        for module in (*_EXTRA_STATES, *((f"{mlp}.linear_fc1", f"{mlp}.linear_fc2") if is_dense else ())):
+            mixed, common = f"{layer}.{module}._extra_state", f"{module}._extra_state/shard_{layer}_{total}"
+            found.append(f"decoder.layers.{mixed if config.has_mixed_layers else common}")
+    return found
 
 
 def _metadata(todo: Plan) -> dcp.Metadata:
@@ -269,4 +270,18 @@ def megatron_arguments(config: ModelConfig, tp: int, pp: int, dtype: torch.dtype
         "pipeline_model_parallel_size": pp,
         "params_dtype": dtype,
         "ckpt_format": "torch_dist",
+        **(_expert_arguments(config) if config.num_experts else {}),
+    }
+
+
+def _expert_arguments(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts": config.num_experts,
+        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": config.shared_expert_intermediate_size > 0,
     }

@@ -78,6 +78,27 @@ def _installed_engine() -> str | None:
         return None
 
 
+def check_experts(config: Config | SftConfig, num_ranks: int, shape: ModelShape | None) -> Problems:
+    """Expert parallel, and what megatron asks of a mixture of experts. Experts are never cut by tensor parallel."""
+    actor = config.actor
+    if num_ranks // actor.pp % actor.ep:
+        allowed = f"must divide the ranks of a pipeline stage ({num_ranks} / {actor.pp})"
+        yield ConfigProblem("actor.ep", actor.ep, allowed)
+    if shape is None:
+        return
+    if not shape.num_experts:
+        wanted = {"ep": actor.ep > 1, "load_balancing_loss": actor.load_balancing_loss > 0}
+        wanted |= {"router_z_loss": actor.router_z_loss > 0, "router_replay": actor.router_replay != "off"}
+        for name in (name for name, is_set in wanted.items() if is_set):
+            yield ConfigProblem(f"actor.{name}", getattr(actor, name), "needs a mixture of experts, this is dense")
+        return
+    if shape.num_experts % actor.ep:
+        yield ConfigProblem("actor.ep", actor.ep, f"must divide the model's {shape.num_experts} experts")
+    if actor.tp > 1 and not actor.sequence_parallel:
+        allowed = "must be true for a mixture of experts with actor.tp > 1: megatron's layers refuse it otherwise"
+        yield ConfigProblem("actor.sequence_parallel", False, allowed)
+
+
 def check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
     """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
     per_node = config.cluster.ranks_per_node
@@ -113,10 +134,6 @@ def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
 def check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
     promised = config.model.architecture
-    if getattr(shape, "num_experts", 0):
-        yield ConfigProblem(
-            "model.path", config.model.path, "mixture-of-experts models cannot be trained yet"
-        )
     if promised is None or shape is None or shape is promised:
         return
     for name in type(promised).model_fields:

@@ -32,9 +32,9 @@ MODEL = "qwen3"
 
 
 def build(world: World, root: Path, layout: dict[str, Any]) -> Any:
-    """An Adam policy (SGD, bf16 or the distributed optimizer if the layout says so)."""
+    """An Adam policy (SGD, bf16, the distributed optimizer or another model if the layout says so)."""
     section = SGD if layout.pop("sgd", False) else ADAM
-    return make_policy(world, root / MODEL, section, WeightedNll(), keep_reference=False, **layout)
+    return make_policy(world, root / layout.pop("model", MODEL), section, WeightedNll(), keep_reference=False, **layout)
 
 
 def update(policy: Any, number: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_tlt.types import TrainBatch, TrainSequence
 
 KINDS = ("qwen2", "qwen3", "llama")
+MOE_KINDS = ("qwen3_moe", "qwen2_moe")  # the second with a dense layer and shared experts
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
 
 _BASE = {
@@ -27,6 +28,12 @@ _BASE = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.08,
     "attn_implementation": "eager",
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "experts_implementation": "eager",
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -47,6 +54,10 @@ def hf_model(kind: str) -> Any:
         config = hf.Qwen2Config(**_BASE, tie_word_embeddings=True)
     elif kind == "qwen3":
         config = hf.Qwen3Config(**_BASE, tie_word_embeddings=True, head_dim=32)
+    elif kind == "qwen3_moe":
+        config = hf.Qwen3MoeConfig(**_BASE, **_EXPERTS, tie_word_embeddings=True, head_dim=32, norm_topk_prob=True)
+    elif kind == "qwen2_moe":
+        config = hf.Qwen2MoeConfig(**_BASE, **_EXPERTS, shared_expert_intermediate_size=48, mlp_only_layers=[1])
     else:
         config = hf.LlamaConfig(**_BASE, tie_word_embeddings=False, rope_parameters=_LLAMA3)
     torch.manual_seed(7)
@@ -57,6 +68,8 @@ def hf_model(kind: str) -> Any:
                 parameter.normal_(0, 0.1)
             elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "gate.weight" in name or "expert" in name:
+                parameter.normal_(0, 0.15)  # experts that differ visibly
     return model
 
 

@@ -18,6 +18,7 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import (
     KINDS,
+    MOE_KINDS,
     Exploding,
     WeightedNll,
     relative_error,
@@ -188,12 +189,12 @@ def main() -> None:
     """All cases, then the one-rank outcome of the scenario for the parallel tests."""
     world = World.start(DistributedSection(device="cpu"), threads=1)
     root = Path(sys.argv[1])
-    for kind in KINDS:
+    for kind in (*KINDS, *MOE_KINDS):
         parity(world, root, kind)
-        torch.save(
-            {name: run_scenario(scenario_policy(world, root / kind, name)) for name in ("sgd", "adam", "gspo")},
-            root / f"{kind}.tp1.pt",
-        )
+        # Adam divides rounding noise, and a changed digit can flip a near tie of two experts.
+        names = ("sgd",) if kind in MOE_KINDS else ("sgd", "adam", "gspo")
+        outcome = {name: run_scenario(scenario_policy(world, root / kind, name)) for name in names}
+        torch.save(outcome, root / f"{kind}.tp1.pt")
     packing(world, root)
     guards(world, root)
     nothing_trained(world, root)

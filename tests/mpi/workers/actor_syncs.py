@@ -63,7 +63,7 @@ def engine_layers(fused: bool) -> Any:
     kept = build.uses_transformer_engine, build._decoder_spec, build._fusions, build.SDPACoreAttention
     thd = rope_utils.fused_apply_rotary_pos_emb_thd
 
-    def spec(config: Any, actor: Any) -> Any:
+    def spec(config: Any, actor: Any, stage: int) -> Any:
         layers = [build._local_layer(config, actor)] * (config.num_layers // actor.pp)
         return build.TransformerBlockSubmodules(layer_specs=layers, layer_norm=build.RMSNorm)
 

@@ -104,7 +104,7 @@ def resolved(recipe: str, *overrides: str) -> tuple[dict[str, Any], dict[str, An
         chosen(transformer, plain),
         chosen(ddp, optimizer.DistributedDataParallelConfig()),
         chosen(step, optimizer.OptimizerConfig()),
-        build._decoder_spec(model, actor),
+        build._decoder_spec(model, actor, stage=0),
     )
 
 

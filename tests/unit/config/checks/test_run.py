@@ -110,7 +110,7 @@ def test_a_good_configuration_has_no_problems():
         (["rewards.functions=[{name: exact, pattern: 'a'}]"], "rewards.functions.0.pattern"),
         (["rewards.functions=[{name: exact, params: {a: 1}}]"], "rewards.functions.0.name"),
         (
-            ["model.architecture=" + str(SHAPE.model_dump() | {"num_layers": 5})],
+            ["model.architecture=" + str(SHAPE.model_dump(mode="json") | {"num_layers": 5})],
             "model.architecture.num_layers",
         ),
     ],
@@ -118,6 +118,25 @@ def test_a_good_configuration_has_no_problems():
 def test_every_check_fires(overrides, path):
     ranks = 8 if "actor.tp=8" in overrides else 3 if "rollout.tp=3" in overrides else 4
     assert path in paths(*overrides, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("experts", "overrides", "path"),
+    [
+        (0, ["actor.ep=2"], "actor.ep"),
+        (0, ["actor.router_replay=rollout"], "actor.router_replay"),
+        (6, ["actor.ep=3"], "actor.ep"),  # of 4 ranks
+        (6, ["actor.ep=4"], "actor.ep"),
+        (8, ["actor.tp=2"], "actor.sequence_parallel"),
+    ],
+)
+def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> None:
+    more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    shape = SHAPE.model_copy(update=more if experts else {})
+    config = build_config(BASE, overrides)
+    assert path in {p.path for p in check_config(config, shape, 4)}
+    fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
+    assert path not in {p.path for p in check_config(fine, shape, 4)}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""Layers with a mixture of experts, from megatron's MoELayer and its all-to-all dispatcher.
+
+The experts of a rank are two stacked weights and two grouped matrix products. megatron's SequentialMLP has two
+parameters and a dozen kernels an expert: at 48 layers x 128 experts its checkpoints take minutes, stacks a second.
+Experts are cut over expert parallel ranks only (megatron's expert tensor parallel size is 1), and expert parallel
+takes its ranks from TP x CP x DP.
+
+Legend: E experts, H hidden, F width of an expert, R rows that this rank's experts got, sorted by expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.elementwise import swiglu
+from megatron_tlt.actor.routing import Router
+from megatron_tlt.models.config import ModelConfig
+
+# isort: split
+# megatron comes after the device shim.
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+
+def expert_fields(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) -> dict[str, Any]:
+    """What TransformerConfig says of the experts; nothing for a dense model.
+
+    Auxiliary losses are the router's own (`Router`): megatron's are scaled for another divisor than ours.
+    """
+    if not config.num_experts:
+        return {}
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        # softmax over the chosen logits = softmax over all, chosen, divided by their sum
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": aux_loss,
+        "moe_z_loss_coeff": z_loss,
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": bool(config.shared_expert_intermediate_size),
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,  # None would mean TP
+    }
+
+
+class GroupedExperts(MegatronModule):
+    """This rank's experts: [E / EP, 2F, H], each expert's gate rows above its up rows, and [E / EP, H, F]."""
+
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: Any = None, recompute_activation: bool = False
+    ):
+        super().__init__(config)
+        assert pg_collection.expt_tp.size() == 1
+        self._ep, self._replicas = pg_collection.ep, pg_collection.expt_dp
+        self._recompute_activation = recompute_activation
+        width, made = config.moe_ffn_hidden_size, {"dtype": config.params_dtype, "device": current_device()}
+        self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **made))
+        self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **made))
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing."""
+        ends = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
+        wide = F.grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends)
+        if not self._recompute_activation:
+            return F.grouped_mm(_gated(wide, probs), self.fc2.transpose(1, 2), offs=ends), None
+        again = CheckpointWithoutOutput(fp8=None)  # False would mean FP8
+        output = F.grouped_mm(again.checkpoint(_gated, wide, probs), self.fc2.transpose(1, 2), offs=ends)
+        again.discard_output_and_register_recompute(output)
+        return output, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """This rank's experts of [(layers,) E, ...], under the names of megatron's own experts."""
+        axis, ep = len(sharded_offsets), self._ep
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.linear_{name}.weight",
+                weight,
+                *sharded_offsets,
+                (axis, ep.rank(), ep.size()),
+                prepend_axis_num=axis,
+                replica_id=(0, 0, self._replicas.rank()),
+            )
+            for name, weight in (("fc1", self.fc1), ("fc2", self.fc2))
+        }
+
+
+def _gated(wide: Tensor, probs: Tensor) -> Tensor:
+    return (swiglu(wide) * probs[:, None]).type_as(wide)
+
+
+class _Dispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron brings split sizes to the host as numpy arrays; on a CPU they stay tensors, which torch refuses."""
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        counts = super().preprocess(routing_map)
+        splits: Any = self
+        if not routing_map.is_cuda and splits.input_splits is not None:
+            splits.input_splits, splits.output_splits = splits.input_splits.tolist(), splits.output_splits.tolist()
+        return counts
+
+
+class ExpertLayer(MoELayer):
+    """What stands for the MLP. `place`: which of the layers with experts it is; `recompute`: all of it in backward."""
+
+    def __init__(self, config: Any, submodules: MoESubmodules, place: int, recompute: bool):
+        super().__init__(config, submodules)
+        groups = get_default_pg_collection()
+        local = self.num_local_experts, self.local_expert_indices
+        self.token_dispatcher = _Dispatcher(*local, config=config, pg_collection=groups)
+        self.router.place, self._recompute = place, recompute
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T, 1, H] -> [T, 1, H], and no bias."""
+        routing = self.router.routing_now  # when it is recomputed, the router's is another micro-batch's
+
+        def run(hidden: Tensor) -> Tensor:
+            self.router.routing_now = routing
+            return MoELayer.forward(self, hidden)[0]  # type: ignore[no-any-return]
+
+        if self._recompute and self.training:
+            return tensor_parallel.checkpoint(run, False, hidden_states), None
+        return run(hidden_states), None
+
+
+class RoutedLayer(TransformerLayer):
+    """Gives its router the routing of the micro-batch that it runs now."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kw: Any) -> Any:
+        """As megatron's."""
+        self.mlp.router.routing_now = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kw)
+
+
+def use_experts(layer: Any, place: int, shared: Any, modules: tuple[str, ...]) -> None:
+    """Makes a layer's spec one with experts. `shared`: the spec of the shared expert's MLP, None: it has none.
+
+    `modules`: what selective recompute redoes. Mutates `layer`; its norm before the MLP must be a module.
+    """
+    from megatron.core.transformer import ModuleSpec
+
+    experts = ModuleSpec(module=GroupedExperts, params={"recompute_activation": "mlp_act" in modules})
+    layer.module = RoutedLayer
+    layer.submodules.mlp = ModuleSpec(
+        module=ExpertLayer,
+        params={"place": place, "recompute": "mlp" in modules},
+        submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router),
+    )
+    # With Transformer Engine, too, the norm is a module of its own here, and keeps its name in checkpoints.
+    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
