@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import run_ranks
 
 WORKER = "tests/integration/workers/train_fault.py"
 
@@ -17,18 +15,7 @@ def train_with_fault(
 ):
     """Two ranks; `fault` as in the worker's `Fault`. `launcher` are options of mpiexec."""
     arguments = [json.dumps(fault), "train", str(config), f"train.run_dir={run_dir}", *overrides]
-    if not launcher:
-        return run_ranks(2, WORKER, *arguments, check=False, timeout=290)
-    command = [str(MPIEXEC), *launcher, "-n", "2", sys.executable, "-m", "mpi4py", str(ROOT / WORKER)]
-    return subprocess.run(
-        [*command, *arguments],
-        env=rank_environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=290,
-    )
+    return run_ranks(2, WORKER, *arguments, check=False, timeout=290, options=launcher)
 
 
 def train(config: Path, run_dir: Path, *overrides: str) -> str:

@@ -1,143 +1,146 @@
-"""Runs of one rank as forks of a process that has imported everything once: a run then takes a second and not ten.
+"""Ranks as forks of a process that has imported everything once: a start takes a tenth of a second and not ten.
 
-    test      one JSON line: {"module", "argv", "log"} ----> server: forks; the child calls module.main(argv)
-    test      <---- {"pid"}     ...     {"wait": pid} ----> server     <---- {"code"}
+    mpiexec starts `stub.py` as its ranks; a test starts a run of one rank itself (`mpi.start_one`):
+    stub or test  ---- {"argv", "env", "cwd"} and open files ---->  server: forks; the child is `python -m mpi4py ARGV`
+                  <---- pid        ...        exit status ----      (killed if the connection ends before it)
 The children are whole processes with an MPI of their own, to be killed, stopped and traced like any other.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
 import importlib
 import json
 import os
-import subprocess
+import random
+import select
+import shutil
+import signal
+import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from tests.helpers.mpi import ROOT, rank_environment
+import mpi4py.run
+import numpy as np
 
-# Not mpi4py, which starts MPI when it is imported: each child does that.
+# Not mpi4py.MPI, which starts MPI when it is imported: each child does that.
 _MODULES = (
     "megatron_tlt.cli.main",
     "megatron_tlt.trainer.setup",
     "megatron_tlt.trainer.loop",
     "megatron_tlt.actor.policy",
-    "transformers",
+    "torch._dynamo",
+    "torch.onnx",
+    "rich.live",
+    "transformers.models.auto.tokenization_auto",
+    "megatron_tlt.algorithms.build",
 )
 
 
-class Run:
-    """One run under way, or done."""
-
-    def __init__(self, server: ForkServer, pid: int, log: Path):
-        self._server, self.pid, self._log = server, pid, log
-
-    @property
-    def stdout(self) -> str:
-        """Its output so far, stdout and stderr."""
-        return self._log.read_text() if self._log.exists() else ""
-
-    def wait(self) -> int:
-        """Its exit status; a negative one is the signal that ended it."""
-        code: int = self._server.ask({"wait": self.pid})["code"]
-        return code
-
-
-class ForkServer:
-    """Use as a context manager."""
-
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, 0
-
-    def __enter__(self) -> ForkServer:
-        code = "from tests.helpers.forked import serve; serve()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=rank_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:  # a machine with other things to do
-            self._process.kill()
-            self._process.wait()
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer to one request."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
-
-    def start(self, module: str, *argv: object) -> Run:
-        """Begins `module.main(argv)` in a process of its own."""
-        self._count += 1
-        log = self._folder / f"run-{self._count}.log"
-        answer = self.ask({"module": module, "argv": [str(a) for a in argv], "log": str(log)})
-        return Run(self, answer["pid"], log)
-
-    def run(
-        self, *argv: object, module: str = "megatron_tlt.cli.main", check: bool = True
-    ) -> tuple[int, str]:
-        """`megatron-tlt ARGV`, to its end: exit status and output. With `check` a failure fails the test."""
-        run = self.start(module, *argv)
-        code = run.wait()
-        assert not check or code == 0, f"{argv} ended with {code}:\n{run.stdout[-6000:]}"
-        return code, run.stdout
-
-
-def serve() -> None:
+def serve(path: str) -> NoReturn:
     """The server: forks on request until its input ends, then kills what still runs."""
     for name in _MODULES:
         importlib.import_module(name)
-    children: set[int] = set()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
-            children.discard(request["wait"])
-            answer = {"code": os.waitstatus_to_exitcode(status)}
-        else:
-            pid = os.fork()
-            if not pid:
-                _child(request)
-            children.add(pid)
-            answer = {"pid": pid}
-        print(json.dumps(answer), flush=True)
-    for pid in children:
-        os.kill(pid, 9)
+    gc.collect()
+    gc.freeze()
+    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd: pid, its connection
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        os.write(1, b".")
+        while True:
+            ends = {connection.fileno(): fd for fd, (_, connection) in children.items()}
+            ready, _, _ = select.select([0, listener, *children, *ends], [], [])
+            if 0 in ready:
+                break
+            if listener in ready:
+                connection, _ = listener.accept()
+                pid = _forked(connection)
+                children[os.pidfd_open(pid)] = pid, connection
+            for fd in {ends.get(r, r) for r in ready} & children.keys():
+                _end(fd, *children.pop(fd))
+    for pid, _ in children.values():
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(Path(path).parent)
     os._exit(0)  # taking all the modules down would take seconds
 
 
-def _child(request: dict[str, Any]) -> None:
-    """Never returns."""
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for place, file in ((0, null), (1, log), (2, log)):
-        os.dup2(file, place)
+def _end(fd: int, pid: int, connection: socket.socket) -> None:
+    """Of a child that has ended, or whose client has."""
+    if not select.select([fd], [], [], 0)[0]:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(fd)
+    with connection, contextlib.suppress(OSError):
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _forked(connection: socket.socket) -> int:
+    """The child's pid."""
+    text, files, _, _ = socket.recv_fds(connection, 1 << 18, 16)
+    pid = os.fork()
+    if not pid:
+        _child(json.loads(text), files)
+    for file in files:
+        os.close(file)
+    with contextlib.suppress(OSError):
+        connection.send(str(pid).encode())
+    return pid
+
+
+def _child(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """What `python -m mpi4py ARGV` does."""
     code = 1
     try:
-        code = importlib.import_module(request["module"]).main(request["argv"])
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 512) for file in files]
+        os.closerange(3, 512)
+        for number, file in zip(request["files"], high, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        random.seed()
+        np.random.seed()
+        sys.argv[:] = ["mpi4py", *request["argv"]]
+        code = _run()
     except BaseException:  # noqa: BLE001  a fork must not go on as its parent
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        ctypes.CDLL(None).exit(code)  # not _exit(2): MPICH takes leave of mpiexec in a handler
+        raise SystemError
+
+
+def _run() -> int:
+    """The exit status."""
+    code = 0
+    try:
+        mpi4py.run.main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  printed, as by the interpreter
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if code:
+            mpi.COMM_WORLD.Abort(code)
+        mpi.Finalize()
+    return code
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,11 +1,18 @@
-"""Start real MPI ranks from a test."""
+"""Start real MPI ranks from a test, as forks of a process that has imported everything: see `forked.py`."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from tests.helpers import stub
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -19,6 +26,69 @@ def rank_environment() -> dict[str, str]:
     return env
 
 
+@functools.cache
+def server() -> str:
+    """The socket of the server of this process, which ends with it."""
+    folder = tempfile.mkdtemp(prefix="forks-")
+    path = f"{folder}/socket"
+    process: Any = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.forked", path],
+        cwd=ROOT,
+        env=rank_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    atexit.register(process.communicate)
+    assert process.stdout.read(1) == b"."
+    return path
+
+
+class Run:
+    """A run of one rank, under way or done."""
+
+    def __init__(self, fork: stub.Fork, log: Path):
+        self._fork, self.pid, self._log = fork, fork.pid, log
+
+    @property
+    def stdout(self) -> str:
+        """Its output so far, stdout and stderr."""
+        return self._log.read_text()
+
+    def wait(self) -> int:
+        """Its exit status; a negative one is the signal that ended it."""
+        return self._fork.wait()
+
+
+def start_one(*argv: object, **env: str) -> Run:
+    """Begins one rank without mpiexec: `megatron-tlt ARGV`, or ARGV is a script or -c and code, with its arguments."""
+    target = [] if str(argv[0]).endswith((".py", "-c")) else ["-m", "megatron_tlt"]
+    handle, log = tempfile.mkstemp(prefix="run-", suffix=".log", dir=Path(server()).parent)
+    with open(os.devnull, "rb") as null, open(handle, "wb") as file:
+        files = {0: null.fileno(), 1: file.fileno(), 2: file.fileno()}
+        return Run(
+            stub.Fork(server(), [*target, *map(str, argv)], files, rank_environment() | env, ROOT), Path(log)
+        )
+
+
+def run_one(*argv: object, check: bool = True, **env: str) -> tuple[int, str]:
+    """`start_one`, to its end: exit status and output. With `check` a failure fails the test."""
+    begun = start_one(*argv, **env)
+    code = begun.wait()
+    assert not check or code == 0, f"{argv} ended with {code}:\n{begun.stdout[-6000:]}"
+    return code, begun.stdout
+
+
+def fork_command() -> list[str]:
+    """A command line that takes the place of `python -m mpi4py`."""
+    return [sys.executable, "-I", "-S", stub.__file__, server()]
+
+
+def launcher(ranks: int, *options: str) -> list[str]:
+    """A command line that takes the place of `mpiexec OPTIONS -n RANKS python -m mpi4py`."""
+    return [str(MPIEXEC), *options, "-n", str(ranks), *fork_command()]
+
+
 def run_ranks(
     ranks: int,
     script: str | list[str],
@@ -26,16 +96,16 @@ def run_ranks(
     timeout: float = 300,
     check: bool = True,
     env: dict[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks; returns its output, stdout and stderr together.
 
-    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"].
+    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"]; `options` are mpiexec's.
     With `check`, a non-zero exit fails the test and shows the output.
     """
     target = [str(ROOT / script)] if isinstance(script, str) else script
-    launcher = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "mpi4py", *target, *args]
     done = subprocess.run(
-        launcher,
+        [*launcher(ranks, *options), *target, *args],
         env={**rank_environment(), **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -17,42 +17,35 @@ import pytest
 import torch
 
 from megatron_tlt.actor import checkpoint_files as files
-from tests.helpers.forked import ForkServer
-from tests.helpers.mpi import run_ranks
+from tests.helpers.mpi import run_one, run_ranks, start_one
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"
-FAULTY = "tests.integration.workers.train_faulty"
+FAULTY = "tests/integration/workers/train_faulty.py"
 
 
 def faulty(fault, config, run_dir, *overrides):
     """A run on two ranks in which something goes wrong."""
     arguments = [fault, str(config), f"train.run_dir={run_dir}", *overrides]
-    return run_ranks(2, f"{FAULTY.replace('.', '/')}.py", *arguments, check=False)
+    return run_ranks(2, FAULTY, *arguments, check=False)
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with ForkServer(tmp_path_factory.mktemp("logs")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, forks):
+def whole(tmp_path_factory):
     """An uninterrupted run of four steps on one rank."""
     folder = tmp_path_factory.mktemp("faults")
-    forks.run("train", write_config(folder))
+    run_one("train", write_config(folder))
     return folder
 
 
 @pytest.fixture
-def train(whole, forks, tmp_path):
+def train(whole, tmp_path):
     """`megatron-tlt train` into tmp_path/run on one rank: status and output."""
 
     def run(*overrides, run_dir=tmp_path / "run", check=True):
-        return forks.run("train", whole / "tiny.yaml", f"train.run_dir={run_dir}", *overrides, check=check)
+        return run_one("train", whole / "tiny.yaml", f"train.run_dir={run_dir}", *overrides, check=check)
 
     return run
 
@@ -107,10 +100,10 @@ def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path)
         assert "resumed after step 2" in train()[1]
 
 
-def test_a_shard_that_cannot_be_written_to_its_end(whole, forks, train, tmp_path):
+def test_a_shard_that_cannot_be_written_to_its_end(whole, train, tmp_path):
     """As a full disk, for those who may not mount: the writer thread's error ends the run."""
     arguments = ("small-files", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
-    code, output = forks.run(*arguments, module=FAULTY, check=False)
+    code, output = run_one(FAULTY, *arguments, check=False)
     assert code == 1, output
     assert "CheckpointError: cannot write" in output and "File too large" in output
     assert not (tmp_path / "run/checkpoints/latest").exists()
@@ -210,11 +203,11 @@ def test_nothing_in_a_checkpoint_is_unpickled(whole, train, tmp_path, poison):
 # -- two jobs -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whole, forks, train, tmp_path):
+def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whole, train, tmp_path):
     run_dir = tmp_path / "run"
     arguments = (whole / "tiny.yaml", f"train.run_dir={run_dir}")
     long = ("train.num_steps=4000", "checkpoint.keep=2", "eval.every=0")
-    first = forks.start("megatron_tlt.cli.main", "train", *arguments, *long)
+    first = start_one("train", *arguments, *long)
     try:
         wait_for((run_dir / "checkpoints/latest").exists)
         before = len(rows(run_dir))
@@ -222,8 +215,8 @@ def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whol
         assert code == 1
         assert f"run_dir = {run_dir} is in use by process {first.pid} on " in output
         assert "Traceback" not in output
-        assert "Ranks: 1" in forks.run("check", *arguments, "--ranks", 1)[1]
-        forks.run("export", *arguments, "--out", tmp_path / "exported")
+        assert "Ranks: 1" in run_one("check", *arguments, "--ranks", 1)[1]
+        run_one("export", *arguments, "--out", tmp_path / "exported")
         assert (tmp_path / "exported/config.json").is_file()
         wait_for(lambda: len(rows(run_dir)) > before + 1)
     finally:
@@ -244,8 +237,8 @@ def wait_for(condition):
 # -- numbers ------------------------------------------------------------------------------------------------
 
 
-def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, forks, tmp_path):
-    forks.run("nan:2", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}", module=FAULTY)
+def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_path):
+    run_one(FAULTY, "nan:2", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
     found = rows(tmp_path / "run")
     assert [row["policy/skipped_steps"] for row in found] == [0, 1, 0, 0]
     assert [row["policy/nonfinite_in_a_row"] for row in found] == [0, 1, 0, 0]
@@ -281,7 +274,7 @@ def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, t
 # -- rewards ------------------------------------------------------------------------------------------------
 
 
-def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(forks, tmp_path):
+def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(tmp_path):
     functions = [{"name": "python", "path": "tests.helpers.bad_rewards:reward"}]
     rewards = {"workers": 2, "timeout_s": 2.0, "functions": functions}
     size = {"num_steps": 1, "prompts_per_step": 12, "run_dir": str(tmp_path / "run")}
@@ -289,7 +282,7 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(forks, 
     config = write_config(tmp_path, rewards=rewards, train=size, eval={"every": 0}, rollout=rollout)
     text = "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(12))
     (tmp_path / "train.jsonl").write_text(text)
-    _, output = forks.run("train", config)
+    _, output = run_one("train", config)
     (row,) = rows(tmp_path / "run")
     assert row["reward/failures"] == 16  # of 24 answers: 4 kinds of failure, 2 questions each, 2 answers each
     assert "16 of 24 rewards failed; one of them" in output

@@ -6,14 +6,13 @@ import stat
 
 import pytest
 
-from tests.helpers.forked import ForkServer
-from tests.helpers.mpi import run_ranks
+from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, copy_run, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"  # so that a step's checkpoint is there when the next one begins
-KILLER = "tests.integration.workers.train_killed"
+KILLER = "tests/integration/workers/train_killed.py"
 
 
 def train(config, ranks, *overrides):
@@ -23,8 +22,7 @@ def train(config, ranks, *overrides):
 def killed(config, run_dir, rank, step, answers, *overrides):
     """A run on two ranks, of which `rank` dies when it has cached so many answers of `step`."""
     arguments = [config, rank, step, answers, f"train.run_dir={run_dir}", *overrides]
-    script = f"{KILLER.replace('.', '/')}.py"
-    done = run_ranks(2, script, *map(str, arguments), check=False)
+    done = run_ranks(2, KILLER, *map(str, arguments), check=False)
     assert done.returncode != 0, done.stdout
     return run_dir
 
@@ -34,39 +32,33 @@ def reused(run_dir):
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    with ForkServer(tmp_path_factory.mktemp("logs")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory, forks):
+def one(tmp_path_factory):
     """Uninterrupted runs on one rank: `run`, and `no_cache` without a cache."""
     folder = tmp_path_factory.mktemp("one")
     config = write_config(folder)
-    forks.run("train", config)
-    forks.run("train", config, f"train.run_dir={folder / 'no_cache'}", "rollout_cache.enabled=false")
+    run_one("train", config)
+    run_one("train", config, f"train.run_dir={folder / 'no_cache'}", "rollout_cache.enabled=false")
     return folder
 
 
 @pytest.fixture
-def resumed(one, forks):
+def resumed(one):
     """Resumes a run on one rank; returns its output."""
 
     def resume(run_dir, *overrides):
-        return forks.run("train", one / "tiny.yaml", f"train.run_dir={run_dir}", *overrides)[1]
+        return run_one("train", one / "tiny.yaml", f"train.run_dir={run_dir}", *overrides)[1]
 
     return resume
 
 
 @pytest.fixture
-def dead(one, forks, tmp_path):
+def dead(one, tmp_path):
     """A run on one rank that died when it had cached so many answers of a step."""
 
     def die(step, answers, *overrides):
         run_dir = tmp_path / "run"
         arguments = (one / "tiny.yaml", 0, step, answers, f"train.run_dir={run_dir}", *overrides)
-        code, output = forks.run(*arguments, module=KILLER, check=False)
+        code, output = run_one(KILLER, *arguments, check=False)
         assert code == -signal.SIGKILL, output
         return run_dir
 
@@ -121,12 +113,12 @@ def test_killed_twice_in_one_step(one, dead, resumed):
 
 
 @pytest.mark.nightly
-def test_two_ranks_and_one_steal_from_each_other(one, dead, forks, tmp_path):
+def test_two_ranks_and_one_steal_from_each_other(one, dead, tmp_path):
     """Step 1 is begun by two ranks and finished by one, and the other way round."""
     config, two = one / "tiny.yaml", tmp_path / "two"
     train(config, 2, f"train.run_dir={two}")
     by_two = killed(config, tmp_path / "by_two", 1, 1, 10)
-    forks.run("train", config, f"train.run_dir={by_two}")
+    run_one("train", config, f"train.run_dir={by_two}")
     assert reused(by_two)[1] >= 10
     assert_same_checkpoint(one / "run" / LAST, by_two / LAST)
     by_one = dead(1, 20)

@@ -3,13 +3,12 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from megatron_tlt.cli.main import main
-from tests.helpers.mpi import MPIEXEC, ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -105,7 +104,7 @@ def test_a_dropped_evaluation_is_made_up_for(ended):
 
 
 def start(config, run_dir, *overrides):
-    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "mpi4py", "-m", "megatron_tlt", "train"]
+    command = [*launcher(2), "-m", "megatron_tlt", "train"]
     command += [str(config), f"train.run_dir={run_dir}", "train.num_steps=500", "eval.every=0", *overrides]
     return subprocess.Popen(
         command, env=rank_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,0 +1,53 @@
+"""Stands for a process that the server of `forked.py` forks: passes on files, environment, signals; ends as it does.
+
+`python -I -S stub.py SOCKET [-m MODULE | SCRIPT] ARGUMENTS`: starts in milliseconds, as it imports no package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+_PASSED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT")
+
+
+class Fork:
+    """A process forked by the server at `path`, which runs `python -m mpi4py ARGV`. `files`: its file descriptors."""
+
+    def __init__(
+        self,
+        path: str,
+        argv: list[str],
+        files: dict[int, int],
+        env: dict[str, str],
+        cwd: str | os.PathLike[str],
+    ):
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(path)
+        request = {"argv": argv, "env": env, "cwd": os.fspath(cwd), "files": list(files)}
+        socket.send_fds(self._server, [json.dumps(request).encode()], list(files.values()))
+        self.pid = int(self._server.recv(64))
+
+    def wait(self) -> int:
+        """Its exit status; a negative one is the signal that ended it."""
+        return int(self._server.recv(64))
+
+
+def main() -> None:
+    files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    fork = Fork(sys.argv[1], sys.argv[2:], {file: file for file in files}, dict(os.environ), os.getcwd())
+    for name in _PASSED_ON:
+        signal.signal(getattr(signal, name), lambda number, _: os.kill(fork.pid, number))
+    code = fork.wait()
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
