@@ -60,7 +60,6 @@ class HiddenStateCollector:
         """Hooks `module`. `sink` is called once a step. A step's answers of one rank take at most `budget_bytes` of
         its host's memory on their way, in `dtype`; `layers`: auxiliary ones, from 0; `seed` chooses what stays.
         """
-        assert groups.dims.cp == 1, "config.checks: a context-parallel rank has parts of answers"
         config = module.config
         self._groups, self._sink, self._dtype, self._seed = groups, sink, dtype, seed
         self._gathers = bool(config.sequence_parallel)
@@ -77,7 +76,10 @@ class HiddenStateCollector:
         self._left: dict[Key, int] = {}  # owners of those that no forward has passed yet
         self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: what this rank has read
         self._places: list[tuple[Key, int, int]] = []  # rows of the forward under way that this rank reads
-        self._reads = False  # whether any rank of its tensor-parallel group reads some
+        self._whole: MicroBatch | None = None  # that micro-batch, if any rank of its stage reads some
+        # Ranks of one stage share its answers out; their places among the owners of a stage.
+        self._width = groups.dims.tp * groups.dims.cp
+        self._place = groups.at.cp * groups.dims.tp + groups.at.tp
         self._version = self._left_out = 0
         self._hook(module, {layer: column for column, layer in enumerate(sorted(layers))})
 
@@ -102,8 +104,7 @@ class HiddenStateCollector:
         """
         new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= _MIN_TOKENS]
         self._seen, self._version = {_key(s) for s in sequences}, version
-        dims = self._groups.dims
-        self._chosen = choose(new, dims.tp * dims.pp, self._budget, self._row, self._seed)
+        self._chosen = choose(new, self._width * self._groups.dims.pp, self._budget, self._row, self._seed)
         self._left = {_key(s): owner for s, owner in self._chosen}
         self._left_out = len(new) - len(self._chosen)
         self._parts = {}
@@ -119,26 +120,28 @@ class HiddenStateCollector:
         sizes = [length for count, length in batch.packing.runs for _ in range(count)]
         starts = np.cumsum([0, *sizes]).tolist()
         rows = zip(keys, owners, batch.sequences, starts, strict=False)
-        mine, tp = self._groups.at.tp, self._groups.dims.tp
         self._places = [
             (key, start, start + sequence.length - 1)
             for key, owner, sequence, start in rows
-            if owner is not None and owner % tp == mine
+            if owner is not None and owner % self._width == self._place
         ]
-        self._reads = any(owner is not None for owner in owners)
+        self._whole = batch if any(owner is not None for owner in owners) else None
         try:
             yield
         finally:
-            self._places, self._reads = [], False
+            self._places, self._whole = [], None
 
     def _read(self, column: int, hidden: Tensor) -> None:
-        """Takes this rank's rows of a state [T, 1, H], of which a rank has T / tp under sequence parallel."""
-        if not self._reads:
+        """Takes this rank's rows of a state [T, 1, H], of which it has a part under sequence and context parallel."""
+        if self._whole is None:
             return
         with torch.no_grad():
             hidden = hidden.detach()
             if self._gathers:
                 hidden = gather_from_sequence_parallel_region(hidden)
+            if (order := self._whole.packing.to_whole) is not None:
+                hidden = gather_from_sequence_parallel_region(hidden, group=self._groups.cp)
+                hidden = hidden.index_select(0, order)
             for key, begin, end in self._places:
                 rows = hidden[begin:end, 0].to(self._dtype, copy=True)
                 self._parts[key, column] = self._copies.start(rows)
@@ -149,13 +152,13 @@ class HiddenStateCollector:
         """This rank's answers, their columns from all stages. Ranks of a pipeline send in one order, so none waits
         for ever.
         """
-        at, tp, samples = self._groups.at, self._groups.dims.tp, []
+        samples = []
         for sequence, owner in self._chosen:
-            stage, owner_tp = divmod(owner, tp)
-            if owner_tp != at.tp:
+            stage, place = divmod(owner, self._width)
+            if place != self._place:
                 continue
             columns = [self._column(sequence, c, stage) for c in range(len(self._stage_of))]
-            if stage == at.pp:
+            if stage == self._groups.at.pp:
                 samples.append(self._sample(sequence, torch.cat([c for c in columns if c is not None], -1)))
         assert not self._parts, "every part has an owner"
         return samples

@@ -110,9 +110,6 @@ def _check_hidden_states(config: Config) -> Problems:
     if config.rollout.tp > 1:
         allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same answers"
         yield ConfigProblem(at, chosen, allowed)
-    if config.actor.cp > 1:
-        what = "no rank of the actor sees a whole answer with actor.cp above 1"
-        yield ConfigProblem(at, chosen, f"must be 'engine': {what} (or idle.train_drafter=false)")
     if config.drafter.online.max_age == 0:
         allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
         yield ConfigProblem("drafter.online.max_age", 0, allowed)

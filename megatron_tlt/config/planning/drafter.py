@@ -86,14 +86,15 @@ def hidden_state_bytes(config: Config, device: Device) -> int:
 
 
 def collected_bytes(config: Config, shape: ModelShape) -> int:
-    """Hidden states of a micro-batch as the actor hands them out: the rows to be copied and, under sequence parallel,
-    all of them gathered before.
+    """Hidden states of a micro-batch as the actor hands them out: the rows to be copied and, under sequence or context
+    parallel, all of them gathered before; under context parallel twice, for they are put in order.
     """
     if not config.idle.train_drafter or config.hidden_states_of == "engine":
         return 0
     actor = config.actor
-    row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * actor.sequence_parallel
-    return micro_batch_tokens(config) * shape.hidden_size * row
+    copies = 2 if actor.cp > 1 else int(actor.sequence_parallel)
+    row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * copies
+    return micro_batch_tokens(config) * actor.cp * shape.hidden_size * row
 
 
 def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int:

@@ -123,7 +123,6 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert problems(*train, f"{STATES}=engine")[STATES].endswith("trtllm, which gives none")
     for chosen in ("auto", "actor"):
         assert STATES not in problems(*train, f"{STATES}={chosen}")
-    assert STATES in problems(*train, "actor.cp=2")
 
 
 @pytest.mark.parametrize(
