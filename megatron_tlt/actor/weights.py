@@ -37,8 +37,8 @@ def load_weights(
         if slot.stage != groups.at.pp:
             continue
         parameter = _find(parameters, slot)
-        cut = _cut(slot, groups)
-        part = shard(config, slot, [read(name) for name in slot.hf_names], cut.rank(), cut.size())
+        rank = groups.ep.rank() if slot.kind == "experts" else groups.at.tp
+        part = shard(config, slot, [read(name) for name in slot.hf_names], rank, _parts(slot, groups))
         if parameter.shape != part.shape:
             raise CheckpointError(
                 f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"
@@ -66,9 +66,9 @@ def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> 
                 parameter.allreduce = False
 
 
-def _cut(slot: Slot, groups: ActorGroups) -> dist.ProcessGroup:
-    """The ranks that a parameter is cut over."""
-    return groups.ep if slot.kind == "experts" else groups.tp
+def _parts(slot: Slot, groups: ActorGroups) -> int:
+    """The number of ranks that a parameter is cut over."""
+    return groups.dims.ep if slot.kind == "experts" else groups.dims.tp
 
 
 def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
@@ -125,12 +125,11 @@ def named_tensors(
 
 
 def _gather(part: Tensor, slot: Slot, groups: ActorGroups) -> list[Tensor]:
-    cut = _cut(slot, groups)
-    if cut.size() == 1 or slot.kind == "replicated":
+    if (count := _parts(slot, groups)) == 1 or slot.kind == "replicated":
         return [part]
     part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(cut.size())]
-    dist.all_gather(parts, part, group=cut)
+    parts = [torch.empty_like(part) for _ in range(count)]
+    dist.all_gather(parts, part, group=groups.ep if slot.kind == "experts" else groups.tp)
     return parts
 
 

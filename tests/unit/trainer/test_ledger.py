@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,11 +94,10 @@ class Replay:
     def __init__(self, recipe: Path, stage: int, folder: Path, monkeypatch, overrides=()):
         config = load_config(recipe, [f"model.path={folder}", *overrides])
         architecture = config.model.architecture
-        self.shape = ModelConfig(
-            **architecture.model_dump(),
-            qkv_bias=architecture.family == "qwen2",
-            qk_norm=architecture.family == "qwen3",
-        )
+        names = {field.name for field in fields(ModelConfig)}
+        known = {name: getattr(architecture, name) for name in names if hasattr(architecture, name)}
+        bias, norm = architecture.family == "qwen2", architecture.family in ("qwen3", "qwen3_moe")
+        self.shape = ModelConfig(**known, qkv_bias=bias, qk_norm=norm)
         (folder / "config.json").write_text(json.dumps(self.shape.to_hf("bfloat16")))
         self.config, self.stage, self.ranks = config, stage, config.cluster.num_ranks
         self.plan = estimate_memory(config, self.shape, self.ranks)[stage]
