@@ -204,14 +204,15 @@ class BackendCapabilities:
     stop_strings: bool  # answers can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
     withdraw: bool  # requests that have not begun can be taken out again, to be answered elsewhere
+    routes: bool  # answers can name the experts that their tokens chose
     drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
 EMBEDDED_CAPABILITIES = BackendCapabilities(
-    *(True, True, True, True, True, True, True), drafters=("none", "suffix", "eagle", "hybrid")
+    *(True, True, True, True, True, True, True, True), drafters=("none", "suffix", "eagle", "hybrid")
 )
 TRTLLM_CAPABILITIES = BackendCapabilities(
-    *(False, False, False, False, False, False, False), drafters=("none",)
+    *(False, False, False, False, False, False, False, False), drafters=("none",)
 )
 VLLM_CAPABILITIES = BackendCapabilities(
     keyed_sampling=True,
@@ -221,6 +222,7 @@ VLLM_CAPABILITIES = BackendCapabilities(
     stop_strings=False,
     tensor_parallel=False,
     withdraw=False,
+    routes=False,
     drafters=("none", "suffix", "eagle", "hybrid"),
 )
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {

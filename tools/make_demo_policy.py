@@ -2,6 +2,7 @@
 
     python tools/make_demo_policy.py                 # everything, ten minutes on two cores
     python tools/make_demo_policy.py --no-sft        # stop before training, to look at the data
+    python tools/make_demo_policy.py --moe           # seconds: its sibling with experts, runs/demo-moe
 
 The training itself is the product's own command (`megatron-tlt sft`), run as a subprocess: this file holds
 only what is particular to the demo. It is stopped early on purpose: RL must find room to improve.
@@ -11,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,9 @@ import torch
 from demo_traces import ANSWER_CLOSE, ANSWER_OPEN, generate
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights, save_hf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +88,9 @@ MAX_POSITIONS = 1024
 # from its prompt after 1.3M tokens; with 0.08 it could after 0.8M. That restart also changed the batch, the
 # warm-up and beta2, so the improvement may have other causes.
 INIT_STD = 0.08
+
+EXPERTS = 8  # of a layer of the sibling with experts; each token takes two
+EXPERT_NOISE = 0.2  # relative, of each weight of an expert: they differ, and any two together still compute the MLP
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -153,6 +163,53 @@ def write_start(folder: Path, seed: int) -> int:
     return model.num_parameters()
 
 
+def experts_of(dense: Path, seed: int) -> tuple[ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
+    """A mixture of experts with the weights of `dense`: in every second layer its MLP, EXPERTS times, each with noise
+    of its own, and a random router (sparse upcycling, Komatsuzaki et al., 2212.05055). Gates sum to 1, so it answers
+    nearly as the dense model does.
+    """
+    source = ModelConfig.from_hf(dense)
+    config = replace(
+        source,
+        family="qwen3_moe",
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=source.intermediate_size,
+        norm_topk_prob=True,
+        moe_layers=tuple(range(1, source.num_layers, 2)),
+    )
+    generator = torch.Generator().manual_seed(seed)
+
+    def varied(tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(EXPERTS, *tensor.shape, generator=generator)
+        return tensor * (1 + EXPERT_NOISE * noise)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        given = dict(iter_weights(dense, source))
+        for name, shape in config.parameter_shapes().items():
+            stem = name.partition(".mlp.")[0] + ".mlp."
+            if name in given:
+                yield name, given[name]
+            elif name.endswith("gate_up_proj"):
+                halves = [given[f"{stem}{part}_proj.weight"] for part in ("gate", "up")]
+                yield name, varied(torch.cat(halves))
+            elif name.endswith("down_proj"):
+                yield name, varied(given[f"{stem}down_proj.weight"])
+            else:
+                yield name, torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    return config, weights()
+
+
+def write_experts(dense: Path, out: Path, seed: int) -> int:
+    """Write the sibling of `dense` with experts as a Hugging Face directory; returns its parameter count."""
+    config, weights = experts_of(dense, seed)
+    save_hf(out, config, weights, torch.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(dense / name, out / name)
+    return config.num_parameters
+
+
 def write_jsonl(path: Path, count: int, seed: int) -> None:
     """Write `count` records {"prompt", "completion"} of the mix, with the task's label for the reader."""
     with path.open("w", encoding="utf-8") as out:
@@ -182,7 +239,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--work", type=Path, default=ROOT / "runs" / "demo-policy", help="data and random weights"
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "assets" / "demo-policy", help="directory to write"
+        "--out", type=Path, help="directory to write (assets/demo-policy; with --moe runs/demo-moe)"
     )
     parser.add_argument(
         "--config", type=Path, default=ROOT / "configs" / "sft-demo.yaml", help="the SFT recipe"
@@ -193,16 +250,25 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of the weights; the data takes two streams of its own"
     )
     parser.add_argument("--ranks", type=int, default=2, help="MPI ranks of the training")
+    parser.add_argument(
+        "--moe", action="store_true", help="only make a mixture of experts of the policy in assets: no training"
+    )
     parser.add_argument("--no-sft", action="store_true", help="write data and random weights, do not train")
     parser.add_argument(
         "override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.out = args.out or ROOT / ("runs/demo-moe" if args.moe else "assets/demo-policy")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the whole recipe; the exit status is that of the training."""
     args = parse_args(argv)
+    if args.moe:
+        count = write_experts(ROOT / "assets" / "demo-policy", args.out, args.seed)
+        print(f"{count:,} parameters in {args.out}")
+        return 0
     args.work.mkdir(parents=True, exist_ok=True)
     print(
         f"random weights: {write_start(args.work / 'start', args.seed):,} parameters in {args.work / 'start'}"

@@ -16,6 +16,7 @@ one answer a line. A crash tears at most the last line; reading stops at the fir
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -56,7 +57,18 @@ def encode_line(value: Mapping[str, Any]) -> bytes:
 
 def encode_answer(sample: Sample, prompt_crc: int) -> bytes:
     """A finished answer as a line."""
-    return encode_line({"prompt_crc": prompt_crc, "sample": asdict(sample)})
+    fields = asdict(sample)
+    if (routes := fields.pop("routes")) is not None:
+        fields["routes"] = [routes.dtype.name, routes.shape, base64.b64encode(routes.tobytes()).decode()]
+    return encode_line({"prompt_crc": prompt_crc, "sample": fields})
+
+
+def _sample(fields: dict[str, Any]) -> Sample:
+    """The sample of a line that `encode_answer` wrote."""
+    if (stored := fields.pop("routes", None)) is not None:
+        kind, shape, data = stored
+        fields["routes"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
+    return Sample(**fields)
 
 
 def read_answers(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Answers | None:
@@ -65,7 +77,7 @@ def read_answers(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, i
         lines = _whole_lines(file)
         if next(lines, None) != json.loads(json.dumps(key)):
             return None
-        samples = [(Sample(**line["sample"]), line["prompt_crc"]) for line in lines]
+        samples = [(_sample(line["sample"]), line["prompt_crc"]) for line in lines]
     return {(s.prompt_id, s.sample_index): s for s, crc in samples if prompt_crcs.get(s.prompt_id) == crc}
 
 

@@ -137,6 +137,7 @@ def make_sequence(group: SampleGroup, sample: Sample) -> TrainSequence:
         loss_mask=np.ones(response, dtype=np.float32),
         # NaN where the engine gives none: they are computed with the policy, and a loss that met one would be NaN.
         rollout_logprobs=np.asarray(sample.logprobs or [np.nan] * response, dtype=np.float32),
+        routes=None if sample.routes is None else sample.routes.astype(np.int16),
     )
 
 

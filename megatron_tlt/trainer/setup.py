@@ -238,7 +238,7 @@ def open_backend(
             keeps_tables=is_trained,
             kv_cache_bytes=kv_cache_bytes,
         )
-    return build_backend(
+    backend = build_backend(
         *sections,
         device=world.device,
         tokenizer=tokenizer,
@@ -249,6 +249,9 @@ def open_backend(
         keep_hidden_states=keep_hidden_states,
         kv_cache_bytes=kv_cache_bytes,
     )
+    if config.actor.router_replay == "rollout":
+        backend.record_routes()
+    return backend
 
 
 def build_evaluator(
@@ -401,6 +404,7 @@ def _rollout_cache(
         "device": world.device.type,
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
         **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
+        **({} if config.actor.router_replay == "off" else {"routes": True}),
     }
     return RolloutCache(
         config.rollout_cache,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_demo_policy import write_experts
 
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.models.config import ModelConfig
@@ -29,18 +30,28 @@ def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
         "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
         "hybrid": [f"{spec}.drafter=hybrid", f"{spec}.selector=fixed", f"{spec}.topk=2", at],
     }
+    write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
+    experts = [f"model.path={tmp_path / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
+    runs["off of experts"] = experts
+    runs["trained on experts"] = [*experts, *runs["hybrid"], "idle.train_drafter=true"]
     listing = tmp_path / "jobs.json"
     jobs = [[str(config), [f"train.run_dir={tmp_path / name}", *o]] for name, o in runs.items()]
     listing.write_text(json.dumps(jobs))
     run_ranks(2, "tests/integration/workers/train_many.py", str(listing))
-    plain = checkpoint_tensors(tmp_path / "off" / "checkpoints" / "step-000004")
-    assert any(value.abs().sum() > 0 for value in plain.values())
-    for name in list(runs)[1:]:
+    for name in runs:
+        if name.startswith("off"):
+            continue
+        off = tmp_path / ("off of experts" if "experts" in name else "off")
+        plain = checkpoint_tensors(off / "checkpoints" / "step-000004")
+        assert any(value.abs().sum() > 0 for value in plain.values())
         other = checkpoint_tensors(tmp_path / name / "checkpoints" / "step-000004")
         assert other.keys() == plain.keys()
         unequal = [key for key in plain if not torch.equal(plain[key], other[key])]
         assert not unequal, f"{name}: {unequal[:5]}"
-        for mine, theirs in zip(rows(tmp_path / name), rows(tmp_path / "off"), strict=True):
+        for mine, theirs in zip(rows(tmp_path / name), rows(off), strict=True):
             assert {k: mine[k] for k in SAME} == {k: theirs[k] for k in SAME}
         drafted = sum(row["engine/spec_row_steps"] for row in rows(tmp_path / name))
         assert drafted > 0 or name == "adaptive", name
+    trained = rows(tmp_path / "trained on experts")
+    assert all((row["policy/replayed_share"], row["policy/replay_flips"]) == (1, 0) for row in trained)
+    assert sum(row["drafter/steps"] for row in trained) > 0

@@ -22,6 +22,9 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if not can.tensor_parallel and rollout.tp > 1:
         allowed = f"must be 1 with rollout.backend: {rollout.backend} (one engine a rank, on one GPU)"
         yield ConfigProblem("rollout.tp", rollout.tp, allowed)
+    if not can.routes and config.actor.router_replay == "rollout":
+        allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose answers do not name their experts"
+        yield ConfigProblem("actor.router_replay", "rollout", allowed)
     if rollout.backend == "trtllm":
         yield from _check_trtllm(config, device)
     if rollout.backend == "vllm":

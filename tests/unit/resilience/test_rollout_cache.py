@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_answers_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Pat
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
     assert read_answers(path, {**KEY, "weights": "abd"}, CRCS) is None
     assert read_answers(path, {**KEY, "more": 1}, CRCS) is None
+
+
+def test_recorded_experts_come_back(tmp_path: Path) -> None:
+    routes = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
+    for kind in (np.uint8, np.int16):
+        sample = replace(ANSWERS[0], routes=routes.astype(kind))
+        back = read(tmp_path / "a", encode_line(KEY) + encode_answer(sample, CRCS[0]))
+        assert back is not None
+        found = back[0, 0].routes
+        assert found is not None and found.dtype == kind and np.array_equal(found, sample.routes)
 
 
 def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_good_configuration_has_no_problems() -> None:
             {f"rollout.speculation.{name}" for name in ("drafter", "selector")},
         ),
         (["rollout.tp=2"], {"rollout.tp"}),
+        (["actor.router_replay=rollout"], {"actor.router_replay"}),
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),
         (["rollout.trtllm.version=1.4.0rc1"], {"rollout.trtllm.version"}),
         (["rollout.trtllm.speculation=eagle3"], {"rollout.trtllm.drafter_path"}),
