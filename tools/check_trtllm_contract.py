@@ -2,9 +2,11 @@
 
     ENV/bin/python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json
     python tools/check_trtllm_contract.py tests/contracts/trtllm/1.2.1.json --sources CHECKOUT
+    python tools/check_trtllm_contract.py CONTRACT --sources CHECKOUT --write NEW.json --commit SHA
 
-The second form reads a checkout or an unpacked wheel and imports nothing (`trtllm_signatures.py`). Prints each recorded
-class, field, method and parameter that is not there, and what could not be looked at. Exit code 1 if something is
+The other forms read a checkout or an unpacked wheel and import nothing (`trtllm_signatures.py`); the last one
+writes the contract that these sources keep. Prints each recorded class, field,
+method and parameter that is not there, and what could not be looked at. Exit code 1 if something is
 missing, 2 if there is no tensorrt_llm. Standard library and tensorrt_llm only, Python 3.10.
 """
 
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtllm_signatures import source_differences
+from trtllm_signatures import contract_from, source_differences
 
 # The engine's class passes what it does not name itself to this one's fields.
 ARGUMENTS_OF = {"AsyncLLM": ("tensorrt_llm.llmapi", "TorchLlmArgs")}
@@ -89,8 +91,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("contract", type=Path)
     parser.add_argument("--sources", type=Path, help="a checkout of TensorRT-LLM, or its wheel unpacked")
+    parser.add_argument("--write", type=Path, help="with --sources: the contract as they have it")
+    parser.add_argument("--commit", help="with --write: that the sources are of, or the wheel's name")
     args = parser.parse_args()
+    if args.write is not None and (args.sources is None or args.commit is None):
+        parser.error("--write needs --sources and --commit")
     contract = json.loads(args.contract.read_text(encoding="utf-8"))
+    if args.write is not None:
+        made = contract_from(contract, args.sources, args.commit)
+        args.write.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     if args.sources is not None:
         found = list(source_differences(contract, args.sources))
         print("\n".join(found) if found else f"all recorded names are in {args.sources}")

@@ -49,6 +49,7 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
         runner.decoder = PooledDecoder(
             runner.decoder, runner.kv, PoolSizes(batch, context, rollout.block_size, rollout.verify_rows)
         )
+        backend.engine.capture_graphs(rollout.speculation.rows_each)
     return backend
 
 

@@ -82,6 +82,7 @@ def build_backend(
     if tp is not None and tp.size > 1 and kv_cache_bytes is None:
         # Ranks see different amounts of free memory, and their schedulers must decide alike; a plan is the same on all.
         num_blocks = int(tp.all_gather(torch.tensor([num_blocks], device=device)).min())
+    graphs = _graphs(rollout, decoder)
     engine = Engine(
         decoder,
         SchedulerLimits(
@@ -95,9 +96,11 @@ def build_backend(
         native_sample=_native_sample(decoder, rollout.threads),
         count_near_ties=count_near_ties,
         drafting=Drafting(rollout.speculation, eagle, history),
-        graphs=_graphs(rollout, decoder),
+        graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),
     )
+    if graphs is not None:
+        engine.capture_graphs(graphs.rows_each, rollout.release_cache and device.type == "cuda")
     return EmbeddedBackend(
         engine,
         config.parameter_shapes(),
@@ -115,8 +118,8 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
     if not (rollout.cuda_graphs and rollout.numerics == "default" and decoder.device.type == "cuda"):
         return None
     assert isinstance(decoder, TorchDecoder)
-    mib = rollout.graph_memory_mib
-    return GraphBudget(decoder, None if mib is None else mib << 20, rollout.verify_rows)
+    section = rollout.speculation
+    return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, section.rows_each)
 
 
 def _history(rollout: RolloutSection) -> AnswerHistory | None:

@@ -51,8 +51,8 @@ class RolloutSection(Section):
     """KV-cache memory of one rank; default: what max_running_requests need, on CUDA at most what the memory plan leaves
     of cluster.memory_gib (`check` prints it)."""
     release_cache: bool = False
-    """Give the memory of the KV cache, and of graphs, back whenever no rollout runs (embedded engine; answers stay the
-    same, and graphs are captured again in every rollout). For TensorRT-LLM: rollout.trtllm.sleep."""
+    """Give the memory of the KV cache back whenever no rollout runs (embedded engine; answers stay the same). Captured
+    graphs stay: on CUDA the cache comes back at its address. For TensorRT-LLM: rollout.trtllm.sleep."""
     max_running_requests: PositiveInt = 256
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048
@@ -62,8 +62,12 @@ class RolloutSection(Section):
     always computes so; the PyTorch decoder pays for it with fixed tiles."""
     cuda_graphs: bool = True
     """On CUDA, run decoding and verifying steps as captured graphs (default numerics)."""
-    graph_memory_mib: PositiveInt | None = None
-    """Device memory of captured graphs; steps beyond it run without one, and are counted. Default: no limit."""
+    graph_memory_mib: PositiveInt = 2048
+    """Device memory of captured graphs with their buffers, taken at the engine's start and kept; steps that have no
+    room in it run without one, and are counted."""
+    process_mib: PositiveInt = 2048
+    """Assumed for an engine in a process of its own (trtllm, vllm) beside weights and cache: its CUDA context and
+    graphs. On CPU a quarter of it."""
     order: Literal["arrival", "longest_first"] = "longest_first"
     """Order in which prompts start: as they come, or longest earlier answers first (where there are any)."""
     speculation: SpeculationSection = SpeculationSection()

@@ -90,6 +90,14 @@ class ClusterSection(Section):
     memory_gib: PositiveFloat | None = None
     """Memory of one rank's device, which the memory plan may fill: a config that needs more is refused. Default: on
     CUDA what the GPU has, known in a run only."""
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of one node's host, where device is cuda: a config whose ranks need more there is refused. Default: 256
+    GiB for each rank of a node, as nodes of 2 TiB with eight GPUs have; in a run what the smallest node has."""
+
+    @property
+    def host_gib(self) -> float:
+        """`host_memory_gib` with its default."""
+        return self.host_memory_gib or 256.0 * self.ranks_per_node
 
     @property
     def num_ranks(self) -> int:

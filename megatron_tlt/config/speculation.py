@@ -79,6 +79,11 @@ class SpeculationSection(Section):
         return self.drafter in ("eagle", "hybrid")
 
     @property
+    def rows_each(self) -> int:
+        """Most rows that a request has in a forward: its last token and what was drafted."""
+        return 1 + self.draft_len * self.topk * (self.drafter != "none")
+
+    @property
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
         return self.drafter in ("suffix", "hybrid")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -33,6 +34,9 @@ class TensorParallel(Protocol):
     def broadcast_object(self, value: T) -> T:
         """Rank 0's `value`, pickled for the other ranks; their own may be of other sizes."""
 
+    def alone(self) -> AbstractContextManager[None]:
+        """While it is open, `all_reduce` and `all_gather` wait for no rank and leave any values: for a rehearsal."""
+
 
 @dataclass
 class SingleRank:
@@ -56,6 +60,11 @@ class SingleRank:
         """Returns `value`."""
         return value
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Changes nothing."""
+        yield
+
 
 class GroupTensorParallel:
     """Collectives over a torch process group (gloo or NCCL)."""
@@ -65,6 +74,16 @@ class GroupTensorParallel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
+        self._is_alone = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `TensorParallel`. Allocations are those of the real collectives. Mutates."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums over the group, in place. On CPU in the order of the ranks, so that batching cannot show.
@@ -72,6 +91,8 @@ class GroupTensorParallel:
         Gloo's ring adds in an order that depends on where in the buffer an element lies; with two ranks there
         is only one order. NCCL keeps its own.
         """
+        if self._is_alone:
+            return
         if tensor.is_cuda or self.size <= 2:
             dist.all_reduce(tensor, group=self._group)
             return
@@ -83,6 +104,8 @@ class GroupTensorParallel:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] to [size, ...]."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
+        if self._is_alone:
+            return gathered
         if tensor.is_cuda:  # one kernel, which a graph may capture
             dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self._group)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type, route_width
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.loader import is_ignorable
+from megatron_tlt.models.torch.fixed_memory import FixedMemory
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in configurations
@@ -28,22 +29,37 @@ class KVCache:
     num_blocks: int
     block_size: int
     data: Tensor
+    memory: FixedMemory | None = None  # where `data` keeps its address, on CUDA
 
     @property
     def nbytes(self) -> int:
         """Memory in bytes."""
         return self.data.nbytes
 
-    def release(self) -> None:
-        """Frees the memory until `take`; what is cached is lost. Mutates."""
+    def fix_address(self) -> None:
+        """Moves to memory that keeps its address through `release` and `resume`; what is cached is lost. Mutates."""
+        shape, dtype, device, size = self.data.shape, self.data.dtype, self.data.device, self.data.nbytes
         self.data = self.data.new_empty(0)
+        torch.cuda.empty_cache()
+        self.memory = FixedMemory(size, device)
+        self.data = self.memory.tensor().view(dtype).view(shape).zero_()
 
-    def take(self, fresh: KVCache) -> None:
-        """Goes on with the memory of `fresh`, a cache of the same size from the same decoder. Whoever keeps the old
-        address must be told. Mutates.
+    def release(self) -> None:
+        """Frees the memory until `resume`; what is cached is lost. Mutates."""
+        if self.memory is not None:
+            self.memory.release()
+        else:
+            self.data = self.data.new_empty(0)
+
+    def resume(self, make: Callable[[int, int], KVCache]) -> None:
+        """Takes memory again, zeroed, after a `release`: as `make(num_blocks, block_size)` does, at another address,
+        unless it is fixed. Mutates.
         """
-        assert (fresh.num_blocks, fresh.block_size) == (self.num_blocks, self.block_size)
-        self.data = fresh.data
+        if self.memory is not None:
+            self.memory.take()
+            self.data.zero_()
+        else:
+            self.data = make(self.num_blocks, self.block_size).data
 
 
 class Decoder(Protocol):

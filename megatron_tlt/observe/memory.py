@@ -1,6 +1,7 @@
 """The peak of memory in each phase of a step on this rank.
 
-On CUDA it is the allocator's peak: tensors, not the CUDA context, NCCL's channels or other processes. On CPU it is the
+On CUDA it is the allocator's peak and, beside it, what was mapped outside of it (`count_outside`): tensors, not the
+CUDA context, NCCL's channels or other processes; the sum is exact where both peaks fall together. On CPU it is the
 peak of the process's resident memory (VmHWM, reset through /proc/self/clear_refs), with the interpreter and its
 libraries. Where the kernel refuses the reset nothing is reported.
 """
@@ -17,24 +18,39 @@ import torch
 MIB = 2**20
 _PROC = Path("/proc/self")
 _before_resets: dict[torch.device, int] = {}  # the present phase's peak before a reset inside the phase
+_outside: dict[torch.device, tuple[int, int]] = {}  # mapped outside the allocator: now, and the phase's peak
+
+
+def count_outside(device: torch.device, nbytes: int) -> None:
+    """Counts `nbytes` that were mapped (negative: unmapped) on `device` without PyTorch's allocator."""
+    now, peak = _outside.get(_indexed(device), (0, 0))
+    _outside[_indexed(device)] = now + nbytes, max(peak, now + nbytes)
 
 
 def reset_cuda_peak(device: torch.device) -> None:
     """Resets the allocator's peak for a measurement inside a phase, and keeps what the phase had so far."""
-    _before_resets[_indexed(device)] = _cuda_peak(device)
+    _before_resets[_indexed(device)] = _allocated_peak(device)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        return device
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-def _cuda_peak(device: torch.device) -> int:
+def _allocated_peak(device: torch.device) -> int:
     return max(int(torch.cuda.max_memory_allocated(device)), _before_resets.get(_indexed(device), 0))
+
+
+def _cuda_peak(device: torch.device) -> int:
+    return _allocated_peak(device) + _outside.get(_indexed(device), (0, 0))[1]
 
 
 def _begin_cuda(device: torch.device) -> None:
     _before_resets.pop(_indexed(device), None)
+    now, _ = _outside.get(_indexed(device), (0, 0))
+    _outside[_indexed(device)] = now, now
     torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -39,12 +39,13 @@ _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: 
 class GraphBudget:
     """Captured graphs for a PyTorch decoder, in at most `nbytes` of device memory (None: no limit).
 
-    Verifying forwards of up to `verify_rows` rows have one.
+    Verifying forwards of up to `verify_rows` rows, `rows_each` of a request, have one.
     """
 
     decoder: TorchDecoder
     nbytes: int | None
     verify_rows: int  # rollout.verify_rows
+    rows_each: int = 1  # rollout.speculation.rows_each
 
 
 class Engine:
@@ -94,6 +95,18 @@ class Engine:
         self._last_running = 0
         self.is_released = False  # the cache's memory, until `resume`
         self._collector: HiddenStateCollector | None = None
+
+    def capture_graphs(self, rows_each: int, keep_address: bool = False) -> None:
+        """Captures the policy's and the drafter's steps, before the first request; weights need not be there.
+
+        `keep_address`: caches move to memory that keeps its address through `release`. Collective. Mutates.
+        """
+        assert isinstance(self.runner.decoder, PooledDecoder) and self.is_idle
+        eagle = None if self.speculator is None else self.speculator.eagle
+        for kv in (self.runner.kv, *([] if eagle is None else [eagle.kv])):
+            if keep_address:
+                kv.fix_address()
+        self.runner.decoder.pool.capture(rows_each, [] if eagle is None else eagle.steps())
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
         """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
@@ -253,9 +266,9 @@ class Engine:
         return self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
 
     def release(self) -> None:
-        """Frees the memory of caches, hidden states and graphs until `resume`, while the engine is idle.
+        """Frees the memory of caches and hidden states until `resume`, while the engine is idle.
 
-        A second call does nothing. Weights stay, and no answer changes.
+        A second call does nothing. Weights and captured graphs stay, and no answer changes.
         """
         assert self.is_idle, "a running request needs its cache"
         if self.is_released:
@@ -272,7 +285,7 @@ class Engine:
             return
         _return_to_system(
             self.runner.device
-        )  # the cache is one allocation; the free memory may be in fragments
+        )  # the cache is one allocation, of what the device has, not of what PyTorch keeps
         self.runner.resume()
         if self.speculator is not None:
             self.speculator.resume()
@@ -317,7 +330,7 @@ class Engine:
         return phases
 
     def graph_report(self) -> dict[str, Any] | None:
-        """Memory and counters of the captured graphs; None where there is no pool."""
+        """Memory and counters of the captured graphs; None where there is no pool. Names as in `GraphStats`."""
         if not isinstance(self.runner.decoder, PooledDecoder):
             return None
         pool = self.runner.decoder.pool

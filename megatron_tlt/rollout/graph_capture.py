@@ -9,16 +9,18 @@ the others left, and the pool is as large as the largest step, not as the sum.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.memory import reset_cuda_peak
 
 Step = Callable[[], object]
+_FAILED = 1 << 62  # in place of bytes: a rank could not do what all do
 
 
 @dataclass(slots=True)
@@ -40,9 +42,6 @@ class Capturer(Protocol):
     def capture(self, step: Step) -> Captured:
         """Records `step` without running it. Grows `pool_bytes` where the step needs more."""
 
-    def free_pool(self) -> None:
-        """Frees the shared memory, after the last captured step was dropped."""
-
 
 @dataclass(slots=True)
 class GraphStats:
@@ -50,120 +49,73 @@ class GraphStats:
 
     graphs: int = 0
     memory_bytes: int = 0  # static buffers, shared pool and the memory that only one graph uses
-    captures: int = 0
     capture_seconds: float = 0.0
     replays: int = 0
-    evictions: int = 0
     refused: int = 0  # keys that the budget has no room for
-    eager_over_budget: int = 0  # steps of such keys, run without a graph
+    eager: int = 0  # steps whose key was not captured, run without a graph
     eager_too_large: int = 0  # steps beyond the static buffers, run without a graph
     rows: int = 0  # rows that were wanted
     padded_rows: int = 0  # rows that were computed to fill a bucket
 
 
 class GraphCache:
-    """Captured steps by key, the least recently used dropped first when memory runs short.
+    """Captured steps by key, within `budget_bytes` (None: no limit); `fixed_bytes` (static buffers) count towards it.
 
-    `fixed_bytes` (static buffers) count towards `budget_bytes` (None: no limit). A key whose step does not fit even
-    alone is refused for good and runs eagerly.
+    Nothing is captured while requests run, and nothing is dropped: a step whose key was not captured runs as it is.
     """
 
     def __init__(self, capturer: Capturer, budget_bytes: int | None = None, fixed_bytes: int = 0):
         self._capturer = capturer
         self._budget = budget_bytes
         self._fixed = fixed_bytes
-        self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._refused: set[Hashable] = set()
+        self._graphs: dict[Hashable, Captured] = {}
         self._stats = GraphStats()
 
     @property
     def memory_bytes(self) -> int:
         """Static buffers, shared pool and every graph's own memory, in bytes."""
-        return self._fixed + self._capturer.pool_bytes + self._own_bytes()
+        return self._fixed + self._capturer.pool_bytes + sum(g.nbytes for g in self._graphs.values())
 
     @property
     def keys(self) -> list[Hashable]:
-        """Keys of the captured steps, least recently used first."""
+        """Keys of the captured steps, in the order of their capture."""
         return list(self._graphs)
 
     @property
     def stats(self) -> GraphStats:
         """Counters so far. The same object every time."""
-        stats = self._stats
-        stats.graphs, stats.memory_bytes, stats.refused = (
-            len(self._graphs),
-            self.memory_bytes,
-            len(self._refused),
-        )
-        return stats
+        self._stats.graphs, self._stats.memory_bytes = len(self._graphs), self.memory_bytes
+        return self._stats
+
+    def capture(self, key: Hashable, step: Step) -> bool:
+        """Captures `step` if the budget has room for it; returns whether it has. Mutates."""
+        started = time.perf_counter()
+        needed = self._capturer.warm_up(step)
+        grows = max(0, needed - self._capturer.pool_bytes)
+        own = max((g.nbytes for g in self._graphs.values()), default=0)  # what the new graph may take
+        is_kept = self._fits(grows + own)
+        if is_kept:
+            self._graphs[key] = self._capturer.capture(step)
+            is_kept = self._fits(0)
+            if not is_kept:  # it took more than was foreseen; what the shared pool has grown by stays
+                del self._graphs[key]
+        if not is_kept:
+            self._stats.refused += 1
+        self._stats.capture_seconds += time.perf_counter() - started
+        return is_kept
 
     def run(self, key: Hashable, step: Step) -> None:
-        """Runs `step`, by its graph where there is one or room for one."""
+        """Runs `step`, by its graph where there is one."""
         graph = self._graphs.get(key)
-        if graph is None and key not in self._refused:
-            graph = self._capture(key, step)
         if graph is None:
-            self._stats.eager_over_budget += 1
+            self._stats.eager += 1
             step()
             return
-        self._graphs.move_to_end(key)
         self._stats.replays += 1
         graph.replay()
 
-    def clear(self) -> None:
-        """Drops every graph and the pool, and forgets what was refused."""
-        self._graphs.clear()
-        self._refused.clear()
-        self._capturer.free_pool()
-
-    def _capture(self, key: Hashable, step: Step) -> Captured | None:
-        started = time.perf_counter()
-        needed = self._capturer.warm_up(step)
-        if not self._make_room(needed):
-            self._refused.add(key)
-            return None
-        graph = self._capturer.capture(step)
-        self._graphs[key] = graph
-        self._stats.captures += 1
-        self._stats.capture_seconds += time.perf_counter() - started
-        if not self._shrink(keep=key):
-            # What was measured exceeds what was foreseen: the pool grew and shrinks only when it is empty.
-            del graph
-            self._drop(key)
-            self._refused.add(key)
-            return None
-        return graph
-
-    def _make_room(self, needed: int) -> bool:
-        """Drops graphs until a step with `needed` temporary bytes fits; False, and drops none, if that cannot help."""
-        if self._budget is None:
-            return True
-        shared = self._fixed + max(self._capturer.pool_bytes, needed)
-        own = max((g.nbytes for g in self._graphs.values()), default=0)  # what the new graph may take
-        if shared + own > self._budget:
-            return False
-        while self._graphs and shared + self._own_bytes() + own > self._budget:
-            self._drop(next(iter(self._graphs)))
-        return True
-
-    def _shrink(self, keep: Hashable) -> bool:
-        """Drops other graphs than `keep` while memory exceeds the budget; returns whether it fits now."""
-        if self._budget is None:
-            return True
-        if self._fixed + self._capturer.pool_bytes + self._graphs[keep].nbytes > self._budget:
-            return False
-        while self.memory_bytes > self._budget:
-            self._drop(next(k for k in self._graphs if k != keep))
-        return True
-
-    def _drop(self, key: Hashable) -> None:
-        del self._graphs[key]
-        self._stats.evictions += 1
-        if not self._graphs:
-            self._capturer.free_pool()
-
-    def _own_bytes(self) -> int:
-        return sum(g.nbytes for g in self._graphs.values())
+    def _fits(self, more: int) -> bool:
+        return self._budget is None or self.memory_bytes + more <= self._budget
 
 
 class EagerCapturer:
@@ -179,36 +131,61 @@ class EagerCapturer:
         """The step itself."""
         return Captured(step)
 
-    def free_pool(self) -> None:
-        """Nothing to do."""
-
 
 class AgreedCapturer:
-    """Another capturer on every rank of a group: each number is the largest of all ranks.
+    """Another capturer on every rank of a group: each number is the largest of all ranks, and so is a failure.
 
-    What is captured, refused and dropped follows from these numbers and from the order of the steps, so all ranks
-    decide alike, and no rank waits in a collective that another one has not captured. Every call is collective.
+    What is captured and refused follows from these numbers, so all ranks decide alike, and no rank waits in a
+    collective that another one has not captured. Every call is collective.
+
+        each rank   step alone, its collectives left out -> all well? -> step with them -> record it -> all well?
+
+    So memory that is short, or a kernel that does not compile, ends every rank at once, and none in a collective. A
+    device that fails cannot send any more: its peers end by the watchdog.
     """
 
-    def __init__(self, inner: Capturer, largest: Callable[[int], int]):
-        """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`)."""
-        self._inner, self._largest = inner, largest
+    def __init__(
+        self,
+        inner: Capturer,
+        largest: Callable[[int], int],
+        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ):
+        """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`). While `alone()`
+        is open, the step's collectives wait for nobody and compute nothing.
+        """
+        self._inner, self._largest, self._alone = inner, largest, alone
         self.pool_bytes = 0
 
     def warm_up(self, step: Step) -> int:
-        """See `Capturer`."""
-        return self._largest(self._inner.warm_up(step))
+        """See `Capturer`. Raises on all ranks where it fails on one."""
+        with self._alone():
+            self._together(lambda: self._inner.warm_up(step))
+        return self._together(lambda: self._inner.warm_up(step))
 
     def capture(self, step: Step) -> Captured:
-        """See `Capturer`."""
-        made = self._inner.capture(step)
-        self.pool_bytes = self._largest(self._inner.pool_bytes)
-        return Captured(made.replay, self._largest(made.nbytes))
+        """See `Capturer`. Raises on all ranks where it fails on one."""
+        made: list[Captured] = []
 
-    def free_pool(self) -> None:
-        """See `Capturer`."""
-        self._inner.free_pool()
-        self.pool_bytes = 0
+        def record() -> int:
+            made.append(self._inner.capture(step))
+            return self._inner.pool_bytes
+
+        self.pool_bytes = self._together(record)
+        return Captured(made[0].replay, self._largest(made[0].nbytes))
+
+    def _together(self, call: Callable[[], int]) -> int:
+        """The largest of what `call()` returns. Raises its error, on other ranks BackendError."""
+        try:
+            value = call()
+        except BaseException:
+            self._largest(_FAILED)
+            raise
+        found = self._largest(value)
+        if found >= _FAILED:
+            raise BackendError(
+                "another rank of this engine could not capture a CUDA graph; its error says why"
+            )
+        return found
 
 
 class CudaCapturer:
@@ -218,7 +195,7 @@ class CudaCapturer:
         self.pool_bytes = 0
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._handle: Any = None  # torch's name of the pool
+        self._handle: Any = torch.cuda.graph_pool_handle()  # torch's name of the pool
         self._needed = 0  # temporary bytes of the step that was warmed up last
 
     def warm_up(self, step: Step) -> int:
@@ -235,8 +212,6 @@ class CudaCapturer:
 
     def capture(self, step: Step) -> Captured:
         """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture."""
-        if self._handle is None:
-            self._handle = torch.cuda.graph_pool_handle()
         if self._free_bytes() < 2 * self._needed:
             torch.cuda.empty_cache()  # what the allocator keeps; it cannot give it back during a capture
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
@@ -249,11 +224,6 @@ class CudaCapturer:
         grown = max(0, int(torch.cuda.memory_reserved(self._device)) - int(reserved))
         self.pool_bytes += grown
         return Captured(graph.replay, max(0, free - self._free_bytes() - grown))
-
-    def free_pool(self) -> None:
-        """The allocator takes the segments back when no graph uses the handle; a new pool starts."""
-        self._handle, self.pool_bytes = None, 0
-        torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])

@@ -3,9 +3,10 @@
 A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
 and, where attention gathers what it reads, of blocks of context. Strategies that verify equally many tokens share
 graphs. All graphs read one set of input buffers, write one set of output buffers and share one pool of temporary
-memory, since one runs at a time; they are captured at their first use, so only sizes that occur cost memory. Ranks of
-one engine capture the same steps, with their collectives (`AgreedCapturer`). On CPU the same static forwards run
-without a graph.
+memory, since one runs at a time. They are captured at the engine's start, as many as the budget has room for
+(`config/planning/graphs.py`), and stay: weights and cache keep their addresses, also when the cache's memory is given
+back between rollouts (`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their
+collectives (`AgreedCapturer`). On CPU the same static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
@@ -14,8 +15,7 @@ Legend: S sequences, T their rows, B and k their buckets, M blocks of a table (b
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
 from megatron_tlt.distributed.tensor_parallel import agree_on
 from megatron_tlt.models.base import KVCache, NamedTensors, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
@@ -38,9 +39,6 @@ from megatron_tlt.rollout.graph_capture import (
     Step,
 )
 
-_SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
-_STRIDE = 8  # then of larger powers of two
-_ROWS_EACH = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FIRST_BLOCKS = 8  # smallest bucket of context that is gathered; the next ones double
 
 
@@ -88,38 +86,57 @@ class GraphPool:
         self._batch_buckets = batch_buckets(sizes.max_batch)
         # a kernel that reads the cache in place follows each context, however wide its table is
         is_gathered = decoder.paged is None
-        self._block_buckets = _doubling(_FIRST_BLOCKS, sizes.max_blocks) if is_gathered else [sizes.max_blocks]
-        decoder.reserve_positions(sizes.max_context + _ROWS_EACH[-1])
+        self._block_buckets = (
+            _doubling(_FIRST_BLOCKS, sizes.max_blocks) if is_gathered else [sizes.max_blocks]
+        )
+        decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
-        self._make_outputs()
+        self._logits, self._hidden = (
+            torch.zeros(sizes.max_rows, width, dtype=decoder.dtype, device=decoder.device)
+            for width in (decoder.config.vocab_size, decoder.state_size)
+        )
+        self._routes = empty_routes(sizes.max_rows, decoder.config, decoder.device)
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
         if decoder.tp is not None:
-            capturer = AgreedCapturer(capturer, agree_on(decoder.tp, decoder.device))
+            capturer = AgreedCapturer(capturer, agree_on(decoder.tp, decoder.device), decoder.tp.alone)
         fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
         self._cache = GraphCache(capturer, budget_bytes, fixed)
 
-    def _make_outputs(self) -> None:
-        decoder, rows = self._decoder, self._sizes.max_rows
-        self._logits, self._hidden = (
-            torch.zeros(rows, width, dtype=decoder.dtype, device=decoder.device)
-            for width in (decoder.config.vocab_size, decoder.state_size)
-        )
-        self._routes = empty_routes(rows, decoder.config, decoder.device)
+    def capture(
+        self,
+        rows_each: int,
+        others: Iterable[tuple[Hashable, Step]] = (),
+        shapes: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Captures `others` (a drafter's steps) and forwards of up to `rows_each` rows a sequence, as far as the budget
+        goes; with `shapes` these (B, k). Before the first request: writes to the cache's scratch block. Mutates.
+        """
+        if shapes is None:
+            shapes = captured_shapes(self._batch_buckets[-1], self._sizes.max_rows, rows_each)
+        first, *keys = [GraphKey(b, k, m) for b, k in shapes for m in reversed(self._block_buckets)]
+        self._capture(first)
+        for key, step in others:
+            self._cache.capture(key, step)
+        for key in keys:
+            self._capture(key)
 
-    def release(self) -> None:
-        """Frees graphs and output buffers until `resume`: graphs keep addresses of the cache. Mutates."""
-        self._cache.clear()
-        self._logits, self._hidden = self._logits.new_empty(0), self._hidden.new_empty(0)
+    def _capture(self, key: GraphKey) -> None:
+        inputs = self._staging.blank(key, self._kv.num_blocks, self._sizes.block_size)
+        self._cache.capture(key, self._step(key, inputs))
 
-    def resume(self) -> None:
-        """Allocates the buffers again; graphs are captured anew at their first use. Mutates."""
-        self._make_outputs()
+    def _step(self, key: GraphKey, inputs: DecoderInput) -> Step:
+        return lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, self._outputs(key))
+
+    def _outputs(self, key: GraphKey) -> DecoderOutput:
+        rows = key.batch_size * key.tokens
+        routes = self._routes[:rows] if self._routes.numel() else None  # with experts always: all steps share graphs
+        return DecoderOutput(self._logits[:rows], self._hidden[:rows], routes=routes)
 
     @property
     def captured(self) -> list[Hashable]:
-        """Keys of the captured graphs, least recently used first."""
+        """Keys of the captured graphs, in the order of their capture."""
         return self._cache.keys
 
     def memory_bytes(self) -> int:
@@ -145,11 +162,8 @@ class GraphPool:
             return self._decoder.forward(_to_device(batch, self._decoder.device), self._kv)
         stats.padded_rows += key.batch_size * key.tokens - len(batch.token_ids)
         inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
-        rows = key.batch_size * key.tokens
-        into = DecoderOutput(self._logits[:rows], self._hidden[:rows])
-        if self._routes.numel():  # always of the same step, or a graph captured without them could not be used
-            into.routes = self._routes[:rows]
-        self._cache.run(key, lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, into))
+        self._cache.run(key, self._step(key, inputs))
+        into = self._outputs(key)
         out = DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted))
         if batch.all_hidden:
             out.all_hidden = into.hidden.index_select(0, place)
@@ -159,16 +173,13 @@ class GraphPool:
         return out
 
     def run_step(self, key: Hashable, step: Step) -> None:
-        """Another static step in the same memory and budget: a drafter's, keyed by its name and shape.
-
-        `step` must stay valid as long as the pool: the graph keeps the addresses of its buffers.
-        """
+        """Another static step, a drafter's: by its graph if `capture` was given one of this key, else as it is."""
         self._cache.run(key, step)
 
     def key(self, sequences: int, tokens_per_seq: int, longest: int) -> GraphKey | None:
         """The bucket of a batch with at most `longest` cached positions before its first rows; None: none fits."""
         batch = round_up(self._batch_buckets, sequences)
-        tokens = round_up(_ROWS_EACH, tokens_per_seq)
+        tokens = round_up(ROWS_EACH, tokens_per_seq)
         blocks = round_up(self._block_buckets, -(-longest // self._sizes.block_size))
         if batch is None or tokens is None or blocks is None or batch * tokens > self._sizes.max_rows:
             return None
@@ -225,21 +236,6 @@ class PooledDecoder:
         self.inner.load_weights(named, partial)
 
 
-def batch_buckets(largest: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32, then steps of a quarter of the power of two below, up to `largest` itself."""
-    buckets = [b for b in _SMALL if b < largest]
-    at = _SMALL[-1]
-    while (at := at + max(_STRIDE, 1 << (at.bit_length() - 3))) < largest:
-        buckets.append(at)
-    return [*buckets, largest]
-
-
-def round_up(buckets: Sequence[int], value: int) -> int | None:
-    """The smallest of the ascending `buckets` that is at least `value`; None if there is none."""
-    at = bisect_left(buckets, value)
-    return buckets[at] if at < len(buckets) else None
-
-
 def _doubling(first: int, last: int) -> list[int]:
     """first, 2 first, 4 first ... below `last`, and `last`."""
     buckets = []
@@ -279,6 +275,26 @@ class _Staging:
         """Device memory, in bytes."""
         return self._device.nbytes
 
+    def blank(self, key: GraphKey, scratch_block: int, block_size: int) -> DecoderInput:
+        """Static inputs of padding only, copied to the device."""
+        _, lengths, tables = self._padding(key, scratch_block, block_size)
+        end = 4 * key.batch_size * key.tokens + lengths.size + tables.size
+        self._device[:end].copy_(self._host[:end])
+        return self._input(key)
+
+    def _padding(
+        self, key: GraphKey, scratch_block: int, block_size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Views of the host's buffer, filled with padding: by row [4, B * k], lengths [B], tables [B, M]."""
+        rows = key.batch_size * key.tokens
+        by_row = self._array[: 4 * rows].reshape(4, rows)
+        by_row[:2], by_row[2], by_row[3] = 0, scratch_block * block_size, -1
+        lengths, tables = np.split(
+            self._array[4 * rows :][: key.batch_size * (1 + key.blocks)], [key.batch_size]
+        )
+        lengths[:], tables[:] = 1, scratch_block
+        return by_row, lengths, tables.reshape(key.batch_size, key.blocks)
+
     def fill(
         self, batch: DecoderInput, key: GraphKey, scratch_block: int, block_size: int
     ) -> tuple[DecoderInput, Tensor, Tensor]:
@@ -288,23 +304,17 @@ class _Staging:
         assert counts.min() > 0 and counts.max() <= key.tokens, (
             "a sequence has no row, or more than tokens_per_seq"
         )
-        sequences, rows = len(counts), key.batch_size * key.tokens
+        sequences = len(counts)
         first = np.arange(sequences) * key.tokens
         place = np.repeat(first - starts[:-1], counts) + np.arange(total)
-        tokens, positions, slots, parents = self._array[: 4 * rows].reshape(4, rows)
-        tokens[:], positions[:], slots[:], parents[:] = 0, 0, scratch_block * block_size, -1
+        (tokens, positions, slots, parents), lengths, tables = self._padding(key, scratch_block, block_size)
         tokens[place], positions[place] = batch.token_ids.numpy(), batch.positions.numpy()
         slots[place] = batch.slot_mapping.numpy()
         parents[place] = _parents(batch, place, first)
-        at = 4 * rows
-        lengths = self._array[at : at + key.batch_size]
-        lengths[:sequences], lengths[sequences:] = batch.context_lens.numpy(), 1
-        at += key.batch_size
-        tables = self._array[at : at + key.batch_size * key.blocks].reshape(key.batch_size, key.blocks)
+        lengths[:sequences] = batch.context_lens.numpy()
         known = batch.block_tables.numpy()[:, : key.blocks]
-        tables[:] = scratch_block
         tables[:sequences, : known.shape[1]] = known
-        at += tables.size
+        at = 4 * key.batch_size * key.tokens + lengths.size + tables.size
         wanted = place[batch.logit_rows.numpy()]
         end = at + total + len(wanted)
         self._array[at : at + total], self._array[at + total : end] = place, wanted

@@ -58,6 +58,13 @@ def free_memory() -> int:
     return free
 
 
+def total_memory() -> int:
+    """Bytes that the machine has, or this process's cgroup allows."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(Path("/sys/fs/cgroup/memory.max")).strip()
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text()

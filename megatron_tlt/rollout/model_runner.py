@@ -86,21 +86,19 @@ class ModelRunner:
             self.native_step.write_hidden_to(None)
 
     def release(self) -> None:
-        """Frees the memory of cache, hidden states and graphs until `resume`. Mutates."""
+        """Frees the memory of cache and hidden states until `resume`. Mutates."""
+        is_captured = self._host_steps and self.device.type == "cuda"
+        assert self.kv.memory is not None or not is_captured, "graphs keep the cache's address"
         self.kv.release()
         for pages in self._kept:
             pages.release()
-        if isinstance(self.decoder, PooledDecoder):
-            self.decoder.pool.release()
         self._point_native_step()
 
     def resume(self) -> None:
         """Allocates the memory again, zeroed, after a `release`. Mutates."""
-        self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
+        self.kv.resume(self.decoder.new_kv_cache)
         for pages in self._kept:
             pages.resume()
-        if isinstance(self.decoder, PooledDecoder):
-            self.decoder.pool.resume()
         self._point_native_step()
 
     def _point_native_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the rollout engine on one rank: weights, KV cache, a step's temporaries, graphs, drafters.
+"""Memory of the rollout engine on one rank: weights, KV cache, a step's temporaries, drafters (graphs: `graphs.py`).
 
 Legend: T rows of a forward, R rows whose logits are computed, H hidden, F intermediate, V vocabulary, d head width, K
 key-value heads, L layers, t = rollout.tp; e bytes of an element.
@@ -10,7 +10,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 * On CUDA the KV cache is what remains of the device (`memory.py`); on CPU what all running requests need.
 * An engine in a process of its own has the same weights, and vLLM the cache that the plan gives it, without hidden
   states; TensorRT-LLM takes a share of what is free. Their steps count as ours. Of their graphs nothing is known: with
-  the CUDA context of the process they are its "runtime", a guess.
+  the CUDA context of the process they are `rollout.process_mib`, an assumption.
 """
 
 from __future__ import annotations
@@ -105,19 +105,5 @@ def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
 
 def verified_rows(config: Config) -> int:
     """R: rows of the largest forward whose logits are all computed."""
-    rollout, section = config.rollout, config.rollout.speculation
-    drafted = section.draft_len * section.topk if section.drafter != "none" else 0
-    return min(rollout.max_running_requests * (1 + drafted), rollout.max_batched_tokens)
-
-
-def graph_bytes(config: Config, shape: ModelShape, device: Device) -> int:
-    """Captured graphs (`rollout.graph_pool`), where there are any: their budget; without one their output buffers."""
     rollout = config.rollout
-    if rollout.backend != "embedded":
-        return 0
-    if device != "cuda" or not rollout.cuda_graphs or rollout.numerics != "default":
-        return 0
-    if rollout.graph_memory_mib is not None:
-        return rollout.graph_memory_mib * MIB
-    rows = max(rollout.max_running_requests, rollout.verify_rows)
-    return rows * (shape.vocab_size + shape.hidden_size) * element_bytes(rollout.dtype)
+    return min(rollout.max_running_requests * rollout.speculation.rows_each, rollout.max_batched_tokens)

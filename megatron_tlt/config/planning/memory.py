@@ -12,12 +12,13 @@ and optimizer are allocated first, the drafter's training state next, the engine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.config.planning import drafter, engine, policy
+from megatron_tlt.config.planning import drafter, engine, graphs, policy
 from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pinned_bytes, stage_parameters
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
@@ -31,6 +32,7 @@ _FRAGMENT_SHARE = 0.02
 Phase = Literal["rollout", "idle window", "update", "merge", "push"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "push")
 KV = "KV cache"
+_SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "reference": parts["weights"] if config.algorithm.kl_coef > 0 else 0,
         "engine weights": engine.engine_bytes(config, shape, device),
         "rollout step": engine.rollout_step_bytes(config, shape, device),
-        "graphs": engine.graph_bytes(config, shape, device),
+        "graphs": graphs.graph_bytes(config, device),
         KV: 0,
         "actor's hidden states": drafter.collected_bytes(config, shape),
         "drafter": engine.drafter_weight_bytes(config, shape),
@@ -122,7 +124,8 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "runtime": RUNTIME_BYTES[device],
     }
     if config.rollout.backend != "embedded":
-        parts |= {"engine's process": RUNTIME_BYTES[device], **engine.process_bytes(config, shape)}
+        own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
+        parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
     host = _host_parts(config, shape, parts, dims, device)
     if device == "cpu":
         del host["optimizer"], host["checkpoint"]  # the first is among the parts; the second is as before
@@ -140,7 +143,7 @@ def _host_parts(
         "checkpoint": parts["optimizer"] + parts["weights"] // dims.dp,
         "hidden states": drafter.hidden_state_bytes(config, device),
         "drafter before a window": pinned_bytes(before) if device == "cuda" else before,
-        "drafter in a save (rank 0)": drafter.drafter_save_bytes(config, shape, device),
+        _SAVED: drafter.drafter_save_bytes(config, shape, device),
         "suffix drafter": engine.suffix_bytes(config),
     }
 
@@ -152,7 +155,11 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "actor's hidden states": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
-        "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
+        "drafter's LM head": (
+            "idle window",
+            "update",
+            "merge",
+        ),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),
@@ -160,7 +167,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
     if config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache":
         only[KV] = ("rollout",)
     if config.rollout.release_cache:
-        only |= {KV: ("rollout",), "graphs": ("rollout",)}
+        only[KV] = ("rollout",)
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
         if device == "cuda":  # on CPU the host is where it lies anyway
@@ -194,16 +201,27 @@ def _kv_cache(
     return min(most, max(least, int(limit_gib * GIB) - taken))
 
 
+def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
+    """The host's memory of a node whose ranks are all of the stage that needs most there, the first rank included."""
+    each = max(sum(size for name, size in stage.host.items() if name != _SAVED) for stage in stages)
+    return each * ranks_per_node + max(stage.host.get(_SAVED, 0) for stage in stages)
+
+
 def check_memory(
     config: Config | SftConfig, shape: ModelShape, num_ranks: int, device: Device | None = None
 ) -> list[ConfigProblem]:
-    """A problem for the fullest stage, if `cluster.memory_gib` is set and a rank needs more."""
+    """Graphs that their budget has no room for; nodes whose ranks need more than `cluster.host_gib`; the fullest stage,
+    if a rank needs more than `cluster.memory_gib`.
+    """
+    stages = estimate_memory(config, shape, num_ranks, device)
+    problems = list(_check_graphs(config, shape, device)) if isinstance(config, Config) else []
+    problems += _check_host(config, stages)
     limit = config.cluster.memory_gib
     if limit is None:
-        return []
-    worst = max(estimate_memory(config, shape, num_ranks, device), key=lambda stage: stage.total)
+        return problems
+    worst = max(stages, key=lambda stage: stage.total)
     if worst.total <= limit * GIB:
-        return []
+        return problems
     phase = worst.fullest
     there = {name: size for name, size in worst.parts.items() if phase in worst.only.get(name, PHASES)}
     shares = ", ".join(
@@ -211,4 +229,23 @@ def check_memory(
     )
     needs = f"needs {worst.total / GIB:.1f} GiB in the {phase}"
     allowed = f"a rank of pipeline stage {worst.stage} {needs} ({shares}, ...)"
-    return [ConfigProblem("cluster.memory_gib", limit, allowed)]
+    return [*problems, ConfigProblem("cluster.memory_gib", limit, allowed)]
+
+
+def _check_host(config: Config | SftConfig, stages: list[RankMemory]) -> Iterator[ConfigProblem]:
+    cluster = config.cluster
+    needed = node_host_bytes(stages, cluster.ranks_per_node)
+    if needed > cluster.host_gib * GIB:
+        fullest = max(stages, key=lambda stage: sum(stage.host.values()))
+        parts = sorted(fullest.host.items(), key=lambda part: -part[1])[:3]
+        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+        needs = f"{cluster.ranks_per_node} ranks of a node need {needed / GIB:.1f} GiB of its host's memory"
+        yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, f"{needs} (a rank: {shares}, ...)")
+
+
+def _check_graphs(config: Config, shape: ModelShape, device: Device | None) -> Iterator[ConfigProblem]:
+    """The budget holds the buffers of all graphs and the temporary memory of the largest."""
+    least, budget = -(-graphs.least_graph_bytes(config, shape) // MIB), config.rollout.graph_memory_mib
+    if graphs.has_graphs(config, resolve_device(config, device) or "cpu") and budget < least:
+        allowed = f"must be >= {least}: buffers of {graphs.graph_rows(config)} rows and a forward's temporary memory"
+        yield ConfigProblem("rollout.graph_memory_mib", budget, allowed)

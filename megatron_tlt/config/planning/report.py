@@ -10,7 +10,8 @@ from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.load import dump_config
 from megatron_tlt.config.planning.engine import kv_bytes_per_token
-from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory
+from megatron_tlt.config.planning.graphs import captured_shapes, graph_rows, has_graphs
+from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import GIB, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
@@ -123,10 +124,15 @@ def _memory(
     lines += format_table(header, rows)
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
+        lines += _graph_line(config, resolve_device(config, device))
     if stages[0].host:
-        lines.append("Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)")
+        lines.append(
+            "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
+        )
         host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
         lines += format_table(header, host)
+        node = node_host_bytes(stages, config.cluster.ranks_per_node) / GIB
+        lines.append(f"  a node of {config.cluster.ranks_per_node}: {node:.1f} of {config.cluster.host_gib:g} GiB")
     return lines
 
 
@@ -139,12 +145,27 @@ def _cache_line(config: Config, shape: ModelShape, cache_bytes: int, device: Dev
     """What the cache holds; on CUDA without a limit nothing is known but that one request must fit."""
     if config.rollout.backend == "trtllm":
         share = config.rollout.trtllm.kv_cache_fraction
-        return [f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start"]
+        return [
+            f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start"
+        ]
     held, length = full_requests(config, shape, cache_bytes), longest_request(config)
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
     running = config.rollout.max_running_requests
-    return [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"]
+    return [
+        f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"
+    ]
+
+
+def _graph_line(config: Config, device: Device | None) -> list[str]:
+    if device is None or not has_graphs(config, device):
+        return []
+    rollout, rows = config.rollout, graph_rows(config)
+    count = len(captured_shapes(rollout.max_running_requests, rows, rollout.speculation.rows_each))
+    budget = f"rollout.graph_memory_mib = {rollout.graph_memory_mib}"
+    return [
+        f"  CUDA graphs: forwards of {count} shapes, of up to {rows} rows, captured at the start within {budget}"
+    ]
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:

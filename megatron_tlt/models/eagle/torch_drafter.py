@@ -15,6 +15,7 @@ N steps, M blocks of a padded table, H hidden size, V vocabulary, C candidates t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -161,8 +162,21 @@ class TorchRowDrafter:
         eagle.model.reserve_positions(self._max_blocks * self._size, device)
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """See `RowDrafter.point_at`. Captured graphs are dropped by their pool."""
+        """See `RowDrafter.point_at`. Captured graphs read the cache only, whose address they need."""
         self._kv, self._pages = kv, pages
+
+    def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
+        """Every static step with its key, the largest first. Sets the inputs to padding."""
+        self._inputs[:] = 0
+        self._inputs[2], self._inputs[4] = self._kv.num_blocks * self._size, 1
+        self._inputs[5:] = self._kv.num_blocks
+        most = self._inputs.shape[1]
+        batches = {most, *(1 << bit for bit in range(most.bit_length()))}
+        blocks = {self._max_blocks}
+        if self._eagle.policy.paged is None:
+            blocks |= {_FIRST_BLOCKS << n for n in range(16) if _FIRST_BLOCKS << n < self._max_blocks}
+        shapes = [(b, m) for b in sorted(batches, reverse=True) if b <= most for m in sorted(blocks)]
+        return [(("eagle", *shape), partial(self._compute, *shape)) for shape in shapes]
 
     @torch.inference_mode()
     def draft(
@@ -265,7 +279,7 @@ class TorchRowDrafter:
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step(("eagle", *shape), lambda: self._compute(*shape))
+        self._eagle.run_step(("eagle", *shape), partial(self._compute, *shape))
         found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
             tp.broadcast(found)  # all ranks go on with the same tokens

@@ -208,14 +208,13 @@ class TorchDecoder:
 
         No value comes to the host and every shape follows from the input's, so a CUDA graph may capture the call.
         Padding: rows that write to the scratch block, sequences whose table names it. Call `reserve_positions` first.
-        With `into` the outputs are written there, in the compute type. Raises BackendError for a decoder with invariant
-        numerics.
+        With `into` the outputs are written there, in the compute type. Weights need not be there: graphs are captured
+        before they come. Raises BackendError for a decoder with invariant numerics.
         """
         if self.invariant:
             raise BackendError(
                 "invariant numerics have no static forward: their calls depend on context lengths"
             )
-        self._require_weights()
         plan = self._plan(batch, kv.block_size, rows_each)
         chosen: list[Tensor] = []
         fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())

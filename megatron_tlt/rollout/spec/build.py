@@ -50,7 +50,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
 
 
 def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter:
-    """The trained drafter; its steps run as graphs in the policy's pool where there is one."""
+    """The trained drafter; its steps run by the policy's pool where there is one."""
     section, decoder = drafting.section, drafting.eagle
     if decoder is None:
         raise ConfigError.of(

@@ -10,7 +10,7 @@ Legend: B rows, T pairs, N drafted nodes, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from megatron_tlt.models.eagle.base import (
     EagleDecoder,
     Pairs,
 )
+from megatron_tlt.models.eagle.torch_drafter import TorchRowDrafter
 from megatron_tlt.rollout.batch import Batch
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
@@ -58,8 +59,12 @@ class EagleDrafter:
 
     def resume(self) -> None:
         """Takes the memory again, after the runner has. Mutates."""
-        self.kv.take(self.decoder.new_kv_cache(self.kv.num_blocks, self.kv.block_size))
+        self.kv.resume(self.decoder.new_kv_cache)
         self._drafts.point_at(self.kv, self._pages.data)
+
+    def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
+        """What the pool of the policy captures; see `TorchRowDrafter.steps`."""
+        return self._drafts.steps() if isinstance(self._drafts, TorchRowDrafter) else []
 
     def feed_chunks(self, batch: Batch) -> None:
         """Caches the pairs of the prefill chunks of `batch`, which the policy has computed. Mutates the cache."""

@@ -102,7 +102,7 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(samples, passed, strict=True))
 
     if pool is not None:
-        assert pool.stats().evictions > 0 < pool.stats().refused and pool.stats().replays > 0
+        assert pool.stats().eager > 0 < pool.stats().refused and pool.stats().replays > 0
         assert len({str(keys) for keys in world.all_gather_object(pool.captured)}) == 1, "captures differ"
     stats = engine.take_stats()
     return {
@@ -136,11 +136,12 @@ def use_graphs(engine: Engine, rank: int) -> GraphPool:
     runner, sizes = engine.runner, PoolSizes(16, 256, 16, 128)
     decoder = runner.decoder
     probe = GraphPool(decoder, runner.kv, sizes, capturer=UnevenCapturer(0))
-    budget = probe.memory_bytes() + 700
+    budget = probe.memory_bytes() + 4000
     pooled = PooledDecoder(decoder, runner.kv, sizes, budget, UnevenCapturer(rank))
     runner.decoder = pooled
     if engine.speculator is not None and engine.speculator.eagle is not None:
         engine.speculator.eagle.decoder.use_graphs(pooled.pool.run_step)
+    engine.capture_graphs(4)
     return pooled.pool
 
 

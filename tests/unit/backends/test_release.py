@@ -17,10 +17,6 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.rollout.engine import Engine, GraphBudget
-from megatron_tlt.rollout.graph_pool import PooledDecoder
-from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
@@ -122,26 +118,3 @@ def gives_back(model_dir):
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def test_a_pool_of_static_forwards_starts_anew():
-    made = []
-    for released in (False, True):
-        decoder = TorchDecoder(CONFIG)
-        decoder.load_weights(random_weights(CONFIG))
-        limits = SchedulerLimits(8, 64, 128, 51)
-        engine = Engine(decoder, limits, 40, 16, graphs=GraphBudget(decoder, None, 512))
-        pooled = engine.runner.decoder
-        assert isinstance(pooled, PooledDecoder)
-        engine.runner._host_steps = True
-        found = []
-        for turn in range(2):
-            engine.add([1, 2, 3 + turn], PARAMS, turn, num_samples=3)
-            found += [list(r.output) for r in engine.run()]
-            if released:
-                engine.release()
-                assert not pooled.pool.captured and pooled.pool._logits.numel() == 0
-                engine.resume()
-        assert released or pooled.pool.captured
-        made.append(found)
-    assert made[0] == made[1]

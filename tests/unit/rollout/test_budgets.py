@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from megatron_tlt.config.planning.graphs import batch_buckets
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import EagerCapturer
-from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes, batch_buckets
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import SamplingRows, _Staging
 from tests.helpers.budget import Cost, cost
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_tlt.config.planning.graphs import batch_buckets, captured_shapes, round_up
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models import base
+from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.rollout.graph_capture import AgreedCapturer, Captured, CudaCapturer, GraphCache
-from megatron_tlt.rollout.graph_pool import (
-    GraphKey,
-    GraphPool,
-    PooledDecoder,
-    PoolSizes,
-    batch_buckets,
-    round_up,
-)
+from megatron_tlt.rollout.graph_capture import Captured
+from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PooledDecoder, PoolSizes
 from megatron_tlt.types import SamplingParams
+from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
+from tests.helpers.graphs import Fake
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import Tree, copy_of, random_tree, tree_input
 
@@ -36,31 +29,6 @@ SIZES = PoolSizes(max_batch=12, max_context=200, block_size=16, verify_rows=96)
 
 def tokens(n: int, seed: int) -> list[int]:
     return torch.randint(0, 101, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class Fake:
-    """A capturer with given sizes: each step's temporary memory and each graph's own."""
-
-    def __init__(self, temporary: dict[str, int] | int = 0, own: int = 0, unforeseen: int = 0):
-        self.pool_bytes = 0
-        self.temporary, self.own, self.unforeseen = temporary, own, unforeseen
-        self.warmed = self.captured = self.pools_freed = 0
-        self._needed = 0
-
-    def warm_up(self, step) -> int:
-        self.warmed += 1
-        step()
-        self._needed = self.temporary if isinstance(self.temporary, int) else self.temporary[step.__name__]
-        return self._needed
-
-    def capture(self, step):
-        self.captured += 1
-        self.pool_bytes = max(self.pool_bytes, self._needed + self.unforeseen)
-        return Captured(step, self.own)
-
-    def free_pool(self) -> None:
-        self.pools_freed += 1
-        self.pool_bytes = 0
 
 
 @pytest.fixture
@@ -150,7 +118,7 @@ def test_verification_equals_the_ragged_forward(setup, shape: str) -> None:
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.hidden, want.hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.all_hidden, want.all_hidden, atol=1e-5, rtol=1e-5)
-    assert pool.captured == [GraphKey(8, 8, 13)]
+    assert pool.stats().eager == 1, "nothing is captured while requests run"
     assert (pool.stats().rows, pool.stats().padded_rows) == (18, 64 - 18)
 
 
@@ -158,6 +126,7 @@ def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> Non
     """The same key with fewer sequences and other values: nothing of the first batch shines through."""
     decoder, driver, lengths = setup
     pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
+    pool.capture(4)
     first = batch_of(driver, lengths, [5, 6, 3], [chain(tokens(4, 1)) for _ in range(3)])
     kept = pool.run(first, 4)
     logits = kept.logits.clone()
@@ -166,46 +135,83 @@ def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> Non
     want = decoder.forward(second, copy_of(driver.kv))
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(kept.logits, logits)
-    assert pool.stats().captures == 1 and pool.stats().replays == 2
+    assert pool.stats().eager == 0 and pool.stats().replays == 2
 
 
-def test_a_graph_replayed_by_address_gives_the_same(setup) -> None:
-    """A capturer that records the step's input and output memory, as CUDA does, and never calls the step again."""
+class ByAddress(Fake):
+    """Records the memory that a step reads and writes, as CUDA does, and never calls the step again."""
+
+    def __init__(self, decoder: TorchDecoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def capture(self, step):
+        seen = []
+        plain = TorchDecoder.forward_static
+
+        def spy(batch, kv, rows_each, into=None):
+            seen.append((batch, kv.data, into, rows_each))
+            return plain(self.decoder, batch, kv, rows_each, into)
+
+        self.decoder.forward_static = spy
+        step()
+        del self.decoder.forward_static
+        self.captured += 1
+        batch, cache, into, rows_each = seen[0]
+        kv = KVCache(cache.shape[2] // 16 - 1, 16, cache)
+        return Captured(lambda: plain(self.decoder, batch, kv, rows_each, into), 0)
+
+
+def test_graphs_captured_at_the_start_give_what_ragged_forwards_do(setup) -> None:
     decoder, driver, lengths = setup
-
-    class ByAddress(Fake):
-        def capture(self, step):
-            seen = []
-            plain = decoder.forward_static
-
-            def spy(batch, kv, rows_each, into=None):
-                seen.append((batch, into, rows_each))
-                return plain(batch, kv, rows_each, into)
-
-            decoder.forward_static = spy
-            step()
-            decoder.forward_static = plain
-            batch, into, rows_each = seen[0]
-            return Captured(lambda: plain(batch, driver.kv, rows_each, into), 0)
-
-    pool = GraphPool(decoder, driver.kv, SIZES, capturer=ByAddress())
+    pool, before = GraphPool(decoder, driver.kv, SIZES, capturer=ByAddress(decoder)), copy_of(driver.kv)
+    pool.capture(4)
+    used = driver.kv.num_blocks * 16
+    assert torch.equal(driver.kv.data[:, :, :used], before.data[:, :, :used]), "captures write to scratch only"
+    shapes = {(k.batch_size, k.tokens) for k in pool.captured}
+    assert shapes == {(b, k) for b in (1, 2, 4, 8, 12) for k in (1, 2, 3, 4)}
+    assert pool.captured[0] == GraphKey(12, 4, 13), "the largest makes the shared memory"
     for seed in range(3):
         batch = batch_of(
             driver, lengths, [5, 3], [random_tree(4, 101, seed), chain(tokens(2 + seed % 2, seed))]
         )
         want = decoder.forward(batch, copy_of(driver.kv))
         torch.testing.assert_close(pool.run(batch, 4).logits, want.logits, atol=1e-5, rtol=1e-5)
+    assert pool.stats().replays == 3 and pool.stats().eager == 0
+
+
+def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> None:
+    """An engine whose caches keep their address: no capture after the start, the same answers."""
+    weights, driver, answers = random_weights(small_config("qwen2")), build_driver(tmp_path), []
+    monkeypatch.setattr(base, "FixedMemory", lambda size, device: HostMemory(driver, size))
+    for is_fixed in (False, True):
+        engine = make_engine(small_config("qwen2"), weights, kernels="torch")
+        runner = engine.runner
+        capturer = ByAddress(runner.decoder)
+        sizes = PoolSizes(16, 256, 16, verify_rows=512)
+        runner.decoder = PooledDecoder(runner.decoder, runner.kv, sizes, capturer=capturer)
+        engine.capture_graphs(1, keep_address=is_fixed)
+        captured = capturer.captured
+        assert captured >= 10
+        for turn in range(3):
+            if is_fixed:
+                engine.release()
+                engine.resume()
+            engine.add(tokens(20 + turn, turn), SamplingParams(max_tokens=20, seed=3), turn, num_samples=3)
+            answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
+        assert capturer.captured == captured and runner.decoder.pool.stats().replays > 20
+    assert answers[:3] == answers[3:]
 
 
 def test_strategies_with_equally_many_tokens_share_graphs(setup) -> None:
     decoder, driver, lengths = setup
-    fake = Fake()
-    pool = GraphPool(decoder, driver.kv, SIZES, capturer=fake)
+    pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
+    pool.capture(6)
     for tree in (chain(tokens(6, 1)), random_tree(6, 101, 2), Tree(tokens(6, 3), [-1, 0, 0, 1, 1, 1])):
         pool.run(batch_of(driver, lengths, [3], [tree]), 6)
-    assert fake.captured == 1
-    pool.run(batch_of(driver, lengths, [3], [chain([1])]), 1)
-    assert fake.captured == 2
+    assert pool.stats().replays == 3
+    pool.run(batch_of(driver, lengths, [3], [chain(tokens(8, 1))]), 8)
+    assert pool.stats().eager == 1, "longer than any draft"
 
 
 def test_plain_decoding_has_a_graph_at_every_batch_size() -> None:
@@ -238,6 +244,7 @@ def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
         if is_pooled:
             runner = engine.runner
             runner.decoder = PooledDecoder(runner.decoder, runner.kv, PoolSizes(16, 256, 16, verify_rows=512))
+            engine.capture_graphs(1)
         for prompt_id, ids, params, samples in prompts:
             engine.add(ids, params, prompt_id, num_samples=samples)
         answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
@@ -251,161 +258,15 @@ def test_a_drafters_steps_share_pool_and_budget(setup) -> None:
     decoder, driver, _ = setup
     fake = Fake(temporary=500)
     pool, ran = GraphPool(decoder, driver.kv, SIZES, capturer=fake), []
+    pool.capture(1, [(("draft", n), lambda: ran.append(1)) for n in (12, 4)])
+    assert pool.captured[1:3] == [("draft", 12), ("draft", 4)], "behind the largest forward"
     for n in (3, 4, 9):
         pool.run_step(("draft", round_up([4, 12], n)), lambda: ran.append(1))
-    assert pool.captured == [("draft", 4), ("draft", 12)]
-    assert fake.captured == 2 and fake.pool_bytes == 500 and len(ran) == fake.warmed + 3
+    assert fake.pool_bytes == 500 and len(ran) == 2 + 3 and pool.stats().eager == 0
 
 
-# The budget.
-
-
-def steps(*names: str):
-    """Functions of these names, and the list of those that ran."""
-    ran: list[str] = []
-    made = {}
-    for name in names:
-        step = lambda name=name: ran.append(name)  # noqa: E731
-        step.__name__ = name
-        made[name] = step
-    return made, ran
-
-
-def test_graphs_share_the_pool_and_the_oldest_goes_first() -> None:
-    made, ran = steps("a", "b", "c")
-    fake = Fake(temporary=100, own=30)
-    cache = GraphCache(fake, budget_bytes=50 + 100 + 70, fixed_bytes=50)
-    for name in "aba":
-        cache.run(name, made[name])
-    assert cache.keys == ["b", "a"] and cache.memory_bytes == 50 + 100 + 60
-    cache.run("c", made["c"])  # 90 of their own do not fit: b was used longest ago
-    assert cache.keys == ["a", "c"] and cache.stats.evictions == 1
-    cache.run("b", made["b"])  # captured anew
-    assert cache.keys == ["c", "b"] and cache.stats.captures == 4
-    assert cache.memory_bytes <= 220 and cache.stats.eager_over_budget == 0
-    assert ran.count("a") == 1 + 2 and cache.stats.replays == 5
-
-
-def test_a_step_that_cannot_fit_evicts_no_graph_and_runs_eagerly() -> None:
-    made, ran = steps("small", "huge")
-    fake = Fake(temporary={"small": 10, "huge": 1000}, own=1)
-    cache = GraphCache(fake, budget_bytes=200)
-    cache.run("small", made["small"])
-    for _ in range(3):
-        cache.run("huge", made["huge"])
-    assert cache.keys == ["small"] and fake.captured == 1 and fake.warmed == 2
-    assert ran.count("huge") == 1 + 3 and cache.stats.eager_over_budget == 3 and cache.stats.refused == 1
-
-
-def test_a_capture_that_took_more_than_foreseen_is_given_back() -> None:
-    made, ran = steps("a")
-    fake = Fake(temporary=100, own=10, unforeseen=500)
-    cache = GraphCache(fake, budget_bytes=300)
-    cache.run("a", made["a"])
-    assert cache.keys == [] and cache.memory_bytes == 0 and fake.pools_freed == 1
-    assert cache.stats.eager_over_budget == 1 and ran.count("a") == 2  # warm-up and the eager run
-
-
-def test_ranks_whose_allocators_differ_capture_and_drop_the_same_graphs() -> None:
-    """Two ranks in threads; alone, the second would refuse "huge" and drop others."""
-    barrier, given = threading.Barrier(2, timeout=20), [0, 0]
-
-    def largest(rank: int, value: int) -> int:
-        given[rank] = value
-        barrier.wait()
-        found = max(given)
-        barrier.wait()
-        return found
-
-    names = ("a", "b", "huge", "c", "a", "d", "b", "huge", "a")
-
-    def one_rank(rank: int) -> list[object]:
-        made, _ = steps(*set(names))
-        sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank}
-        fake = Fake(temporary=sizes, own=20 + 25 * rank)
-        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank)), budget_bytes=240)
-        seen: list[object] = []
-        for name in names:
-            cache.run(name, made[name])
-            seen.append((tuple(cache.keys), cache.memory_bytes))
-        cache.clear()
-        return [*seen, cache.memory_bytes, cache.stats.refused, cache.stats.evictions]
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(one_rank, (0, 1))
-    assert first == second
-    assert first[-1] > 0, "nothing was dropped"
-
-
-class FakeCuda:
-    """As much of torch.cuda as a capture needs: a device of 1000 bytes, an allocator, private pools."""
-
-    def __init__(self):
-        self.free, self.reserved, self.allocated, self.peak, self.handles = 1000, 0, 0, 0, 0
-        self.capturing, self.pools_used = False, []
-
-    def use(self, needed: int, own: int):
-        """A step that takes `needed` temporary bytes; capturing it costs `own` more."""
-
-        def step() -> None:
-            self.peak = max(self.peak, self.allocated + needed)
-            if self.capturing:
-                grown = max(0, needed - self.reserved)
-                self.reserved += grown
-                self.free -= grown + own
-
-        return step
-
-    @contextmanager
-    def graph(self, graph, pool, stream, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        self.pools_used.append(pool)
-        self.capturing = True
-        yield
-        self.capturing = False
-
-    def install(self, monkeypatch) -> None:
-        def handle() -> int:
-            self.handles += 1
-            return self.handles
-
-        def reset(device) -> None:
-            self.peak = self.allocated
-
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        fakes = {
-            "Stream": lambda device: stream,
-            "stream": lambda chosen: nullcontext(),
-            "current_stream": lambda device: stream,
-            "synchronize": lambda device: None,
-            "empty_cache": lambda: None,
-            "reset_peak_memory_stats": reset,
-            "memory_allocated": lambda device: self.allocated,
-            "max_memory_allocated": lambda device: self.peak,
-            "memory_reserved": lambda device: self.reserved,
-            "mem_get_info": lambda device: (self.free, 1000),
-            "graph_pool_handle": handle,
-            "graph": self.graph,
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-
-def test_the_cuda_capturer_separates_shared_and_own_memory(monkeypatch) -> None:
-    """Against a stand-in for torch.cuda: what it adds up and in which pool, not that CUDA works."""
-    cuda = FakeCuda()
-    cuda.install(monkeypatch)
-    capturer = CudaCapturer(torch.device("cuda", 0))
-    cache = GraphCache(capturer, budget_bytes=400)
-    cache.run("a", cuda.use(100, own=10))
-    cache.run("b", cuda.use(250, own=20))
-    cache.run("c", cuda.use(50, own=5))
-    assert capturer.pool_bytes == 250 and cache.memory_bytes == 250 + 35
-    assert set(cuda.pools_used) == {1} and 1000 - cuda.free == 285
-    cache.run("d", cuda.use(500, own=1))  # would not fit even alone
-    assert cache.stats.eager_over_budget == 1 and len(cuda.pools_used) == 3
-    cache.clear()
-    cuda.reserved, cuda.free = 0, 1000
-    cache.run("a", cuda.use(100, own=10))
-    assert cuda.pools_used[-1] == 2 and cache.memory_bytes == 110
+def test_shapes_are_the_largest_and_then_from_the_smallest_on() -> None:
+    shapes = captured_shapes(max_batch=16, max_rows=40, rows_each=5)
+    assert shapes[:4] == [(16, 2), (1, 1), (1, 2), (2, 1)]
+    assert {k for _, k in shapes} == {1, 2, 3, 4, 6} and all(b * k <= 40 for b, k in shapes)
+    assert len(set(shapes)) == len(shapes) and (16, 2) in shapes and (16, 3) not in shapes

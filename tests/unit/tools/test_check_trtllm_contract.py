@@ -131,6 +131,31 @@ def test_sources_are_compared_without_an_import(tmp_path: Path) -> None:
     assert done.returncode == 1 and "class Gone: in no file" in done.stdout
 
 
+def test_a_contract_is_written_from_sources(tmp_path: Path) -> None:
+    """What they lack goes, what they have comes with its default, and a fake of it has all that it says."""
+    for name, text in (SOURCES | {"version.py": '__version__ = "1.4.0"'}).items():
+        path = tmp_path / "tensorrt_llm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    known = Contract.load(FILES[0]).data
+    (tmp_path / "old.json").write_text(json.dumps(known))
+    command = [sys.executable, str(ROOT / "tools/check_trtllm_contract.py"), str(tmp_path / "old.json")]
+    command += ["--sources", str(tmp_path), "--write", str(tmp_path / "new.json"), "--commit", "0" * 40]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "class SamplingParams: in no file" in done.stdout
+    made = json.loads((tmp_path / "new.json").read_text())
+    assert made["version"] == "1.4.0" and made["commit"] == "0" * 40
+    assert list(source_differences(made, tmp_path)) == []
+    of_engine, of_cache = made["classes"]["AsyncLLM"], made["classes"]["KvCacheConfig"]
+    assert of_engine["methods"] == {"release": {"params": {"tags": {}}}}
+    assert of_engine["fields"]["max_len"] == {"type": "any", "default": 3}
+    assert of_engine["fields"]["model"] == {"type": "str", "required": True}
+    assert of_cache["fields"].keys() == {"dtype"} and of_cache["fields"]["dtype"]["default"] == "auto"
+    assert {"SamplingParams", "Eagle3DecodingConfig"}.isdisjoint(made["classes"]) and "RequestOutput" in made["classes"]
+    fake = Contract(made)
+    assert compared(fake, fake) == []
+
+
 def test_a_record_has_signatures_and_no_code(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCES["llmapi/llm.py"])
     command = [sys.executable, str(ROOT / "tools/trtllm_signatures.py"), str(tmp_path), "a.py"]

@@ -61,6 +61,9 @@ class Ranks:
     def broadcast_object(self, value):
         return value
 
+    def alone(self):
+        return nullcontext()
+
 
 def eagle_on_meta(config: ModelConfig) -> EagleModel:
     with META:
@@ -121,6 +124,7 @@ class Replay:
         self.policy, trainer, self.backend = setup.build_models(
             self.config, self.world, None, tokenizer, self.tp
         )
+        self.graphs = self._captured(self.backend.engine.runner.decoder)  # from here on
         self.drafter = OnlineDrafterController(self.world, self.backend, trainer)
         self.sync = BucketedSync(self.config.sync, self.backend, self.world)
 
@@ -137,7 +141,6 @@ class Replay:
         runner = self.backend.engine.runner
         decoder = getattr(runner.decoder, "inner", runner.decoder)
         decoder.paged = lambda q, *_: torch.empty_like(q)
-        graphs = self._captured(runner.decoder)
         prefill = self._batch(rollout.max_batched_tokens, rollout.max_running_requests)
         prefill.all_hidden = True
         every, decoder._layers = decoder._layers, decoder._layers[:2]  # what they leave behind is the same
@@ -151,7 +154,7 @@ class Replay:
         few = np.zeros(128)  # the sampler takes some rows at a time
         params = few.astype(np.float32) + 1, few.astype(np.int32), few + 1, few
         runner.sampler.sample(logits[: len(few)], SamplingRows(few.astype(np.uint64), *params, False))
-        del logits, graphs
+        del logits
         if rollout.release_cache:
             self.backend.release()
 

@@ -1,0 +1,194 @@
+"""Captured steps keep to a memory budget, on all ranks alike."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.graph_capture import AgreedCapturer, CudaCapturer, GraphCache
+from tests.helpers.graphs import Fake
+
+
+def steps(*names: str):
+    """Functions of these names, and the list of those that ran."""
+    ran: list[str] = []
+    made = {}
+    for name in names:
+        step = lambda name=name: ran.append(name)  # noqa: E731
+        step.__name__ = name
+        made[name] = step
+    return made, ran
+
+
+def test_graphs_share_the_pool_and_what_has_no_room_runs_as_it_is() -> None:
+    made, ran = steps("a", "b", "c")
+    fake = Fake(temporary=100, own=30)
+    cache = GraphCache(fake, budget_bytes=50 + 100 + 70, fixed_bytes=50)
+    assert [cache.capture(name, made[name]) for name in "abc"] == [True, True, False]
+    assert cache.keys == ["a", "b"] and cache.memory_bytes == 50 + 100 + 60
+    assert fake.captured == 2 and fake.warmed == 3, "the third was measured only"
+    for name in "acbc":
+        cache.run(name, made[name])
+    assert (cache.stats.replays, cache.stats.eager, cache.stats.refused) == (2, 2, 1)
+    assert ran == list("abc") + list("acbc")
+
+
+def test_a_large_step_without_room_leaves_the_small_ones_theirs() -> None:
+    made, _ = steps("small", "huge")
+    fake = Fake(temporary={"small": 10, "huge": 1000}, own=1)
+    cache = GraphCache(fake, budget_bytes=200)
+    assert [cache.capture(name, made[name]) for name in ("huge", "small")] == [False, True]
+    assert cache.keys == ["small"] and cache.memory_bytes == 11
+
+
+def test_a_capture_that_took_more_than_foreseen_is_dropped() -> None:
+    made, _ = steps("a")
+    cache = GraphCache(Fake(temporary=100, own=400), budget_bytes=300)
+    assert not cache.capture("a", made["a"])
+    assert cache.keys == [] and cache.memory_bytes == 100, "the shared pool does not shrink"
+
+
+def meeting(size: int = 2):
+    """`largest(rank, value)` among threads."""
+    barrier, given = threading.Barrier(size, timeout=20), [0] * size
+
+    def largest(rank: int, value: int) -> int:
+        given[rank] = value
+        barrier.wait()
+        found = max(given)
+        barrier.wait()
+        return found
+
+    return largest
+
+
+def test_ranks_whose_allocators_differ_capture_the_same_graphs() -> None:
+    """Two ranks in threads; alone, they would refuse different ones."""
+    largest, names = meeting(), ("a", "b", "huge", "c", "d", "e")
+
+    def one_rank(rank: int, agreed: bool = True) -> list[object]:
+        made, _ = steps(*names)
+        sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank, "e": 5}
+        fake = Fake(temporary=sizes, own=20 + 25 * rank)
+        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank)) if agreed else fake, budget_bytes=270)
+        for name in names:
+            cache.capture(name, made[name])
+        return [*cache.keys, cache.memory_bytes, cache.stats.refused]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one_rank, (0, 1))
+    assert first == second and first[-1] > 0
+    assert one_rank(0, agreed=False) != one_rank(1, agreed=False)
+
+
+@pytest.mark.parametrize("fails_in", ["rehearsal", "capture"])
+def test_a_rank_that_fails_ends_all_and_leaves_none_in_a_collective(fails_in: str) -> None:
+    """A step with a collective: a rank that cannot come to it must be known before another one waits there."""
+    largest, collective, alone = meeting(), threading.Barrier(2, timeout=20), [False, False]
+
+    class Failing(Fake):
+        def capture(self, step):
+            if fails_in == "capture" and self.rank == 1:
+                raise torch.OutOfMemoryError("no memory")
+            return super().capture(step)
+
+    def one_rank(rank: int) -> str:
+        @contextmanager
+        def by_itself():
+            alone[rank] = True
+            yield
+            alone[rank] = False
+
+        def step() -> None:
+            if fails_in == "rehearsal" and rank == 1:
+                raise torch.OutOfMemoryError("no memory")
+            if not alone[rank]:
+                collective.wait()
+
+        fake = Failing(temporary=10)
+        fake.rank = rank
+        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank), by_itself))
+        with pytest.raises((BackendError, torch.OutOfMemoryError)) as caught:
+            cache.capture("a", step)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one_rank, (0, 1))
+    assert second == "no memory" and first.startswith("another rank of this engine could not capture")
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture needs: a device of 1000 bytes, an allocator, private pools."""
+
+    def __init__(self):
+        self.free, self.reserved, self.allocated, self.peak, self.handles = 1000, 0, 0, 0, 0
+        self.capturing, self.pools_used = False, []
+
+    def use(self, needed: int, own: int):
+        """A step that takes `needed` temporary bytes; capturing it costs `own` more."""
+
+        def step() -> None:
+            self.peak = max(self.peak, self.allocated + needed)
+            if self.capturing:
+                grown = max(0, needed - self.reserved)
+                self.reserved += grown
+                self.free -= grown + own
+
+        return step
+
+    @contextmanager
+    def graph(self, graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.pools_used.append(pool)
+        self.capturing = True
+        yield
+        self.capturing = False
+
+    def install(self, monkeypatch) -> None:
+        def handle() -> int:
+            self.handles += 1
+            return self.handles
+
+        def reset(device) -> None:
+            self.peak = self.allocated
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        fakes = {
+            "Stream": lambda device: stream,
+            "stream": lambda chosen: nullcontext(),
+            "current_stream": lambda device: stream,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": reset,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "memory_reserved": lambda device: self.reserved,
+            "mem_get_info": lambda device: (self.free, 1000),
+            "graph_pool_handle": handle,
+            "graph": self.graph,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_the_cuda_capturer_separates_shared_and_own_memory(monkeypatch) -> None:
+    """Against a stand-in for torch.cuda: what it adds up and in which pool, not that CUDA works."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capturer = CudaCapturer(torch.device("cuda", 0))
+    cache = GraphCache(capturer, budget_bytes=400)
+    cache.capture("a", cuda.use(100, own=10))
+    cache.capture("b", cuda.use(250, own=20))
+    cache.capture("c", cuda.use(50, own=5))
+    assert capturer.pool_bytes == 250 and cache.memory_bytes == 250 + 35
+    assert set(cuda.pools_used) == {1} and 1000 - cuda.free == 285
+    assert not cache.capture("d", cuda.use(500, own=1)), "would not fit even alone"
+    assert len(cuda.pools_used) == 3
