@@ -40,10 +40,10 @@ imports: setup-dev  ## Run import-linter: the floors, one module a vendor librar
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
 
 test-all: setup-dev lint types imports  ## Run also the tests marked nightly (half an hour more on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
 	$(BIN)/python benchmarks/gpu_check.py --out runs/gpu-check.json $(ARGS)

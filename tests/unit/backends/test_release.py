@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
-from tests.helpers.mpi import ROOT
+from tests.helpers.mpi import run_one
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = ModelConfig(
@@ -93,10 +91,7 @@ def test_hidden_states_are_collected_as_before(model_dir):
 def test_the_memory_really_goes_back_to_the_system(model_dir):
     """In a process of its own: malloc keeps small caches for itself in one that has freed larger things before."""
     script = "from tests.unit.backends.test_release import gives_back; import sys; gives_back(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(model_dir)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_one("-c", script, model_dir)
 
 
 def gives_back(model_dir):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.native.decoder import NativeDecoder
+from tests.helpers.mpi import run_one, start_one
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import Driver, moe_config, random_weights
 
@@ -193,10 +192,8 @@ for config in CONFIG, EXPERTS:
 
 
 def test_native_tensor_parallel_over_processes(tmp_path) -> None:
-    size = 2
-    command = [sys.executable, "-c", NATIVE_RANK]
-    ranks = [subprocess.Popen([*command, str(r), str(size), str(tmp_path / "store")]) for r in range(size)]
-    assert [p.wait(timeout=120) for p in ranks] == [0] * size
+    ranks = [start_one("-c", NATIVE_RANK, rank, 2, tmp_path / "store") for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stdout
 
 
 def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
@@ -280,9 +277,8 @@ def test_wrong_types_and_choices_are_refused() -> None:
 
 def test_many_processes_build_once(tmp_path) -> None:
     code = "from megatron_tlt.models.native.abi import library; library()"
-    env = os.environ | {"MEGATRON_TLT_CACHE": str(tmp_path)}
-    ranks = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(4)]
-    assert [p.wait(timeout=200) for p in ranks] == [0] * 4
+    ranks = [start_one("-c", code, MEGATRON_TLT_CACHE=str(tmp_path)) for _ in range(4)]
+    assert [rank.wait() for rank in ranks] == [0] * 4, ranks[0].stdout
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
@@ -298,7 +294,7 @@ def test_a_forked_child_can_run() -> None:
 
 
 def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
-    """Other instruction sets, as far as this CPU has them."""
+    """Instruction sets below this CPU's own, which every other test has."""
     code = (
         "import sys, torch; from megatron_tlt.models.native import build as b; b.FLAGS = "
         "tuple(sys.argv[1:]) + b.FLAGS[3:];"
@@ -312,9 +308,5 @@ def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
     )
     if os.uname().machine != "x86_64":
         pytest.skip("instruction sets of x86")
-    env = os.environ | {"MEGATRON_TLT_CACHE": str(tmp_path)}
-    builds = {"x86-64": "", "haswell": "avx2", "skylake-avx512": "avx512bw"}  # and what it must find here
-    known = Path("/proc/cpuinfo").read_text().split()
-    runnable = [["-O2", f"-march={arch}"] for arch, flag in builds.items() if not flag or flag in known]
-    for flags in runnable:
-        subprocess.run([sys.executable, "-c", code, "-std=gnu99", *flags], check=True, env=env)
+    for arch in ["x86-64", *(["haswell"] if "avx2" in Path("/proc/cpuinfo").read_text().split() else [])]:
+        run_one("-c", code, "-std=gnu99", "-O2", f"-march={arch}", MEGATRON_TLT_CACHE=str(tmp_path))
