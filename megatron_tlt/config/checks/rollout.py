@@ -33,6 +33,9 @@ def check_rollout(
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
     yield from check_speculation(rollout.speculation, has_drafter=config.idle.train_drafter)
     if shape is not None:
+        if shape.num_experts and rollout.backend != "embedded":
+            allowed = "must be 'embedded' for a mixture of experts: a push brings the experts of a layer as one tensor"
+            yield ConfigProblem("rollout.backend", rollout.backend, allowed)
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
             yield ConfigProblem(

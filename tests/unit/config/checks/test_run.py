@@ -128,6 +128,7 @@ def test_every_check_fires(overrides, path):
         (6, ["actor.ep=3"], "actor.ep"),  # of 4 ranks
         (6, ["actor.ep=4"], "actor.ep"),
         (8, ["actor.tp=2"], "actor.sequence_parallel"),
+        (8, ["rollout.backend=vllm"], "rollout.backend"),
     ],
 )
 def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> None:
