@@ -6,10 +6,11 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 from megatron_tlt.cli.main import main
-from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.mpi import ROOT, launcher, rank_environment, run_one, run_ranks
+from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -83,10 +84,15 @@ def test_a_signal_in_any_phase_saves_what_it_should(ended):
 
 def test_every_run_gets_to_the_weights_of_an_uninterrupted_one(ended):
     folder, jobs, _ = ended
+    first, last = (checkpoint_tensors(folder / f"whole/checkpoints/step-00000{n}") for n in (1, 4))
+    assert sum(not torch.equal(first[name], last[name]) for name in first) > 20  # it learns
+    assert '"drafter": "hybrid"' in (folder / "drafter" / LAST / "manifest.json").read_text()
     for name in jobs:
         whole = folder / ("whole-tp2" if name in ("one-engine", "whole-tp2") else "whole")
         assert_same_checkpoint(whole / LAST, folder / name / LAST)
         assert [row["step"] for row in rows(folder / name)] == [1, 2, 3, 4], name
+    _, said = run_one("train", folder / "tiny.yaml", f"train.run_dir={folder / 'whole'}")
+    assert "nothing to do" in said
 
 
 def test_a_dropped_evaluation_is_made_up_for(ended):
@@ -117,15 +123,14 @@ def ranks_of(job):
     return [p for p in psutil.Process(job.pid).children(recursive=True) if "megatron_tlt" in p.cmdline()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, capsys, number):
+def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, capsys):
     folder, _, _ = ended
     job = start(folder / "tiny.yaml", tmp_path / "run")
     metrics = tmp_path / "run/metrics.jsonl"
     while job.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
         time.sleep(0.05)
     assert job.poll() is None, job.communicate()[0]
-    ranks_of(job)[-1].send_signal(number)
+    ranks_of(job)[-1].send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 75, output
     assert "the step is done; saved after step" in output
