@@ -48,7 +48,7 @@ def main() -> None:
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
     backend = build_backend(
-        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_hidden_states=True
+        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=()
     )
     trainer = trainer_of(config, backend)
     backend.collect_hidden_states(trainer.buffer.add)

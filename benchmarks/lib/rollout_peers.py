@@ -156,11 +156,10 @@ def write_vllm_drafter(drafter: Path, folder: Path) -> None:
     `megatron-tlt drafter export` refuses it, rightly: an unchanged vLLM has no class for it.
     """
     from megatron_tlt.drafter.checkpoint import load_drafter, write_directory
-    from megatron_tlt.models.config import ModelConfig
 
     saved = load_drafter(drafter)
-    assert isinstance(saved.shape, ModelConfig), "a drafter of kind eagle"
-    config = saved.shape.to_hf("float32") | {
+    assert saved.config.kind == "eagle"
+    config = saved.config.policy.to_hf("float32") | {
         "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle before it
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # vLLM shares the policy's tables with a drafter that has none

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,11 +25,10 @@ from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle.base import EagleDecoder
@@ -48,30 +46,44 @@ def build_backend(
     local_ranks: int = 1,
     load_weights: bool = False,
     count_near_ties: bool = False,
-    drafter: Mapping[str, Tensor] | None = None,
-    keep_hidden_states: bool = False,
+    drafter: SavedDrafter | None = None,
+    keep_layers: tuple[int, ...] | None = None,
     kv_cache_bytes: int | None = None,
 ) -> EmbeddedBackend:
     """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
 
-    `drafter`: full tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
+    `drafter`: a trained drafter, instead of that in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. With `sync.verify` it keeps checksums. `keep_hidden_states`: hidden states of answers
-    will be collected, so the cache leaves room for them. `kv_cache_bytes`: the cache of the memory plan, where
-    `rollout.kv_cache_mib` sets none. Raises ConfigError, CheckpointError or BackendError.
+    share this machine's memory. With `sync.verify` it keeps checksums. `keep_layers`: states of answers will
+    be collected, of these layers (a drafter's own) and the final one, so the cache leaves room for them.
+    `kv_cache_bytes`: the cache of the memory plan, where `rollout.kv_cache_mib` sets none. Raises ConfigError,
+    CheckpointError or BackendError.
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
     _check(rollout, model, config, tp, drafter is not None)
+    if rollout.speculation.uses_eagle and drafter is None:
+        assert rollout.speculation.drafter_path is not None  # `_check`
+        drafter = load_drafter(rollout.speculation.drafter_path, config)
     decoder = build_decoder(
-        config, device, DTYPES[rollout.dtype], rollout.kernels, rollout.threads, tp, rollout.numerics
+        config,
+        device,
+        DTYPES[rollout.dtype],
+        rollout.kernels,
+        rollout.threads,
+        tp,
+        rollout.numerics,
+        (keep_layers or ()) if drafter is None else drafter.config.aux_layers,
     )
     if load_weights:
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
-    eagle = _eagle(rollout, decoder, config, drafter)
+    eagle = None
+    if rollout.speculation.uses_eagle and drafter is not None:
+        eagle = build_eagle(decoder, drafter.config, rollout.threads)
+        eagle.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, eagle, keep_hidden_states),
+        _block_bytes(rollout.block_size, decoder, eagle, keep_layers is not None),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
@@ -130,24 +142,6 @@ def _history(rollout: RolloutSection) -> AnswerHistory | None:
         return None
     answers = section.history_answers if is_read else 0  # the order of prompts needs lengths only
     return AnswerHistory(max(1, section.history_epochs), answers, section.history_mib)
-
-
-def _eagle(
-    rollout: RolloutSection,
-    decoder: Decoder,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor] | None,
-) -> EagleDecoder | None:
-    """The trained drafter around the policy's decoder, its weights loaded."""
-    section = rollout.speculation
-    if not section.uses_eagle:
-        return None
-    if weights is None:
-        assert section.drafter_path is not None  # `_check`
-        weights = load_drafter(section.drafter_path, config).weights
-    eagle = build_eagle(decoder, rollout.threads)
-    eagle.load_weights(weights.items())
-    return eagle
 
 
 def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_hidden_states: bool) -> int:

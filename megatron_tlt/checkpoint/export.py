@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
-from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafter.checkpoint import described, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
@@ -77,7 +77,7 @@ def write_run(
         if world.is_main and drafter is not None:
             save_drafter(
                 scratch / "drafter",
-                policy.config,
+                described(drafter["about"], policy.config),
                 drafter["model"],
                 policy_version=policy.policy_version,
                 trained_steps=int(drafter["trained_steps"]),

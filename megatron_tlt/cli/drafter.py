@@ -1,4 +1,4 @@
-"""`megatron-tlt drafter init|train|eval`: making the eagle drafter of a run's model."""
+"""`megatron-tlt drafter init|train|eval`: making the trained drafter of a run's model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.pretrain import DrafterPretraining
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
 Body = Callable[["Config", "World", "argparse.Namespace"], None]
 
 
 def add_drafter(commands: Any) -> None:
     """Adds the command to the parser."""
-    text = "make and measure the eagle drafter of a config's model"
+    text = "make and measure the trained drafter of a config's model"
     parser = commands.add_parser("drafter", help=text, description=text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
@@ -43,17 +41,8 @@ def add_drafter(commands: Any) -> None:
     for action in (init, train):
         action.add_argument("--out", type=Path, required=True, help="directory to write")
     train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")
-    about = "eagle (default): for rollouts; eagle3: for serving"
-    train.add_argument("--kind", choices=("eagle", "eagle3"), help=about)
-    train.add_argument("--layers", type=_ids, help="eagle3: policy layers to read, as 1,5,8")
-    about = "eagle3: draft only this many tokens (default all)"
-    train.add_argument("--draft-vocab", type=int, help=about)
     measured.add_argument("--drafter", type=Path, required=True, help="directory of the drafter")
     measured.add_argument("--out", type=Path, help="also write the result as JSON")
-
-
-def _ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _run(body: Body, args: argparse.Namespace) -> int:
@@ -69,19 +58,26 @@ def _run(body: Body, args: argparse.Namespace) -> int:
 
 
 def _init(config: Config, world: World, args: argparse.Namespace) -> None:
-    from megatron_tlt.drafter.checkpoint import save_drafter
+    from megatron_tlt.drafter.checkpoint import drafter_shape, save_drafter
     from megatron_tlt.drafter.fingerprint import policy_fingerprint
     from megatron_tlt.models.base import DTYPES
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.models.eagle.eagle3 import build_model
+    from megatron_tlt.models.loader import weight_reader
     from megatron_tlt.trainer.preflight import missing_files, model_problems
 
     if problems := [p for p in missing_files(config) if p.path == "model.path"] + model_problems(config):
         raise ConfigError(problems)
-    shape = ModelConfig.from_hf(config.model.path)
+    if config.drafter.draft_vocab_size is not None:
+        allowed = "must be null here: megatron-tlt drafter train chooses the tokens"
+        raise ConfigError.of("drafter.draft_vocab_size", config.drafter.draft_vocab_size, allowed)
+    policy = ModelConfig.from_hf(config.model.path)
+    shape = drafter_shape(config.drafter, policy)
     if world.is_main:
-        model = EagleModel(shape)
+        model = build_model(shape)
         model.initialise(config.drafter.seed)
+        if shape.kind == "eagle3":  # its head, and all else, begins as the policy's
+            model.start_from_policy(weight_reader(config.model.path, policy))
         fingerprint = policy_fingerprint(config.model.path, config.model.tokenizer)
         dtype = DTYPES[config.drafter.save_dtype]
         save_drafter(args.out, shape, model.state_dict(), fingerprint=fingerprint, dtype=dtype)
@@ -119,6 +115,7 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     Raises ConfigError for a model or a drafter that cannot be, before weights are loaded.
     """
     from megatron_tlt.config.speculation import SpeculationSection
+    from megatron_tlt.drafter.checkpoint import drafter_shape
     from megatron_tlt.drafter.pretrain import DrafterPretraining
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
@@ -134,25 +131,25 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
     check_on(config, world)
-    path = config.model.path
+    path, policy = config.model.path, ModelConfig.from_hf(config.model.path)
     start = None if args.drafter is None else _load(args.drafter, config, world, may_be_other)
-    eagle3 = _eagle3_shape(args, start, ModelConfig.from_hf(path))
-    backend = open_backend(config, world, open_tokenizer(config), keep_hidden_states=True)
+    drafter = drafter_shape(config.drafter, policy) if start is None else start.config
+    tokenizer, layers = open_tokenizer(config), drafter.aux_layers
+    backend = open_backend(config, world, tokenizer, keep_layers=layers)
     world.enter("load")
-    BucketedSync(config.sync, backend, world).push(iter_weights(path, ModelConfig.from_hf(path)), version=0)
-    return DrafterPretraining(config, world, backend, sampling_params(config), eagle3, start)
+    BucketedSync(config.sync, backend, world).push(iter_weights(path, policy), version=0)
+    return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start)
 
 
 def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> SavedDrafter:
     """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
-    from megatron_tlt.drafter.checkpoint import KIND, load_drafter, read_about
+    from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.drafter.fingerprint import other_policy_problem
     from megatron_tlt.models.config import ModelConfig
 
     model = config.model
     try:
-        is_eagle = read_about(directory)["drafter"] == KIND
-        drafter = load_drafter(directory, ModelConfig.from_hf(model.path) if is_eagle else None)
+        drafter = load_drafter(directory, ModelConfig.from_hf(model.path), config.drafter)
     except CheckpointError as error:
         raise ConfigError.of("--drafter", str(directory), str(error)) from error
     problem = None
@@ -162,25 +159,6 @@ def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> 
     if problem := world.broadcast_object(problem):
         raise ConfigError(problem)
     return drafter
-
-
-def _eagle3_shape(
-    args: argparse.Namespace, start: SavedDrafter | None, policy: ModelConfig
-) -> Eagle3Config | None:
-    """The drafter's shape if it is of kind eagle3: that of `start`, or that of the options."""
-    from megatron_tlt.models.eagle.eagle3 import Eagle3Config
-
-    kind, layers, vocab = (getattr(args, name, None) for name in ("kind", "layers", "draft_vocab"))
-    is_fresh = start is None and kind == "eagle3"
-    for name, value in (("--layers", layers), ("--draft-vocab", vocab)):
-        if value is not None and not is_fresh:
-            raise ConfigError.of(name, value, "is for a fresh drafter of kind eagle3")
-    if start is None:
-        return Eagle3Config.of(policy, layers, vocab) if is_fresh else None
-    found = "eagle3" if isinstance(start.shape, Eagle3Config) else "eagle"
-    if kind not in (None, found):
-        raise ConfigError.of("--kind", kind, f"{args.drafter} is of kind {found}")
-    return start.shape if isinstance(start.shape, Eagle3Config) else None
 
 
 def _held_out(config: Config) -> list[Any]:

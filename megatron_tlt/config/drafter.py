@@ -92,8 +92,18 @@ class OnlineSection(Section):
 
 
 class DrafterSection(Section):
-    """Training of the eagle drafter (`megatron-tlt drafter`), on the model, prompts and rollout of the same file."""
+    """The trained drafter, and its training (`megatron-tlt drafter`) on model, prompts and rollout of the same file."""
 
+    kind: Literal["eagle", "eagle3"] = "eagle"
+    """eagle (EAGLE-1 in TLT's form): reads the policy's last hidden state and drafts through its LM head. eagle3
+    (EAGLE-3): reads three layers, four times the bytes of hidden states, and has an LM head of its own; serving engines
+    have it for policies of every family. A drafter in rollout.speculation.drafter_path must be of this kind."""
+    layers: tuple[NonNegativeInt, ...] | None = None
+    """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
+    L - 4 of L layers."""
+    draft_vocab_size: PositiveInt | None = None
+    """eagle3: draft only so many of the policy's tokens, those most frequent in the answers of `megatron-tlt drafter
+    train`; null: as in drafter_path, or all."""
     num_prompts: PositiveInt = 512
     """Training prompts that are answered before training."""
     samples_per_prompt: PositiveInt = 4
@@ -135,6 +145,11 @@ class DrafterSection(Section):
     """Seed of weights and data order."""
     online: OnlineSection = OnlineSection()
     """Training during RL."""
+
+    @property
+    def state_parts(self) -> int:
+        """Width of a token's state in hidden sizes: the final one, for eagle3 behind those of three layers."""
+        return 4 if self.kind == "eagle3" else 1
 
     def sizes(self, device: str) -> DeviceSizes:
         """The settings with a value for "auto" on a device of this type ("cpu", "cuda")."""

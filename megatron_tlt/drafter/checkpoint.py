@@ -1,7 +1,8 @@
 """A drafter directory: `drafter.safetensors` and `config.json`.
 
 config.json is that of the policy, with the drafter's entries before it: `drafter` (eagle or eagle3), `policy_version`,
-`trained_steps`, `policy_fingerprint`, and for eagle3 `eagle3_layers` and `draft_vocab_size`.
+`trained_steps`, `policy_fingerprint`, and for eagle3 `eagle3_layers`, `draft_vocab_size`, `norm_before_residual` and
+its `layer`. Directories as others publish EAGLE-3 drafters are read as well (`public.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
-from megatron_tlt.errors import CheckpointError, ConfigProblem
+from megatron_tlt.drafter.public import is_public, public_config, public_shapes, read_public
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config, check_eagle3_tensors
-from megatron_tlt.models.eagle.model import check_eagle_shapes, check_eagle_tensors
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.loader import open_tensors
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
@@ -36,38 +38,39 @@ KIND, KIND3 = "eagle", "eagle3"
 class SavedDrafter:
     """All tensors of a drafter, on the CPU, and where they come from."""
 
-    shape: ModelConfig | Eagle3Config  # of the policy; of an eagle3 drafter its own with the policy's in it
+    config: DrafterConfig
     weights: Mapping[str, Tensor]
     policy_version: int = 0  # of the policy whose hidden states it was last trained on
     trained_steps: int = 0
     fingerprint: Mapping[str, str] = field(default_factory=dict)  # `policy_fingerprint` of its policy
 
-    def check(self) -> None:
-        """Raises CheckpointError that names every missing, unexpected and misshapen tensor."""
-        if isinstance(self.shape, Eagle3Config):
-            check_eagle3_tensors(self.weights, self.shape)
-        else:
-            check_eagle_tensors(self.weights, self.shape)
-
-    @property
-    def policy(self) -> ModelConfig:
-        """The policy's shape."""
-        return self.shape.policy if isinstance(self.shape, Eagle3Config) else self.shape
-
     def to_json(self, dtype: torch.dtype) -> dict[str, Any]:
         """The contents of config.json; `dtype` is that of the weights beside it."""
-        shape, kind, own = self.shape, KIND, {}
-        if isinstance(shape, Eagle3Config):
-            kind, own = KIND3, {"eagle3_layers": shape.layers, "draft_vocab_size": shape.draft_vocab_size}
+        name = str(dtype).removeprefix("torch.")
         origin = {"policy_version": self.policy_version, "trained_steps": self.trained_steps}
         made_for = {"policy_fingerprint": dict(self.fingerprint)}
-        policy = self.policy.to_hf(str(dtype).removeprefix("torch."))
-        return {"drafter": kind, **origin, **made_for, **own, **policy}
+        return {**describe(self.config), **origin, **made_for, **self.config.policy.to_hf(name)}
+
+
+def describe(config: DrafterConfig) -> dict[str, Any]:
+    """What config.json and checkpoints say of a drafter beside its policy's shape; `described` reads it."""
+    if config.kind == KIND:
+        return {"drafter": KIND}
+    layer = config.layer.to_hf() | {"torch_dtype": None}
+    own = {"eagle3_layers": list(config.aux_layers), "draft_vocab_size": config.draft_vocab_size}
+    return {"drafter": KIND3, **own, "norm_before_residual": config.norm_before_residual, "layer": layer}
+
+
+def drafter_shape(section: DrafterSection, policy: ModelConfig) -> DrafterConfig:
+    """Of a fresh drafter. Raises ConfigError for layers or a vocabulary that the policy does not have."""
+    if section.kind == KIND:
+        return DrafterConfig.eagle(policy)
+    return DrafterConfig.eagle3(policy, section.layers, section.draft_vocab_size)
 
 
 def save_drafter(
     directory: str | Path,
-    shape: ModelConfig | Eagle3Config,
+    config: DrafterConfig,
     weights: Mapping[str, Tensor],
     *,
     policy_version: int = 0,
@@ -79,54 +82,53 @@ def save_drafter(
 
     Raises CheckpointError for wrong tensors, before anything is written, and for a disk that is full.
     """
-    drafter = SavedDrafter(shape, weights, policy_version, trained_steps, fingerprint or {})
-    drafter.check()
+    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint or {})
+    config.check(weights)
     write_directory(
         Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: drafter.to_json(dtype)}
     )
 
 
-def load_drafter(directory: str | Path, policy: ModelConfig | None = None) -> SavedDrafter:
-    """Reads a drafter directory; with `policy`, of kind eagle and for a policy of that shape.
+def load_drafter(
+    directory: str | Path, policy: ModelConfig | None = None, wanted: DrafterSection | None = None
+) -> SavedDrafter:
+    """Reads a drafter directory, of a policy of shape `policy` and as `wanted`, where those are given; a public one
+    needs the policy.
 
     Raises CheckpointError for a directory that is none, and one that names every tensor that does not fit.
     """
     root = Path(directory)
-    if policy is not None:
-        check_drafter(root, policy)
     about = read_about(root)
-    try:
-        weights = load_file(str(root / WEIGHTS))
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
+    config = _config_of(about, root, policy, wanted)
+    if is_public(about):
+        weights = read_public(root, config)
+    else:
+        try:
+            weights = load_file(str(root / WEIGHTS))
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
+    config.check(weights)
     version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
-    drafter = SavedDrafter(
-        policy or _shape_of(about, root / CONFIG),
-        weights,
-        version,
-        steps,
-        about.get("policy_fingerprint", {}),
-    )
-    drafter.check()
-    return drafter
+    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}))
 
 
-def check_drafter(directory: str | Path, policy: ModelConfig) -> dict[str, Any]:
-    """Raises CheckpointError unless rollouts by a policy of shape `policy` can draft with it; returns config.json.
+def check_drafter(
+    directory: str | Path, policy: ModelConfig, wanted: DrafterSection | None = None
+) -> dict[str, Any]:
+    """Raises CheckpointError unless a policy of shape `policy` can draft with it, as `wanted`; returns config.json.
 
     Reads config.json and the weights' header only.
     """
     root = Path(directory)
     about = read_about(root)
-    if about["drafter"] != KIND:
-        raise CheckpointError(
-            f"{root / CONFIG} describes a drafter of kind {about['drafter']!r}; rollouts draft with kind {KIND!r} only "
-            "(eagle3 is for export)"
-        )
-    with open_tensors(root / WEIGHTS) as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    config = _config_of(about, root, policy, wanted)
+    if is_public(about):
+        shapes = public_shapes(root, config)
+    else:
+        with open_tensors(root / WEIGHTS) as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     try:
-        check_eagle_shapes(shapes, policy)
+        config.check_shapes(shapes)
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
     return about
@@ -137,13 +139,20 @@ def drafter_problems(
     policy: ModelConfig,
     model: str | Path,
     tokenizer: str | Path | None = None,
+    wanted: DrafterSection | None = None,
 ) -> list[ConfigProblem]:
-    """What keeps the policy in `model`, of shape `policy`, from drafting with `drafter_path`. Reads no weights."""
+    """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads no weights."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
-    if not speculation.uses_eagle or path is None:
+    if not speculation.uses_eagle:
+        return []
+    if path is None:
+        try:
+            drafter_shape(wanted or DrafterSection(), policy)
+        except ConfigError as error:
+            return list(error.problems)
         return []
     try:
-        made_for = check_drafter(path, policy).get("policy_fingerprint", {})
+        made_for = check_drafter(path, policy, wanted).get("policy_fingerprint", {})
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
     problem = None
@@ -153,7 +162,7 @@ def drafter_problems(
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """config.json of a drafter directory of either kind. Raises CheckpointError for any other directory."""
+    """config.json of a drafter directory. Raises CheckpointError for any other directory."""
     file = directory / CONFIG
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
@@ -161,24 +170,50 @@ def read_about(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} cannot be read: {e} (megatron-tlt drafter makes such a directory)"
         ) from e
-    kind = about.get("drafter") if isinstance(about, dict) else None
-    if kind not in (KIND, KIND3):
+    if not isinstance(about, dict) or (about.get("drafter") not in (KIND, KIND3) and not is_public(about)):
+        kind = about.get("drafter") if isinstance(about, dict) else None
         raise CheckpointError(
-            f"{file} describes no drafter: drafter = {kind!r} must be {KIND!r} or {KIND3!r}"
+            f"{file} describes no drafter: drafter = {kind!r} must be {KIND!r} or {KIND3!r}, or the architecture "
+            "one of EAGLE-3"
         )
-    return dict(about)
+    return about
 
 
-def _shape_of(about: Mapping[str, Any], file: Path) -> ModelConfig | Eagle3Config:
-    policy = ModelConfig.from_hf(about)
+def _config_of(
+    about: Mapping[str, Any], root: Path, policy: ModelConfig | None, wanted: DrafterSection | None
+) -> DrafterConfig:
+    """The drafter that config.json describes. Raises CheckpointError where it is not the one that is wanted."""
+    file = root / CONFIG
+    try:
+        if is_public(about):
+            if policy is None:
+                raise CheckpointError("says nothing of the policy: its shape must be given")
+            config = public_config(about, policy, None if wanted is None else wanted.layers)
+        else:
+            config = described(about, policy or ModelConfig.from_hf(about))
+    except (CheckpointError, ConfigError) as e:
+        raise CheckpointError(f"{file}: {e}") from e
+    if wanted is None:
+        return config
+    found = {"kind": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
+    for name, value in found.items():
+        given = getattr(wanted, name)
+        if given is not None and given != value:
+            raise CheckpointError(f"{file} is of {name} {value}, but drafter.{name} = {given}")
+    return config
+
+
+def described(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """What `describe` was given. Raises ConfigError or CheckpointError for what it never returns."""
     if about["drafter"] == KIND:
-        return policy
-    layers, size = about.get("eagle3_layers"), about.get("draft_vocab_size")
+        return DrafterConfig.eagle(policy)
+    layers, size, own = about.get("eagle3_layers"), about.get("draft_vocab_size"), about.get("layer")
     if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
-        raise CheckpointError(f"{file}: eagle3_layers = {layers!r} must be a list of three ids")
+        raise CheckpointError(f"eagle3_layers = {layers!r} must be a list of three ids")
     if not isinstance(size, int):
-        raise CheckpointError(f"{file}: draft_vocab_size = {size!r} must be an integer")
-    return Eagle3Config.of(policy, tuple(layers), size)
+        raise CheckpointError(f"draft_vocab_size = {size!r} must be an integer")
+    layer = None if own is None else ModelConfig.from_hf(own)
+    return DrafterConfig.eagle3(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
 
 
 def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

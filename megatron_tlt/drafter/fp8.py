@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.model import PairModel
 
 Mode = Literal["te", "torchao", "emulate"]
 Precision = Callable[[], AbstractContextManager[object]]
@@ -37,7 +37,7 @@ _CAPABILITY = (9, 0)  # of the GPU, at least: Hopper
 _PARTS = ("self_attn", "mlp")
 
 
-def use_fp8(model: EagleModel, mode: Mode, device: torch.device) -> Precision:
+def use_fp8(model: PairModel, mode: Mode, device: torch.device) -> Precision:
     """Puts the layer's linears on FP8; returns the context in which the model's forward passes must run.
 
     Names and values of the parameters stay. Raises ConfigError if this machine, what is installed, or the
@@ -48,13 +48,13 @@ def use_fp8(model: EagleModel, mode: Mode, device: torch.device) -> Precision:
     return build(model, device)
 
 
-def _linears(model: EagleModel) -> list[tuple[nn.Module, str, nn.Linear]]:
+def _linears(model: PairModel) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, attribute, linear) of the layer's linears."""
-    parents = [getattr(model.layer, part) for part in _PARTS]
+    parents = [getattr(model.block, part) for part in _PARTS]
     return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
 
-def _check_sizes(model: EagleModel, mode: Mode) -> None:
+def _check_sizes(model: PairModel, mode: Mode) -> None:
     odd = [
         f"{name} ({m.out_features} x {m.in_features})"
         for _, name, m in _linears(model)
@@ -103,7 +103,7 @@ def _fill_rows(module: nn.Module) -> None:
 # -- Transformer Engine -----------------------------------------------------------------------------------------
 
 
-def _with_transformer_engine(model: EagleModel, device: torch.device) -> Precision:
+def _with_transformer_engine(model: PairModel, device: torch.device) -> Precision:
     _check_gpu("te", device)
     try:
         import transformer_engine.pytorch as te
@@ -125,7 +125,7 @@ def _with_transformer_engine(model: EagleModel, device: torch.device) -> Precisi
 # -- torchao ----------------------------------------------------------------------------------------------------
 
 
-def _with_torchao(model: EagleModel, device: torch.device) -> Precision:
+def _with_torchao(model: PairModel, device: torch.device) -> Precision:
     _check_gpu("torchao", device)
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -134,7 +134,7 @@ def _with_torchao(model: EagleModel, device: torch.device) -> Precision:
         raise ConfigError.of(_FIELD, "torchao", allowed) from error
     config = Float8LinearConfig.from_recipe_name("tensorwise")
     for part in _PARTS:  # not fc, which the model multiplies by hand
-        convert_to_float8_training(getattr(model.layer, part), config=config)
+        convert_to_float8_training(getattr(model.block, part), config=config)
     for _, _, module in _linears(model):  # torchao's are subclasses of nn.Linear, with the same parameters
         _fill_rows(module)
     return nullcontext
@@ -143,7 +143,7 @@ def _with_torchao(model: EagleModel, device: torch.device) -> Precision:
 # -- emulation --------------------------------------------------------------------------------------------------
 
 
-def _with_emulation(model: EagleModel, device: torch.device) -> Precision:
+def _with_emulation(model: PairModel, device: torch.device) -> Precision:
     for parent, name, old in _linears(model):
         bias = old.bias is not None
         _replace(parent, name, old, EmulatedFp8Linear(old.in_features, old.out_features, bias, device))

@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
@@ -90,7 +88,7 @@ class Acceptance:
 
 @torch.no_grad()
 def measure(
-    model: EagleModel | Eagle3Model,
+    model: PairModel,
     embed: Tensor,
     head: Tensor,
     sequences: Sequence[DraftSequence],
@@ -105,7 +103,7 @@ def measure(
     Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
     H columns of the sequences' hidden states are the policy's final ones.
     """
-    drafted = model.full_logits if isinstance(model, Eagle3Model) else partial(linear, weight=head.float())
+    drafted = partial(model.full_logits, head=head.float())
     sums, bases = Acceptance.empty(steps).sums, 0
     parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
     for group in pack(parts, batch_tokens):

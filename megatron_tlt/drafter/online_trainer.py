@@ -24,12 +24,14 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
+from megatron_tlt.drafter.checkpoint import describe
 from megatron_tlt.drafter.fp8 import use_fp8
+from megatron_tlt.drafter.loss import part_names
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.drafter.training_state import KINDS, TrainingState
+from megatron_tlt.drafter.training_state import KINDS, MEAN, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.model import EagleModel, check_eagle_tensors
+from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.types import HiddenStateSample
 
 Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM head [V, H]
@@ -56,7 +58,7 @@ class OnlineDrafterTrainer:
 
     def __init__(
         self,
-        model: EagleModel,
+        model: PairModel,
         section: DrafterSection,
         *,
         temperature: float = 1.0,
@@ -74,7 +76,7 @@ class OnlineDrafterTrainer:
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or SingleRank()
         self._tokens, self._draft_steps = sizes.micro_step_tokens, online.draft_steps
-        start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.hidden_size)
+        start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
         window = min(section.window, sizes.micro_step_tokens)
@@ -86,6 +88,7 @@ class OnlineDrafterTrainer:
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
         names = ("lr", "warmup_steps", "weight_decay", "clip_grad", "draft_steps")
         options = {"schedule": "constant", **{name: getattr(online, name) for name in names}}
+        self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._state, noise = TrainingState(model, start, self._tp), online.hidden_state_noise
         self._no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
@@ -178,7 +181,7 @@ class OnlineDrafterTrainer:
         """
         share, counts = self._share(sample), bases_by_step(sample, self._draft_steps)
         steps = range(1, self._draft_steps + 1)
-        names = ["loss", "tokens", *(f"{kind}/{j}" for kind in ("hidden", "ce", "accept") for j in steps)]
+        names = ["loss", "tokens", *(f"{kind}/{j}" for kind in part_names(self.model) for j in steps)]
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
@@ -246,12 +249,11 @@ class OnlineDrafterTrainer:
         self._close_window()
 
     def weights(self) -> dict[str, Tensor]:
-        """The merged drafter under the names of `eagle_parameter_shapes`; never embedding or LM head. Collective in a
-        tensor-parallel group.
+        """All tensors of the merged drafter (`DrafterConfig.shapes`). Collective in a tensor-parallel group.
 
-        It is the running mean of the weights in training (`drafter.online.mean_decay`); see `TrainingState.mean`.
+        They are the running mean of the weights in training (`drafter.online.mean_decay`); see `TrainingState.mean`.
         """
-        return self._state.mean()
+        return {**self._state.mean(), **self._vocabulary}
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -265,13 +267,16 @@ class OnlineDrafterTrainer:
         """
         if self._before is not None:
             raise DrafterError("the drafter can be saved after a merge only: replicas differ before it")
+        kept = self._state.named()
         return {
-            **self._state.named(),
+            **kept,
+            MEAN: kept[MEAN] | (self._vocabulary if kept[MEAN] else {}),
             "trained_steps": self.trained_steps,
             "version": self.version,
             "trained_tokens": self.trained_tokens,
             "buffer": self.buffer.metrics(),
             "policy_fingerprint": self._fingerprint,
+            "about": describe(self.model.config),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,7 +284,10 @@ class OnlineDrafterTrainer:
         for kind in KINDS:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
-            check_eagle_tensors(state[kind], self.model.config)
+            self.model.config.check(self._vocabulary | state[kind])
+        for name, ids in self._vocabulary.items():
+            if not torch.equal(ids.cpu(), state[MEAN][name].cpu()):
+                raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")
         self._state.load(state)
         self._trainer.trained_steps = int(state["trained_steps"])
         self.version, self.trained_tokens = int(state["version"]), int(state["trained_tokens"])

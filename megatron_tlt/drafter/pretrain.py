@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,18 +21,16 @@ from torch import Tensor
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.drafter.checkpoint import SavedDrafter, save_drafter
-from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model, choose_vocabulary
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vocabulary
 from megatron_tlt.models.eagle.pairs import PairBatch
 from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.torch.decoder import TorchDecoder
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -44,11 +42,7 @@ _EVAL_SEED_OFFSET = 0x5EED  # as in evaluation: not the noise of training rollou
 
 
 class DrafterPretraining:
-    """Trains and measures a drafter of the policy in `config.model.path`, on this rank's share of the prompts.
-
-    For a drafter of kind eagle3 (for serving elsewhere: the rollouts here run kind eagle) every rank holds a second
-    copy of the policy, in PyTorch, which reads the answers again: the engine keeps no layer's outputs.
-    """
+    """Trains and measures a drafter of the policy in `config.model.path`, on this rank's share of the prompts."""
 
     def __init__(
         self,
@@ -56,37 +50,20 @@ class DrafterPretraining:
         world: World,
         backend: RolloutBackend,
         params: SamplingParams,
-        eagle3: Eagle3Config | None = None,
+        drafter: DrafterConfig,
         start: SavedDrafter | None = None,
     ):
-        """`backend` has the policy's weights; `params` are those of training rollouts; `eagle3`: the drafter's shape if
-        it is of that kind; without `start`, fresh weights. Raises ConfigError where eagle3 cannot be trained.
+        """`backend` has the policy's weights and gives the states that `drafter` reads; `params` are those of training
+        rollouts; without `start`, fresh weights.
         """
         self._config, self._world, self._backend, self._params = config, world, backend, params
-        self._policy = ModelConfig.from_hf(config.model.path)
-        if eagle3 is not None and config.rollout.tp > 1:
-            allowed = "a drafter of kind eagle3 learns from a whole policy on every rank: must be 1"
-            raise ConfigError.of("rollout.tp", config.rollout.tp, allowed)
-        if eagle3 is not None and eagle3.policy != self._policy:
-            allowed = "is not the policy that the drafter was made for"
-            raise ConfigError.of("model.path", config.model.path, allowed)
-        self._embed, self._head = lookup_tables(config.model.path, self._policy, world.device)
-        self.model = EagleModel(self._policy) if eagle3 is None else Eagle3Model(eagle3)
-        self._reader = None if eagle3 is None else self._layer_reader(eagle3)
+        self._embed, self._head = lookup_tables(config.model.path, drafter.policy, world.device)
+        self.model = build_model(drafter)
         self._is_fresh, self.trained_steps = start is None, 0
         if start is not None:
-            if isinstance(self.model, Eagle3Model):
-                self.model.load_full(start.weights)
-            else:
-                self.model.load_full(start.weights.items())
+            self.model.load_full(start.weights.items())
             self.trained_steps = start.trained_steps
         self.model.to(world.device)
-
-    def _layer_reader(self, eagle3: Eagle3Config) -> TorchDecoder:
-        dtype = DTYPES[self._config.rollout.dtype]
-        reader = TorchDecoder(self._policy, self._world.device, dtype, aux_layers=eagle3.layers)
-        reader.load_weights(iter_weights(self._config.model.path, self._policy))
-        return reader
 
     def train(self, train: Sequence[Prompt], held_out: Sequence[Prompt], out: Path) -> Acceptance:
         """`drafter.num_steps` optimizer steps from the model's present weights; writes `out`. Collective.
@@ -122,17 +99,15 @@ class DrafterPretraining:
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
         """Fresh weights; a reduced vocabulary is that of the answers of all ranks. Collective."""
-        seed = self._config.drafter.seed
+        self.model.initialise(self._config.drafter.seed)
         if isinstance(self.model, Eagle3Model):
-            self.model.initialise(seed, self._head, self._vocabulary(self.model.config, data))
-        else:
-            self.model.initialise(seed)
+            if self.model.config.reduced:
+                self.model.set_vocabulary(self._vocabulary(self.model.config, data))
+            self.model.take_head(self._head)
 
-    def _vocabulary(self, shape: Eagle3Config, data: Sequence[DraftSequence]) -> Tensor | None:
-        """The most frequent answer tokens of all ranks; None for the whole vocabulary."""
-        if not shape.reduced:
-            return None
-        counts = torch.zeros(self._policy.vocab_size, dtype=torch.int64)
+    def _vocabulary(self, shape: DrafterConfig, data: Sequence[DraftSequence]) -> Tensor:
+        """The most frequent answer tokens of all ranks."""
+        counts = torch.zeros(shape.policy.vocab_size, dtype=torch.int64)
         for s in data:
             counts += torch.bincount(s.token_ids[s.answer_start :], minlength=len(counts))
         total = torch.stack(self._world.all_gather_object(counts)).sum(0)
@@ -194,15 +169,7 @@ class DrafterPretraining:
         self._backend.generate(list(prompts)[replica :: self._world.size // tp], params, samples)
         self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.prompt_id, sample.sample_index))
-        states = self._hidden_states(collected)
-        return [DraftSequence.of(sample, hidden) for sample, hidden in zip(collected, states, strict=True)]
-
-    def _hidden_states(self, samples: Sequence[HiddenStateSample]) -> Iterable[Tensor]:
-        """What the drafter reads of each answer."""
-        if self._reader is None:
-            return [sample.hidden for sample in samples]
-        texts, rollout = [sample.token_ids.tolist() for sample in samples], self._config.rollout
-        return read_hidden_states(self._reader, texts, rollout.block_size, rollout.max_batched_tokens)
+        return [DraftSequence.of(sample, sample.hidden) for sample in collected]
 
     def _batches(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:
         """Epoch after epoch, without end."""

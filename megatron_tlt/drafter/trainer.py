@@ -1,4 +1,4 @@
-"""`DrafterTrainer`: AdamW on a drafter of kind eagle or eagle3, one bounded step at a time."""
+"""`DrafterTrainer`: AdamW on a drafter, one bounded step at a time."""
 
 from __future__ import annotations
 
@@ -11,28 +11,22 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.eagle3.loss import eagle3_loss
-from megatron_tlt.drafter.loss import LossParts, eagle_loss
+from megatron_tlt.drafter.loss import draft_loss
 from megatron_tlt.drafter.training_state import KINDS, MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
 
 class DrafterTrainer:
-    """Trains a drafter under a frozen embedding and LM head.
-
-    Of an eagle3 drafter, layer, fc, norms and its own head are trained; batches have hidden [T, 4H]
-    (`TorchDecoder` with `aux_layers`), and of `drafter.loss` only `step_decay` applies.
-    """
+    """Trains a drafter under the policy's frozen embedding and LM head, of kind eagle3 with a head of its own."""
 
     def __init__(
         self,
-        model: EagleModel | Eagle3Model,
+        model: PairModel,
         embed: Tensor,
         head: Tensor,
         section: DrafterSection,
@@ -90,7 +84,8 @@ class DrafterTrainer:
             outputs = self.model.unroll(
                 self.embed, self._with_noise(batch), layout, self._section.draft_steps
             )
-        loss, parts = self._loss(outputs, batch, layout, counts)
+        section, t = self._section.loss, self._temperature
+        loss, parts = draft_loss(self.model, outputs, batch, layout, self.head, section, t, counts)
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
@@ -109,16 +104,6 @@ class DrafterTrainer:
         noise = torch.randn(hidden.shape, generator=generator, device=hidden.device)
         scale = self._noise * hidden.pow(2).mean().sqrt()
         return replace(batch, hidden=(hidden + scale * noise).to(batch.hidden.dtype))
-
-    def _loss(
-        self, outputs: Sequence[Tensor], batch: PairBatch, layout: PairLayout, counts: Sequence[int] | None
-    ) -> tuple[Tensor, LossParts]:
-        """The loss (0-d) and its parts by unrolled step; `counts` as in `backward`."""
-        model, loss, t = self.model, self._section.loss, self._temperature
-        if isinstance(model, Eagle3Model):
-            assert counts is None, "eagle3 drafters are trained on whole batches only"
-            return eagle3_loss(model, outputs, batch, layout, self.head, loss.step_decay, t)
-        return eagle_loss(outputs, batch, layout, self.head, loss, t, counts)
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.

@@ -13,6 +13,7 @@ from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.keyed_noise import SampleKernel
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -78,23 +79,26 @@ def _has_triton(kernels: Kernels, device: torch.device) -> bool:
     return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def build_eagle(policy: Decoder, threads: int = 1) -> EagleDecoder:
-    """An empty drafter of the kind, precision and device of the policy's decoder; load weights next.
+def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+    """An empty drafter in the form, precision and place of the policy's decoder; load weights next.
 
-    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder that no drafter goes with.
+    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder that no drafter goes with, and
+    for one that does not give the states that the drafter reads.
     """
+    if policy.aux_layers != config.aux_layers:
+        raise BackendError(f"a drafter of layers {config.aux_layers}, a decoder that gives {policy.aux_layers}")
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
         if policy.paged is None or not _has_triton("auto", policy.device):
-            return TorchEagle(policy)
+            return TorchEagle(policy, config)
         from megatron_tlt.models.torch.kernels.sampling import best_candidates
 
-        return TorchEagle(policy, best_candidates)
+        return TorchEagle(policy, config, best_candidates)
     from megatron_tlt.models.native.decoder import NativeDecoder
 
     if not isinstance(policy, NativeDecoder):
         raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
     from megatron_tlt.models.native.eagle import NativeEagle
 
-    return NativeEagle(policy, threads)
+    return NativeEagle(policy, config, threads)

@@ -171,11 +171,12 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
     Without a `shape` (no model directory here) it is not looked at.
     """
     section = config.rollout.speculation
-    if shape is None or section.drafter_path is None or not Path(section.drafter_path).exists():
+    path = section.drafter_path
+    if shape is None or not section.uses_eagle or (path is not None and not Path(path).exists()):
         return []
     from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
+    return drafter_problems(section, shape, config.model.path, config.model.tokenizer, config.drafter)
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:

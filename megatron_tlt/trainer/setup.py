@@ -56,16 +56,14 @@ from megatron_tlt.trainer.weight_push import WeightPush
 from megatron_tlt.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend, Tokenizer
-    from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.models.eagle.model import PairModel
     from megatron_tlt.observe.samples import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
@@ -114,7 +112,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     if drafter_trainer is not None and from_actor:
         budget = int(config.drafter.sizes(world.device.type).buffer_mib * 2**20)
         dtype = DTYPES[config.rollout.dtype]
-        policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, seed=config.drafter.seed)
+        layers, seed = drafter_trainer.model.config.aux_layers, config.drafter.seed
+        policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, layers, seed)
 
     stolen = _stolen_requests(config, world, backend, params)
     idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
@@ -213,20 +212,21 @@ def open_backend(
     tokenizer: Tokenizer,
     tp: TensorParallel | None = None,
     drafter_trainer: OnlineDrafterTrainer | None = None,
-    keep_hidden_states: bool = False,
+    keep_layers: tuple[int, ...] | None = None,
     kv_cache_bytes: int | None = None,
 ) -> RolloutBackend:
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `kv_cache_bytes`: see `planned_cache_bytes`. Collective, unless `tp` (see `tensor_parallel`) is
-    given.
+    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `planned_cache_bytes`. Collective,
+    unless `tp` (see `tensor_parallel`) is given.
     """
     sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None
     if config.rollout.backend == "trtllm":
         return build_trtllm(*sections, device=world.device, tokenizer=tokenizer, keeps_tables=is_trained)
-    drafter = _drafter_weights(config, drafter_trainer)
-    keep_hidden_states |= is_trained and config.hidden_states_of == "engine"
+    drafter = _drafter(config, drafter_trainer)
+    if drafter_trainer is not None and config.hidden_states_of == "engine":
+        keep_layers = drafter_trainer.model.config.aux_layers
     if config.rollout.backend == "vllm":
         return build_vllm(
             *sections,
@@ -234,7 +234,7 @@ def open_backend(
             tokenizer=tokenizer,
             local_ranks=world.local_size,
             drafter=drafter,
-            keep_hidden_states=keep_hidden_states,
+            keep_hidden_states=keep_layers is not None,
             keeps_tables=is_trained,
             kv_cache_bytes=kv_cache_bytes,
         )
@@ -246,7 +246,7 @@ def open_backend(
         local_ranks=world.local_size,
         load_weights=False,  # the first push brings them, in the same way as every later one
         drafter=drafter,
-        keep_hidden_states=keep_hidden_states,
+        keep_layers=keep_layers,
         kv_cache_bytes=kv_cache_bytes,
     )
     if config.actor.router_replay == "rollout":
@@ -280,14 +280,16 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
     )
 
 
-def _drafter_weights(config: Config, trainer: OnlineDrafterTrainer | None) -> Mapping[str, Tensor] | None:
-    """The engine's drafter, where it is not that of `drafter_path`; None: it is."""
+def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
+    """The engine's drafter; None without one."""
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
+
     if trainer is not None:
-        return trainer.weights()
-    section = config.rollout.speculation
-    if section.uses_eagle and section.drafter_path is None and config.idle.train_drafter:
-        return _starting_drafter(config).state_dict()
-    return None
+        return SavedDrafter(trainer.model.config, trainer.weights())
+    if not config.rollout.speculation.uses_eagle:
+        return None
+    model = _starting_drafter(config)
+    return SavedDrafter(model.config, model.state_dict())
 
 
 def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
@@ -308,21 +310,22 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     )
 
 
-def _starting_drafter(config: Config) -> EagleModel:
+def _starting_drafter(config: Config) -> PairModel:
     """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
 
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
     """
-    from megatron_tlt.drafter.checkpoint import load_drafter
-    from megatron_tlt.models.eagle.model import EagleModel
+    from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
+    from megatron_tlt.models.eagle.eagle3 import build_model
     from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
+    saved = None if path is None else load_drafter(path, shape, config.drafter)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
-        model = EagleModel(shape)
-    if path is not None:
-        model.load_state_dict(load_drafter(path, shape).weights)
+        model = build_model(drafter_shape(config.drafter, shape) if saved is None else saved.config)
+    if saved is not None:
+        model.load_state_dict(saved.weights)
     else:
         model.initialise(config.drafter.seed)
         if config.model.megatron_path is None:

@@ -8,13 +8,13 @@ from demo_traces import generate
 from torch import Tensor
 
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.mpi import ROOT
+from tests.helpers.whole_texts import read_hidden_states
 
 POLICY = ROOT / "assets" / "demo-policy"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
@@ -100,19 +101,24 @@ def speculating_engine(
     drafter_weights: dict[str, Tensor] | None = None,
     *,
     speculation: dict[str, Any],
+    shape: DrafterConfig | None = None,
     **sizes: Any,
 ) -> Engine:
-    """As `make_engine`, with the fields of `rollout.speculation`; an eagle drafter is random unless given."""
+    """As `make_engine`, with the fields of `rollout.speculation`; a trained drafter, of kind eagle by default, is
+    random unless given.
+    """
+    drafter = shape or DrafterConfig.eagle(config)
 
     def drafting(decoder: Decoder) -> Drafting:
         section = SpeculationSection(drafter_path="(in memory)", **speculation)
         eagle = None
         if section.uses_eagle:
-            eagle = build_eagle(decoder)
-            eagle.load_weights((drafter_weights or random_drafter(config, seed=1)).items())
+            eagle = build_eagle(decoder, drafter)
+            eagle.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
         return Drafting(section, eagle)
 
-    return make_engine(config, weights, kernels, drafting=drafting, **sizes)
+    layers = drafter.aux_layers
+    return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
 
 
 def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:

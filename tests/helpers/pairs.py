@@ -1,4 +1,4 @@
-"""Running rows for the EAGLE drafter, and what it must compute, in a few lines of plain PyTorch."""
+"""Running rows for a trained drafter, and what it must compute, in a few lines of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
@@ -20,6 +19,7 @@ from megatron_tlt.models.eagle.base import (
     EagleDecoder,
     Pairs,
 )
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table
@@ -27,8 +27,9 @@ from megatron_tlt.models.torch.layers import rope_table
 ONES = np.ones((DEPTHS, BUCKETS), np.float32)
 
 
-def states(count: int, config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def states(count: int, config: DrafterConfig, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    width = (len(config.aux_layers) + 1) * config.policy.hidden_size
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Rows:
@@ -55,8 +56,8 @@ class Rows:
         self.drafter, self.tokens, self.size = drafter, tokens, size
         self.kv: KVCache = drafter.new_kv_cache(count * each, size)
         self.tables = random.permutation(count * each).reshape(count, each).astype(np.int32)
-        hidden = drafter.config.hidden_size
-        self.pages = torch.full((count * each * size, hidden), float("nan"), dtype=drafter.dtype)
+        width = len(states[0][0])
+        self.pages = torch.full((count * each * size, width), float("nan"), dtype=drafter.dtype)
         for row, state in enumerate(states):
             self.pages[self.slots(row, np.arange(len(state)))] = state.to(drafter.dtype)
         slot = random.permutation(count).astype(np.int32)
@@ -109,6 +110,9 @@ def check_row(
     first, topk = int(r.first[r.slot[row]]), 1 + own.sibling_tokens.shape[1]
     tokens = rows.tokens[row][first:]
     states = rows.pages[rows.slots(row, np.arange(first - 1, len(rows.tokens[row]) - 1))].float()
+    if rows.drafter.config.kind == "eagle3":
+        fc = dict(drafter)["fc.weight"]
+        states = states[:, : fc.shape[1]] @ fc.T
     acceptance, t = np.float32(1), float(r.temperature[row])
     for step, token in enumerate(own.tokens.tolist()):
         logits, hidden = expected(rows.drafter.config, policy, drafter, tokens, states, first)
@@ -130,40 +134,52 @@ def check_row(
 
 
 def expected(
-    config: ModelConfig,
+    config: DrafterConfig,
     policy: list[tuple[str, Tensor]],
     drafter: list[tuple[str, Tensor]],
     tokens: list[int],
     hidden: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, V] and hidden states [n, H] of n pairs at positions first, first + 1, ..., which see each other."""
-    p, e = dict(policy), dict(drafter)
-    n, d, eps = len(tokens), config.head_dim, config.rms_norm_eps
+    """Logits [n, V] and outputs [n, H] of n pairs at positions first, first + 1, ..., which see each other."""
+    p, e, layer = dict(policy), dict(drafter), config.layer
+    n, d, eps, is_eagle = len(tokens), layer.head_dim, layer.rms_norm_eps, config.kind == "eagle"
+    at = "layer." if is_eagle else "midlayer."
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * e[f"layer.{name}.weight"]
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * e[f"{name}.weight"]
 
     def project(x: Tensor, name: str) -> Tensor:
-        bias = e.get(f"layer.self_attn.{name}_proj.bias", torch.zeros(()))
-        return (x @ e[f"layer.self_attn.{name}_proj.weight"].T + bias).view(n, -1, d).transpose(0, 1)
+        bias = e.get(f"{at}self_attn.{name}_proj.bias", torch.zeros(()))
+        return (x @ e[f"{at}self_attn.{name}_proj.weight"].T + bias).view(n, -1, d).transpose(0, 1)
 
     def turn(x: Tensor) -> Tensor:
-        cos, sin = rope_table(config, first + n)[first:].chunk(2, -1)
+        cos, sin = rope_table(layer, first + n)[first:].chunk(2, -1)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    x = torch.cat([p["model.embed_tokens.weight"][tokens], hidden], -1) @ e["fc.weight"].T
-    q, k, v = (project(x, name) for name in "qkv")
-    if config.qk_norm:
-        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
-    group = config.num_heads // config.num_kv_heads
+    embedded = p["model.embed_tokens.weight"][tokens]
+    if is_eagle:
+        fed = x = torch.cat([embedded, hidden], -1) @ e["fc.weight"].T
+    else:
+        normed = norm(hidden, at + "hidden_norm")
+        fed = torch.cat([norm(embedded, at + "input_layernorm"), normed], -1)
+        x = normed if config.norm_before_residual else hidden
+    q, k, v = (project(fed, name) for name in "qkv")
+    if layer.qk_norm:
+        q, k = norm(q, at + "self_attn.q_norm"), norm(k, at + "self_attn.k_norm")
+    group = layer.num_heads // layer.num_kv_heads
     k, v = turn(k).repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = turn(q) @ k.transpose(1, 2) / d**0.5
     scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
     out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
-    x = x + out @ e["layer.self_attn.o_proj.weight"].T
-    y = norm(x, "post_attention_layernorm")
-    gate, up = (y @ e[f"layer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    x = x + (silu(gate) * up) @ e["layer.mlp.down_proj.weight"].T
-    return x @ p.get("lm_head.weight", p["model.embed_tokens.weight"]).T, x
+    x = x + out @ e[f"{at}self_attn.o_proj.weight"].T
+    y = norm(x, at + "post_attention_layernorm")
+    gate, up = (y @ e[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    x = x + (silu(gate) * up) @ e[f"{at}mlp.down_proj.weight"].T
+    if is_eagle:
+        return x @ p.get("lm_head.weight", p["model.embed_tokens.weight"]).T, x
+    own = norm(x, "norm") @ e["lm_head.weight"].T
+    logits = torch.full((n, config.policy.vocab_size), float("-inf"))
+    logits[:, torch.arange(own.shape[1]) + e.get("d2t", torch.zeros(()).long())] = own
+    return logits, x

@@ -1,4 +1,4 @@
-"""Random drafters and answers for tests of the eagle drafter."""
+"""Random drafters and answers for tests of trained drafters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.config import DrafterConfig
 from tests.helpers.tiny_models import random_tensors
 
 FAMILIES = {
@@ -17,9 +17,18 @@ FAMILIES = {
 }
 
 
-def random_drafter(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Weights of an eagle drafter of this policy."""
-    return dict(random_tensors(eagle_parameter_shapes(config), seed))
+def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Full tensors of a drafter, of kind eagle for a policy; a reduced vocabulary is a random subset."""
+    made = DrafterConfig.eagle(config) if isinstance(config, ModelConfig) else config
+    shapes = {name: shape for name, shape in made.shapes().items() if name not in ("d2t", "t2d")}
+    out = dict(random_tensors(shapes, seed))
+    if made.reduced:
+        order = torch.randperm(made.policy.vocab_size, generator=torch.Generator().manual_seed(seed))
+        ids = order[: made.draft_vocab_size].sort().values
+        known = torch.zeros(made.policy.vocab_size, dtype=torch.bool)
+        known[ids] = True
+        out |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    return out
 
 
 def random_sequence(config: ModelConfig, length: int, prompt_len: int, seed: int = 0) -> DraftSequence:

@@ -14,7 +14,7 @@ from megatron_tlt.observe.report import tiles
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
 from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import checkpoint_tensors, rows, write_config
+from tests.helpers.runs import checkpoint_tensors, make_model, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -28,6 +28,7 @@ TRAIN = [
     "idle.min_tail_seconds=0",
     "drafter.online.warmup_steps=0",
 ]
+EAGLE3 = "drafter.kind=eagle3"
 
 
 def run(folder: Path, jobs: list[tuple[str, list[str], str]], ranks: int = 2) -> str:
@@ -54,8 +55,10 @@ def assert_same_policy(folder: Path, name: str, step: int = 4) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("idle")
     write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
+    make_model(path / "model", num_layers=4)  # of which eagle3 reads three
     faults = ("", "crash", "nan")
     jobs = [("off", [], ""), *((f"train-{fault}", TRAIN, fault) for fault in faults)]
+    jobs += [("train-eagle3", [*TRAIN, EAGLE3], "")]
     (path / "said").write_text(run(path, jobs))
     return path
 
@@ -71,7 +74,7 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
     assert all(not torch.equal(saved["model"][name], early["model"][name]) for name in saved["model"])
 
 
-@pytest.mark.parametrize("fault", ["", "crash", "nan"])
+@pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3"])
 def test_the_policy_is_the_same_with_and_without_drafter_training(folder: Path, fault: str):
     assert_same_policy(folder, f"train-{fault}")
     drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))
@@ -120,18 +123,20 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
     assert not any("drafts" in row for row in read_rows(folder / "off" / "samples.jsonl"))
 
 
-def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
-    jobs = [("halves", [*TRAIN, f"train.num_steps={n}"], "") for n in (2, 4)]
-    actor = "drafter.online.hidden_states=actor"
-    run(folder, [*jobs, *(("actor-halves", [*options, actor], "") for _, options, _ in jobs)])
-    assert_same_policy(folder, "halves")
-    assert_same_policy(folder, "actor-halves")
-    steps = rows(folder / "actor-halves")  # windows train on the step before: none is there at a start
-    assert [row["drafter/version"] for row in steps] == [0, 1, 1, 2]
-    assert all(0 < row["drafter/buffer/added"] <= row["rollout/samples"] * row["step"] for row in steps)
-    states = [load_state(folder / f"halves/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
-    assert [s["version"] for s in states] == [2, 4]
-    assert states[1]["trained_steps"] > states[0]["trained_steps"] > 0
+@pytest.mark.parametrize(("kind", "source"), [("eagle", "engine"), ("eagle", "actor"), ("eagle3", "actor")])
+def test_a_resumed_run_goes_on_with_the_drafter(folder: Path, kind: str, source: str):
+    name, chosen = f"halves-{kind}-{source}", [f"drafter.kind={kind}", f"drafter.online.hidden_states={source}"]
+    run(folder, [(name, [*TRAIN, *chosen, f"train.num_steps={n}"], "") for n in (2, 4)])
+    assert_same_policy(folder, name)
+    states = [load_state(folder / f"{name}/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
+    assert [s["about"]["drafter"] for s in states] == [kind, kind]
+    assert states[1]["trained_steps"] > states[0]["trained_steps"]
+    if source == "actor":
+        steps = rows(folder / name)  # windows train on the step before: none is there at a start
+        assert [row["drafter/version"] for row in steps] == [0, 1, 1, 2]
+        assert all(0 < row["drafter/buffer/added"] <= row["rollout/samples"] * row["step"] for row in steps)
+    else:
+        assert [s["version"] for s in states] == [2, 4]
 
 
 def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,13 @@ from megatron_tlt.backends.transport import SharedDirectory, open_transport
 from megatron_tlt.backends.vllm.args import drafter_config, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.interfaces import Tokenizer
@@ -41,14 +38,14 @@ def build_vllm(
     device: torch.device | str,
     tokenizer: Tokenizer | None = None,
     local_ranks: int = 1,
-    drafter: Mapping[str, Tensor] | None = None,
+    drafter: SavedDrafter | None = None,
     keep_hidden_states: bool = False,
     keeps_tables: bool = False,
     kv_cache_bytes: int | None = None,
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
-    `drafter`: tensors of a trained drafter, instead of those in `rollout.speculation.drafter_path`.
+    `drafter`: a trained drafter, instead of that in `rollout.speculation.drafter_path`.
     `keep_hidden_states`: those of answers will be collected. `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the
     cache of the memory plan. The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or
     BackendError.
@@ -57,7 +54,7 @@ def build_vllm(
     policy = ModelConfig.from_hf(model.path)
     if rollout.speculation.uses_eagle and drafter is None:
         assert rollout.speculation.drafter_path is not None  # `config.checks`
-        drafter = load_drafter(rollout.speculation.drafter_path, policy).weights
+        drafter = load_drafter(rollout.speculation.drafter_path, policy)
     if not rollout.speculation.uses_eagle:
         drafter = None
     weights = ServedWeights(
@@ -93,7 +90,7 @@ def build_vllm(
         eos_token_ids=sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
         tokenizer=tokenizer,
         directory=directory,
-        drafter=drafter,
+        drafter=None if drafter is None else drafter.weights,
         keeps_tables=keeps_tables,
     )
 

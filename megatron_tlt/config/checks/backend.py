@@ -86,6 +86,9 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
         allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
+    if rollout.speculation.uses_eagle and config.drafter.kind == "eagle3":
+        allowed = f"must be 'eagle' with {name}, whose plugin reads the final hidden state only"
+        yield ConfigProblem("drafter.kind", "eagle3", allowed)
     if rollout.numerics == "invariant":
         allowed = f"must be 'default' with {name}: its matrix products round by the shape of the batch"
         yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)

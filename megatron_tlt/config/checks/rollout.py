@@ -48,9 +48,9 @@ def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    has_eagle = rollout.speculation.uses_eagle  # its pairs, and hidden states, lie in the same blocks
-    layers = shape.num_layers + has_eagle
-    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + has_eagle * shape.hidden_size
+    has_eagle = rollout.speculation.uses_eagle  # its pairs, and the states it reads, lie in the same blocks
+    layers, states = shape.num_layers + has_eagle, has_eagle * config.drafter.state_parts * shape.hidden_size
+    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + states
     width *= 4 if rollout.dtype == "fp32" else 2
     blocks = -(-longest_request(config) // rollout.block_size)
     needed = -(-blocks * rollout.block_size * width // 2**20)
@@ -70,6 +70,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
     if config.idle.work_stealing and config.rollout.tp > 1:
         allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"
         yield ConfigProblem("idle.work_stealing", True, allowed)
+    yield from _check_kind(config)
     if not config.idle.train_drafter:
         return
     section, online = config.rollout.speculation, config.drafter.online
@@ -94,7 +95,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         allowed = "must be 'off' or 'emulate' on CPU"
         yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
     if shape is not None:
-        size = shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
+        size = config.drafter.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")
         needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
         if sizes.buffer_mib < needed:
@@ -116,6 +117,18 @@ def _check_hidden_states(config: Config) -> Problems:
     if config.drafter.online.max_age == 0:
         allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
         yield ConfigProblem("drafter.online.max_age", 0, allowed)
+
+
+def _check_kind(config: Config) -> Problems:
+    """Settings of kind eagle3 only, and what a drafter made from the policy cannot have."""
+    drafter = config.drafter
+    for name in ("layers", "draft_vocab_size"):
+        if drafter.kind == "eagle" and getattr(drafter, name) is not None:
+            yield ConfigProblem(f"drafter.{name}", getattr(drafter, name), "needs drafter.kind: eagle3")
+    is_fresh = config.idle.train_drafter and config.rollout.speculation.drafter_path is None
+    if is_fresh and drafter.draft_vocab_size is not None:
+        allowed = "must be null without rollout.speculation.drafter_path: megatron-tlt drafter train chooses the tokens"
+        yield ConfigProblem("drafter.draft_vocab_size", drafter.draft_vocab_size, allowed)
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:

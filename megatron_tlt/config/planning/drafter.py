@@ -11,6 +11,8 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   the gradient of its last weight; (3) all gradients, summed in fp32 over t where there are several ranks.
 * Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
   C decoder's packed one is unpacked.
+* Kind eagle3: hidden states of 4H; kept for backward `T*e*11H` more; the loss of normed outputs, and the gradient of
+  its own LM head in fp32, twice once the blocks are gone.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
 
 Compared with what the trainer allocates in tests/unit/config/planning/test_drafter_memory.py.
@@ -20,13 +22,20 @@ from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.planning.engine import has_packed_head
-from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
+from megatron_tlt.config.planning.parameters import (
+    MIB,
+    draft_vocabulary,
+    drafter_parameters,
+    element_bytes,
+    pinned_bytes,
+)
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
 _BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
+_EAGLE3_KEPT = 11  # H of a token that kind eagle3 keeps beyond eagle's: features, three norms, their inputs in fp32
 
 
 def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> int:
@@ -35,7 +44,8 @@ def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> in
         return 0
     weights = element_bytes(config.drafter.sizes(device).dtype)
     sharded = (4 if weights < 4 else 0) + 12
-    return drafter_parameters(shape) * weights + drafter_parameters(shape) * sharded // config.rollout.tp
+    count = drafter_parameters(config, shape)
+    return count * weights + count * sharded // config.rollout.tp
 
 
 def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
@@ -48,10 +58,14 @@ def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     kept = tokens * element * (10 * hidden + heads + 3 * inter) * config.drafter.online.draft_steps
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
     loss = kept + tokens * hidden * (12 + element) + blocks
+    if config.drafter.kind == "eagle3":
+        kept += tokens * hidden * _EAGLE3_KEPT * element * config.drafter.online.draft_steps
+        head = 4 * draft_vocabulary(config, shape) * hidden
+        loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
-    count = drafter_parameters(shape)
+    count = drafter_parameters(config, shape)
     gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_BUCKET_BYTES, 4 * count)
-    states = tokens * hidden * element_bytes(config.rollout.dtype)
+    states = config.drafter.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
     return states + max(loss, back, gradients)
 
 
@@ -68,14 +82,14 @@ def drafter_merge_bytes(config: Config, shape: ModelShape) -> int:
     """The bucket through which replicas' drafters are merged, and the one before it."""
     if not config.idle.train_drafter:
         return 0
-    return 2 * min(_BUCKET_BYTES, 4 * drafter_parameters(shape))
+    return 2 * min(_BUCKET_BYTES, 4 * drafter_parameters(config, shape))
 
 
 def drafter_push_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """The mean as it goes to the engine, where no rank keeps it whole."""
     if not config.idle.train_drafter or config.rollout.tp == 1:
         return 0
-    return drafter_parameters(shape) * element_bytes(config.drafter.sizes(device).dtype)
+    return drafter_parameters(config, shape) * element_bytes(config.drafter.sizes(device).dtype)
 
 
 def hidden_state_bytes(config: Config, device: Device) -> int:
@@ -94,7 +108,7 @@ def collected_bytes(config: Config, shape: ModelShape) -> int:
     actor = config.actor
     copies = 2 if actor.cp > 1 else int(actor.sequence_parallel)
     row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * copies
-    return micro_batch_tokens(config) * actor.cp * shape.hidden_size * row
+    return micro_batch_tokens(config) * actor.cp * config.drafter.state_parts * shape.hidden_size * row
 
 
 def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int:
@@ -104,7 +118,7 @@ def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int
     """
     if not config.idle.train_drafter:
         return 0
-    copy = 16 * drafter_parameters(shape)
+    copy = 16 * drafter_parameters(config, shape)
     if config.rollout.tp > 1:
         return 2 * copy
     return pinned_bytes(copy) if device == "cuda" else copy

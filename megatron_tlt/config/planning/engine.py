@@ -6,7 +6,8 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 * Weights: the embedding whole on every rank, layers over t; in C a packed LM head, whole on every rank; in PyTorch the
   head over t, and a head of its own where it is sharded (t > 1), even if the model ties it.
 * KV cache: `2*L*(K/t)*d*e` bytes a token of context (Kwon et al., arXiv 2309.06180, section 2.3); a trained drafter
-  adds its one layer with all K heads, and `H*e` for the policy's hidden states, which it reads; every rank holds both.
+  adds its one layer with all K heads, and `H*e` for the policy's hidden states, which it reads (of kind eagle3 4 of
+  them); every rank holds both.
 * On CUDA the KV cache is what remains of the device (`memory.py`); on CPU what all running requests need.
 * An engine in a process of its own has the same weights, and vLLM the cache that the plan gives it, without hidden
   states; TensorRT-LLM takes a share of what is free. Their steps count as ours. Of their graphs nothing is known: with
@@ -33,7 +34,8 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
     heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
-    states = shape.hidden_size * (trained and config.rollout.backend == "embedded")
+    parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
+    states = parts * shape.hidden_size
     return (keys_values + states) * element_bytes(config.rollout.dtype)
 
 
@@ -75,9 +77,9 @@ def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def drafter_weight_bytes(config: Config, shape: ModelShape) -> int:
-    """The engine's own copy of the eagle drafter, whole on every rank."""
+    """The engine's own copy of the trained drafter, whole on every rank."""
     section = config.rollout.speculation
-    return section.uses_eagle * drafter_parameters(shape) * element_bytes(config.rollout.dtype)
+    return section.uses_eagle * drafter_parameters(config, shape) * element_bytes(config.rollout.dtype)
 
 
 def suffix_bytes(config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
 GIB = 2**30
@@ -41,6 +42,17 @@ def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> int:
     return count // dims.tp
 
 
-def drafter_parameters(shape: ModelShape) -> int:
-    """Parameters of the eagle drafter: one layer and `fc` (2H x H)."""
-    return layer_parameters(shape) + 2 * shape.hidden_size**2
+def drafter_parameters(config: Config, shape: ModelShape) -> int:
+    """Parameters of the trained drafter: one layer and `fc` (2H x H). Of kind eagle3 `fc` is 3H x H, queries, keys and
+    values read 2H, and there is an LM head; its layer is counted in the policy's sizes.
+    """
+    h, count = shape.hidden_size, layer_parameters(shape) + 2 * shape.hidden_size**2
+    if config.drafter.kind == "eagle":
+        return count
+    wider = h * shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+    return count + h * h + wider + draft_vocabulary(config, shape) * h
+
+
+def draft_vocabulary(config: Config, shape: ModelShape) -> int:
+    """Tokens of a drafter of kind eagle3: at most the policy's, where the configuration does not say."""
+    return config.drafter.draft_vocab_size or shape.vocab_size

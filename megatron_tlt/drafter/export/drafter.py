@@ -20,8 +20,7 @@ from megatron_tlt.drafter.export.engines import ExportFiles, Format, engine_file
 from megatron_tlt.drafter.export.model_card import model_card
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.loader import iter_weights
 
 
@@ -44,7 +43,7 @@ def export_drafter(
             f"{out} exists: an export is never written over something, give a new directory"
         )
     drafter = load_drafter(directory)
-    if policy is not None and isinstance(drafter.shape, Eagle3Config):
+    if policy is not None and drafter.config.kind == "eagle3":
         allowed = "a drafter of kind eagle3 has a head of its own: give none"
         raise ConfigError.of("policy", str(policy), allowed)
     if policy is not None and form != "hf":
@@ -53,7 +52,7 @@ def export_drafter(
     if form == "hf":
         files = ExportFiles({WEIGHTS: cast_tensors(drafter.weights, dtype)}, {CONFIG: drafter.to_json(dtype)})
         if policy is not None:
-            tables = _policy_tables(policy, drafter.policy)
+            tables = _policy_tables(policy, drafter.config.policy)
             files.tensors["policy_tables.safetensors"] = cast_tensors(tables, dtype)
     else:
         files = engine_files(drafter, form, dtype)
@@ -65,7 +64,7 @@ def export_drafter(
 def _policy_tables(policy: str | Path, shape: ModelConfig) -> dict[str, Tensor]:
     """The policy's `embed_tokens.weight` and `lm_head.weight` [V, H]. Raises CheckpointError for another shape."""
     own = ModelConfig.from_hf(policy)
-    if eagle_parameter_shapes(own) != eagle_parameter_shapes(shape) or own.vocab_size != shape.vocab_size:
+    if DrafterConfig.eagle(own).shapes() != DrafterConfig.eagle(shape).shapes() or own.vocab_size != shape.vocab_size:
         raise CheckpointError(f"{policy} is not the drafter's policy: its shape is another")
     found = {name: tensor for name, tensor in iter_weights(policy, own) if name in (EMBED, HEAD)}
     return {"embed_tokens.weight": found[EMBED], "lm_head.weight": found.get(HEAD, found[EMBED])}

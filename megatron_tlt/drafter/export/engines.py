@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config
+from megatron_tlt.models.eagle.config import DrafterConfig
 
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -38,19 +38,19 @@ class ExportFiles:
 
 def engine_files(drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
     """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
-    shape, named, name = drafter.shape, dict(drafter.weights), str(dtype).removeprefix("torch.")
-    if isinstance(shape, Eagle3Config):
-        json = {"config.json": _eagle3_config(shape, engine, name)}
+    config, named, name = drafter.config, dict(drafter.weights), str(dtype).removeprefix("torch.")
+    if config.kind == "eagle3":
+        json = {"config.json": _eagle3_config(config, engine, name)}
         if engine == "trtllm":
-            json["speculative.json"] = {"eagle3_layers_to_capture": list(shape.layers)}
+            json["speculative.json"] = {"eagle3_layers_to_capture": list(config.aux_layers)}
     else:
-        _check_engine(shape, engine)
-        json = {"config.json": _eagle_config(shape, engine, name)}
+        _check_engine(config.policy, engine)
+        json = {"config.json": _eagle_config(config.policy, engine, name)}
         named = {
             n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()
         }
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
-            named["fc.bias"] = torch.zeros(shape.hidden_size)
+            named["fc.bias"] = torch.zeros(config.policy.hidden_size)
     return ExportFiles({"model.safetensors": cast_tensors(named, dtype)}, json)
 
 
@@ -96,21 +96,23 @@ def _eagle_config(policy: ModelConfig, engine: Format, dtype: str) -> dict[str, 
     return out | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": policy.qkv_bias}
 
 
-def _eagle3_config(shape: Eagle3Config, engine: Format, dtype: str) -> dict[str, Any]:
+def _eagle3_config(config: DrafterConfig, engine: Format, dtype: str) -> dict[str, Any]:
     """config.json: a Llama of one layer, whatever the policy is."""
-    out = shape.policy.to_hf(dtype) | {
+    normed = {"norm_before_residual": True} if config.norm_before_residual else {}
+    if normed and engine != "vllm":
+        instead = "only vLLM has that form: use --format vllm, or train a drafter of ours"
+        raise ConfigError.of("norm_before_residual", True, instead)
+    out = config.layer.to_hf(dtype) | normed | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # the head is the drafter's own
         "bias": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "draft_vocab_size": shape.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
     }
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if engine == "vllm":
-        out["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in shape.layers]
+        out["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config.aux_layers]
     elif engine == "sglang":
-        eagle["eagle_aux_hidden_state_layer_ids"] = list(shape.layers)
+        eagle["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
     return out | {"eagle_config": eagle}

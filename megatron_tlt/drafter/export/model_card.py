@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_tlt.drafter.export.engines import ENGINES, Format
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:
     import torch
@@ -99,9 +98,8 @@ _UNTRIED = """
 
 def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tables: bool = False) -> str:
     """The card; `has_tables`: copies of the policy's embedding and LM head are among the files."""
-    shape, policy, layers = drafter.shape, drafter.policy, ""
-    is_eagle3 = isinstance(shape, Eagle3Config)
-    kind = "eagle3" if is_eagle3 else "eagle"
+    config, policy, layers = drafter.config, drafter.config.policy, ""
+    kind, is_eagle3 = config.kind, config.kind == "eagle3"
     card = _HEAD.format(
         kind=kind,
         title="EAGLE-3" if is_eagle3 else "EAGLE",
@@ -113,10 +111,10 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tabl
         dtype=str(dtype).removeprefix("torch."),
         format=form,
     )
-    if isinstance(shape, Eagle3Config):
-        layers = ", ".join(map(str, shape.layers))
+    if is_eagle3:
+        layers = ", ".join(map(str, config.aux_layers))
         card += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
-        card += f"| drafts | {shape.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
+        card += f"| drafts | {config.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
     if form == "hf":
         return card + (_EAGLE3_HF if is_eagle3 else _EAGLE_HF).format(
             layers=layers, tables=_TABLES[has_tables]

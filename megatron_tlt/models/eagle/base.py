@@ -1,29 +1,28 @@
-"""The EAGLE drafter in rollouts: what its PyTorch (`torch_drafter.py`) and C (`native/eagle.py`) forms have in common.
+"""A trained drafter in rollouts: what its PyTorch (`torch_drafter.py`) and C (`native/eagle.py`) forms have in common.
 
-The drafter reads pairs: at position s, the token there and the policy's final hidden state (after the final norm) of
-position s - 1. Its output hidden state at s approximates the policy's at s, so the policy's LM head gives the
-distribution of the token at s + 1, and the next pair is (that token, that hidden state). Keys and values of pair s are
+A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and what it takes from the policy's state
+(`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
+for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
 layer, so a cached pair costs the projections to its key and value and nothing else.
 
 Under tensor parallelism every rank holds and runs the whole drafter.
 
-Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all rows, H hidden size, K candidates.
+Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all rows, W width of a state, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import DrafterConfig
 
 DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate
@@ -38,7 +37,7 @@ class Pairs:
     tokens: np.ndarray
     positions: np.ndarray
     slots: np.ndarray  # where key and value go
-    state_slots: np.ndarray  # of the hidden state of the position before, in the paged hidden states
+    state_slots: np.ndarray  # of the state of the position before, in the paged states
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,9 @@ class RowDrafter(Protocol):
 
 
 class EagleDecoder(Protocol):
-    """A drafter in the engine. Embedding and LM head are the policy decoder's own, read at every call."""
+    """A drafter in the engine. Embedding and, of kind eagle, LM head are the policy decoder's, read at every call."""
 
+    config: DrafterConfig
     kind: str  # "native" or "torch"
     dtype: torch.dtype
 
@@ -102,44 +102,10 @@ class EagleDecoder(Protocol):
         """Copies block src[i] to dst[i]."""
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors of `eagle_parameter_shapes`. Raises CheckpointError for wrong names or shapes."""
+        """Takes all tensors of `DrafterConfig.shapes`. Raises CheckpointError for wrong names or shapes."""
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
-        """Caches `pairs`; `pages` [slots, H] are the policy's hidden states. Mutates `kv`."""
+        """Caches `pairs`; `pages` [slots, W] are the policy's states. Mutates `kv`."""
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> RowDrafter:
         """Drafts for `rows`, which catch up with at most their last `window` pairs."""
-
-
-def eagle_parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the drafter of a policy: what it trains, saves and loads. Never embedding or LM head.
-
-    `fc` joins [embedding of the token at s ; hidden state of s - 1], in this order; the layer is one of the
-    policy's dense sibling, without the norm before its attention; no norm follows it (TLT's form of EAGLE).
-    """
-    one = replace(config.dense_sibling, num_layers=1)
-    prefix = "model.layers.0."
-    layer = {
-        f"layer.{name.removeprefix(prefix)}": shape
-        for name, shape in one.parameter_shapes().items()
-        if name.startswith(prefix) and "input_layernorm" not in name
-    }
-    return {"fc.weight": (config.hidden_size, 2 * config.hidden_size), **layer}
-
-
-def shape_problems(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Every missing, unexpected and misshapen tensor, in words."""
-    problems = [f"{name} is missing" for name in wanted if name not in given]
-    problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
-    problems += [
-        f"{name} has shape {given[name]}, the policy needs {shape}"
-        for name, shape in wanted.items()
-        if name in given and given[name] != shape
-    ]
-    return problems
-
-
-def refuse_drafter(problems: list[str]) -> None:
-    """Raises CheckpointError that names the problems, if there are any."""
-    if problems:
-        raise CheckpointError(f"the drafter does not fit the policy: {shortened(problems, separator='; ')}")

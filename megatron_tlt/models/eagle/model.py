@@ -11,7 +11,7 @@ Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes, refuse_drafter, shape_problems
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
-_START_SCALE = 0.3  # of what a layer of the policy adds to the residual stream of a drafter made from it
+START_SCALE = 0.3  # of what a layer of the policy adds to the residual stream of a drafter made from it
 
 
 class Norm(nn.Module):
@@ -86,33 +86,77 @@ class Gated(torch.autograd.Function):
 
 
 class PairModel(nn.Module, ABC):
-    """A drafter of one layer over pairs: the arithmetic and the training unroll that EAGLE and EAGLE-3 share.
+    """A drafter of one layer over pairs: the one interface of both kinds, their arithmetic and training unroll.
 
-    Embedding and LM head are the policy's and are given at every call.
+    The policy's embedding and LM head are given at every call. All tensors (`DrafterConfig.shapes`) are its
+    `state_dict`; what is trained are its parameters.
     """
 
-    def __init__(self, shape: ModelConfig):
-        """`shape` is that of the drafter's layer."""
+    imitates_states = True  # its outputs stand for the policy's hidden states, behind the same LM head
+
+    def __init__(self, config: DrafterConfig):
         super().__init__()
+        self.config, shape = config, config.layer
         self._config = shape
         self._rope = rope_table(shape, min(shape.max_position_embeddings, _FIRST_POSITIONS))
 
     @property
     @abstractmethod
-    def _block(self) -> Any:
+    def block(self) -> Any:
         """The layer: `self_attn`, `mlp` and `post_attention_layernorm`."""
 
     @abstractmethod
-    def previous(self, hidden: Tensor) -> Tensor:
-        """What a pair reads of the policy's hidden states [T, ..] of the position before: [T, H]."""
+    def initialise(self, seed: int) -> None:
+        """Random weights."""
+
+    @abstractmethod
+    def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
+        """Replaces weights of `initialise` by the policy's, which learn faster. `read` gives tensors by their Hugging
+        Face names.
+        """
+
+    @abstractmethod
+    def previous(self, states: Tensor) -> Tensor:
+        """What a pair reads of the policy's states [T, W] of the position before: [T, H]."""
 
     @abstractmethod
     def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
         """Inputs x of attention, of the tokens' embeddings at s and `previous` of s - 1, [T, H] each."""
 
     @abstractmethod
-    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
-        """Output hidden states [T, H] from the inputs and what attention gave, [T, query heads, D]."""
+    def residual(self, x: Tensor, previous: Tensor) -> Tensor:
+        """The residual stream [T, H] that attention's output is added to."""
+
+    # -- behind the layer: here those of kind eagle
+
+    def token_ids(self) -> Tensor | None:
+        """The policy's ids [Vd] of the drafter's tokens; None: all, in order."""
+        return None
+
+    def own_head(self, head: Tensor | None) -> Tensor:
+        """The LM head [Vd, H] of the drafter; `head` [V, H] is the policy's, which kind eagle needs."""
+        assert head is not None
+        return head
+
+    def before_head(self, outputs: Tensor) -> Tensor:
+        """What the head reads of outputs [.., H]."""
+        return outputs
+
+    def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
+        """Float32 [.., V] of outputs o [.., H]: -inf for tokens outside the drafter's vocabulary."""
+        own, ids = linear(self.before_head(outputs), self.own_head(head)).float(), self.token_ids()
+        if ids is None:
+            return own
+        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
+        return out.index_copy_(-1, ids, own)
+
+    def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes all tensors. Raises CheckpointError unless they are all of `DrafterConfig.shapes`."""
+        given = dict(named)
+        self.config.check(given)
+        with torch.no_grad():
+            for name, target in self.state_dict(keep_vars=True).items():
+                target.copy_(given[name])
 
     def reserve_positions(self, count: int, device: torch.device) -> None:
         """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
@@ -127,7 +171,7 @@ class PairModel(nn.Module, ABC):
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
         """[T, query heads, D], rotated."""
-        a = self._block.self_attn
+        a = self.block.self_attn
         q = a.q_proj(x).unflatten(-1, (-1, self._config.head_dim))
         if self._config.qk_norm:
             q = rms_norm(q, a.q_norm.weight, self._config.rms_norm_eps)
@@ -135,16 +179,16 @@ class PairModel(nn.Module, ABC):
 
     def keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [T, kv heads, D]; keys rotated."""
-        a, d = self._block.self_attn, self._config.head_dim
+        a, d = self.block.self_attn, self._config.head_dim
         k, v = a.k_proj(x).unflatten(-1, (-1, d)), a.v_proj(x).unflatten(-1, (-1, d))
         if self._config.qk_norm:
             k = rms_norm(k, a.k_norm.weight, self._config.rms_norm_eps)
         return rotate(k, rope), v
 
-    def _mix(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention."""
-        block, mlp = self._block, self._block.mlp
-        x = residual + block.self_attn.o_proj(attended.flatten(1))
+    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
+        """Outputs [T, H]: the layer behind its attention, which gave `attended` [T, query heads, D]."""
+        block, mlp = self.block, self.block.mlp
+        x = self.residual(x, previous) + block.self_attn.o_proj(attended.flatten(1))
         y = rms_norm(x, block.post_attention_layernorm.weight, self._config.rms_norm_eps)
         gated = Gated.apply(mlp.gate_proj(y), mlp.up_proj(y))  # type: ignore[no-untyped-call]
         out: Tensor = x + mlp.down_proj(gated)
@@ -181,17 +225,17 @@ class PairModel(nn.Module, ABC):
 
 
 class EagleModel(PairModel):
-    """The EAGLE drafter's weights and arithmetic. Its state is `eagle_parameter_shapes`."""
+    """The EAGLE drafter's weights and arithmetic."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, policy: ModelConfig):
+        config = DrafterConfig.eagle(policy)
         super().__init__(config)
-        self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layer = Layer(config)
+        self.fc = nn.Linear(2 * policy.hidden_size, policy.hidden_size, bias=False)
+        self.layer = Layer(config.layer)
 
     def initialise(self, seed: int) -> None:
         """Random weights under which o_s is almost h_{s-1}, a better first guess than noise."""
-        h = self.config.hidden_size
+        h = self.config.policy.hidden_size
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():
@@ -211,45 +255,28 @@ class EagleModel(PairModel):
         `read` gives the policy's tensors by their Hugging Face names. The layer reads the embedding beside the hidden
         state; what it adds is scaled down, so that o_s is still close to h_{s-1}.
         """
-        source = f"model.layers.{min(1, self.config.num_layers - 1)}."
+        source = f"model.layers.{min(1, self.config.policy.num_layers - 1)}."
         with torch.no_grad():
             for name, p in self.layer.named_parameters():
                 p.copy_(read(source + name))
             for added in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
-                added.weight.mul_(_START_SCALE)
-            h = self.config.hidden_size
+                added.weight.mul_(START_SCALE)
+            h = self.config.policy.hidden_size
             self.fc.weight[:, :h] = torch.eye(h, device=self.fc.weight.device)
 
-    def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors. Raises CheckpointError unless they are all of `eagle_parameter_shapes`."""
-        given = dict(named)
-        check_eagle_tensors(given, self.config)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                parameter.copy_(given[name])
-
     @property
-    def _block(self) -> Layer:
+    def block(self) -> Layer:
+        """See `PairModel.block`."""
         return self.layer
 
-    def previous(self, hidden: Tensor) -> Tensor:
+    def previous(self, states: Tensor) -> Tensor:
         """The hidden states themselves."""
-        return hidden
+        return states
 
     def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
         """x [T, H] of pairs: embedding of the token at s, hidden state of s - 1."""
         return linear(torch.cat([embedded, previous.to(embedded.dtype)], dim=-1), self.fc.weight)
 
-    def finish(self, x: Tensor, previous: Tensor, attended: Tensor) -> Tensor:
-        """See `PairModel.finish`; x is the residual stream."""
-        return self._mix(x, attended)
-
-
-def check_eagle_tensors(given: Mapping[str, Tensor], config: ModelConfig) -> None:
-    """Raises CheckpointError that names every missing, unexpected and misshapen tensor of a drafter."""
-    check_eagle_shapes({name: tuple(tensor.shape) for name, tensor in given.items()}, config)
-
-
-def check_eagle_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
-    """As `check_eagle_tensors`, from the shapes alone."""
-    refuse_drafter(shape_problems(given, eagle_parameter_shapes(config)))
+    def residual(self, x: Tensor, previous: Tensor) -> Tensor:
+        """x."""
+        return x

@@ -1,4 +1,4 @@
-"""`TorchEagle`: the EAGLE drafter in rollouts of the PyTorch decoder, `EagleModel` over a paged cache of one layer.
+"""`TorchEagle`: a trained drafter in rollouts of the PyTorch decoder, a `PairModel` over a paged cache of one layer.
 
 One drafted position of all chains is one step over fixed buffers, run as it is or by a CUDA graph (`run_step`). A draft
 is one copy to the device, its steps one behind the other, each fed with the best candidates of the one before, and one
@@ -9,7 +9,7 @@ copy back:
 The host decides afterwards where each chain ends; steps that no chain can reach are not taken.
 
 Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
-N steps, M blocks of a padded table, H hidden size, V vocabulary, C candidates that are looked at.
+N steps, M blocks of a padded table, H hidden size, W width of a state, V vocabulary, C candidates that are looked at.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from megatron_tlt.models.eagle.base import (
     DraftingRows,
     Pairs,
 )
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
@@ -51,16 +52,18 @@ class TorchEagle:
 
     kind = "torch"
 
-    def __init__(self, policy: TorchDecoder, candidates: Candidates = best_candidates):
-        """Embedding and LM head are read from `policy` at every call. `candidates` may overwrite its logits."""
-        self.candidates = candidates
-        self.config, self.device, self.dtype = policy.config, policy.device, policy.dtype
+    def __init__(
+        self, policy: TorchDecoder, config: DrafterConfig, candidates: Candidates = best_candidates
+    ):
+        """The policy's tables are read from `policy` at every call. `candidates` may overwrite its logits."""
+        self.candidates, self.config, self._layer = candidates, config, config.layer
+        self.device, self.dtype = policy.device, policy.dtype
         self.policy = policy
-        self.model = EagleModel(policy.config).to(policy.device, policy.dtype).requires_grad_(False)
-        attention, mlp = self.model.layer.self_attn, self.model.layer.mlp
+        self.model = build_model(config).to(policy.device, policy.dtype).requires_grad_(False)
+        attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._qkv = _joined([part.weight for part in parts])
-        self._qkv_bias = _joined([part.bias for part in parts]) if policy.config.qkv_bias else None
+        self._qkv_bias = _joined([part.bias for part in parts]) if config.layer.qkv_bias else None
         self._gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
         self.run_step: RunStep = lambda _key, step: step()
         self._loaded = False
@@ -71,12 +74,12 @@ class TorchEagle:
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed; allocated at once, one scratch block included."""
-        shape = (2, (num_blocks + 1) * block_size, self.config.num_kv_heads, self.config.head_dim)
+        shape = (2, (num_blocks + 1) * block_size, self._layer.num_kv_heads, self._layer.head_dim)
         return KVCache(num_blocks, block_size, torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block."""
-        return 2 * block_size * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize
+        return 2 * block_size * self._layer.num_kv_heads * self._layer.head_dim * self.dtype.itemsize
 
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i], in order of i."""
@@ -96,7 +99,7 @@ class TorchEagle:
             raise BackendError("the drafter is used before its weights were loaded")
         arrays = (pairs.tokens, pairs.positions, pairs.slots, pairs.state_slots)
         tokens, positions, slots, states = upload(np.stack(arrays), self.device).long()
-        x = self.model.join(self.policy.embed(tokens), pages[states])
+        x = self.model.join(self.policy.embed(tokens), self.model.previous(pages[states]))
         self._cache(kv, slots, x, self.model.rope(positions, int(pairs.positions.max(initial=0)) + 1))
 
     def _cache(self, kv: KVCache, slots: Tensor, x: Tensor, rope: Tensor) -> None:
@@ -109,25 +112,29 @@ class TorchEagle:
     def step(
         self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache
     ) -> tuple[Tensor, Tensor]:
-        """One pair of each of P chains: logits float32 [P, V] and output hidden states [P, H]. No value comes to the
-        host. Mutates the cache.
+        """One pair of each of P chains, whose `previous` is `hidden` [P, H]: logits float32 [P, V] and outputs [P, H].
+
+        No value comes to the host. Mutates the cache.
         """
-        layer, ops, eps = self.model.layer, self.policy.ops, self.config.rms_norm_eps
+        layer, ops, eps = self.model.block, self.policy.ops, self._layer.rms_norm_eps
         rope, norms = self.model.rope(fed.positions), None
-        if self.config.qk_norm:
+        if self._layer.qk_norm:
             norms = layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, eps
         x = self.model.join(self.policy.embed(fed.token_ids), hidden)
         qkv = linear(x, self._qkv, self._qkv_bias)
         q = ops.rotate_into(qkv, norms, rope, fed.slot_mapping, kv.data)
         attended = self._plan(fed, first_visible, kv.block_size).attend(q, kv.data[0], kv.data[1])
         part = linear(attended.flatten(1), layer.self_attn.o_proj.weight)
-        x, h = ops.add_norm(x, part, layer.post_attention_layernorm.weight, eps)
+        residual = self.model.residual(x, hidden)
+        x, h = ops.add_norm(residual, part, layer.post_attention_layernorm.weight, eps)
         out = x + linear(ops.gated_silu(linear(h, self._gate_up)), layer.mlp.down_proj.weight)
-        return self.policy.logits(out), out
+        if self.config.kind == "eagle":  # through the policy's LM head, which may be sharded
+            return self.policy.logits(out), out
+        return self.model.full_logits(out), out
 
     def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
-        kv_heads = self.config.num_kv_heads
-        group = self.config.num_heads // kv_heads
+        kv_heads = self._layer.num_kv_heads
+        group = self._layer.num_heads // kv_heads
         if self.policy.paged is None:
             return StaticPlan(fed, block_size, 1, group, first_visible)
         return PagedPlan(self.policy.paged, fed, block_size, (kv_heads, group), 1, first_visible)
@@ -150,14 +157,14 @@ class TorchRowDrafter:
         (most, self._max_blocks), device, hidden = (
             rows.block_tables.shape,
             eagle.device,
-            eagle.config.hidden_size,
+            eagle.config.policy.hidden_size,
         )
         # by chain: token, position, slot and noise key; then first visible position and blocks of the table
         self._inputs = torch.zeros(5 + self._max_blocks, most, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(most, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
         self._next_hidden = torch.zeros_like(self._hidden)
-        self._candidates = min(MAX_CANDIDATES, eagle.config.vocab_size)
+        self._candidates = min(MAX_CANDIDATES, eagle.config.draft_vocab_size)
         self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
         eagle.model.reserve_positions(self._max_blocks * self._size, device)
 
@@ -257,7 +264,7 @@ class TorchRowDrafter:
         tables[:] = self._kv.num_blocks
         tables[:, :count] = rows.block_tables[active, :blocks].T
         given = upload(host, self._eagle.device)
-        self._next_hidden[:batch] = self._pages[given[0]]
+        self._next_hidden[:batch] = self._eagle.model.previous(self._pages[given[0]])
         self._temperature[:batch] = given[1].view(torch.float64)
         self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
         self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
@@ -279,7 +286,7 @@ class TorchRowDrafter:
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step(("eagle", *shape), partial(self._compute, *shape))
+        self._eagle.run_step((self._eagle.config.kind, *shape), partial(self._compute, *shape))
         found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
             tp.broadcast(found)  # all ranks go on with the same tokens

@@ -86,7 +86,11 @@ class Fused(Structure):
 class Eagle(Structure):
     """`TltEagle`."""
 
-    _fields_ = [("model", Model), *fields_of(c_void_p, "fc pair")]
+    _fields_ = [
+        ("model", Model),
+        *fields_of(c_void_p, "fc pair hidden_norm ids"),
+        *fields_of(c_int32, "vocab state_width norm_before_residual"),
+    ]
 
 
 class EaglePairs(Structure):

@@ -1,4 +1,4 @@
-"""`NativeEagle`: the EAGLE drafter on CPU, in C (`csrc/eagle.c`), beside the policy's `NativeDecoder`.
+"""`NativeEagle`: a trained drafter on CPU, in C (`csrc/eagle.c`), beside the policy's `NativeDecoder`.
 
 One call makes the drafts of all running rows from the engine's own arrays: which pairs are missing, their keys and
 values, every drafted token's forward, LM head and keyed candidates. Results do not depend on batch or threads, bit for
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, MAX_CANDIDATES, Chains, DraftingRows, Pairs
-from megatron_tlt.models.eagle.model import check_eagle_tensors
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.native.abi import (
     ERRORS,
     Eagle,
@@ -33,6 +33,7 @@ from megatron_tlt.models.native.abi import (
 )
 from megatron_tlt.models.native.decoder import NativeDecoder, Numbers, copy_blocks
 from megatron_tlt.models.native.parts import (
+    Arena,
     Forward,
     PackedLayers,
     Packer,
@@ -47,33 +48,64 @@ class NativeEagle:
 
     kind = "native"
 
-    def __init__(self, policy: NativeDecoder, threads: int = 1):
+    def __init__(self, policy: NativeDecoder, config: DrafterConfig, threads: int = 1):
         """The policy's embedding and LM head are read where they are, so it must stay alive."""
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
-        self.config, self.dtype = policy.config, policy.dtype
-        self._one = replace(policy.config.dense_sibling, num_layers=1)
+        self.config, self.dtype = config, policy.dtype
+        h, is_bf16, is_eagle3 = config.policy.hidden_size, self.dtype == torch.bfloat16, config.kind == "eagle3"
+        positions = config.policy.max_position_embeddings
+        self._one = replace(
+            config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions
+        )
         self._whole = Shard(self._one, 0, 1)
-        h, is_bf16 = self.config.hidden_size, self.dtype == torch.bfloat16
         self._packer = Packer(is_bf16)
-        self._layers = PackedLayers(self._one, self._whole, self._packer, (h, 2 * h), input_norm=False)
+        inputs, features = (2 * h, 3 * h) if is_eagle3 else (h, 2 * h)
+        self._layers = PackedLayers(
+            self._one, self._whole, self._packer, (h, features), input_norm=is_eagle3, inputs=inputs
+        )
         self._forward = Forward(self._one, self._whole, None, is_bf16, self._layers)
         embed, head = policy.tables
+        self._own: dict[str, Tensor] = {}  # eagle3: norms, head and token ids, kept alive for C
+        if is_eagle3:
+            size = self._packer.size(config.draft_vocab_size, h)
+            self._own = {"hidden_norm": torch.zeros(pad(h)), "norm": torch.zeros(pad(h))}
+            self._own |= {"lm_head": Arena(size).take(size), "ids": torch.zeros(0, dtype=torch.int32)}
+            head = self._own["lm_head"]
+            self._forward.model.final_norm = self._own["norm"].data_ptr()
         self._forward.model.embed, self._forward.model.head = embed.data_ptr(), head.data_ptr()
         self.structure = Eagle(self._forward.model, self._layers.extra.data_ptr())
-        self.structure.pair = self._forward.buffer(pad(2 * h) + 64)
+        self.structure.pair = self._forward.buffer(pad(3 * h) + 64)
+        self.structure.vocab, self.structure.state_width = config.policy.vocab_size, policy.state_size
+        self.structure.norm_before_residual = config.norm_before_residual
+        if is_eagle3:
+            self.structure.hidden_norm = self._own["hidden_norm"].data_ptr()
         self._loaded = False
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """See `EagleDecoder.load_weights`; nothing changes if it raises."""
         given = dict(named)
-        check_eagle_tensors(given, self.config)
+        self.config.check(given)
         for name, tensor in given.items():
-            part, kind = name.split(".")[-2:]
-            if part == "fc":
-                self._packer.pack(self._layers.extra, tensor.detach())
-            else:
-                self._layers.load(0, part, kind, tensor)
+            self._load(name, tensor.detach())
         self._loaded = True
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        if name == "d2t":
+            ids = torch.arange(len(tensor)) + tensor.cpu()
+            self._own["ids"] = ids.to(torch.int32)
+            self.structure.ids = self._own["ids"].data_ptr()
+            return
+        if name == "t2d":  # says the same
+            return
+        part, kind = name.split(".")[-2:]
+        if part == "fc":
+            self._packer.pack(self._layers.extra, tensor)
+        elif part == "lm_head":
+            self._packer.pack(self._own[part], tensor)
+        elif part in ("hidden_norm", "norm"):
+            self._own[part][: len(tensor)].copy_(tensor)
+        else:
+            self._layers.load(0, part, kind, tensor)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block, heads padded to the tiles' width."""
@@ -105,7 +137,7 @@ class NativeEagle:
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
         """Raises BackendError unless `pages` are hidden states of the slots of `kv`, in the drafter's type."""
         slots = kv.num_blocks * kv.block_size
-        fits = pages.shape == (slots, self.config.hidden_size) and pages.dtype == self.dtype
+        fits = pages.shape == (slots, self.policy.state_size) and pages.dtype == self.dtype
         if not (fits and pages.is_contiguous()):
             raise BackendError(
                 f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
@@ -148,7 +180,7 @@ class NativeRowDrafter:
     ) -> Chains:
         """See `RowDrafter.draft`."""
         call, count, depth = self._call, len(wanted), max(wanted.tolist(), default=0)
-        most = min(MAX_CANDIDATES, self._eagle.config.vocab_size)
+        most = min(MAX_CANDIDATES, self._eagle.config.draft_vocab_size)
         if count > self._slots or not 1 <= topk <= most or rates.shape != self._rates.shape:
             raise BackendError(
                 f"drafts for {count} rows of {topk} candidates with match rates {list(rates.shape)}: there may be "

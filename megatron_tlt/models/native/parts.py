@@ -129,13 +129,16 @@ class PackedLayers:
         packer: Packer,
         extra: tuple[int, int],
         input_norm: bool = True,
+        inputs: int | None = None,
     ):
-        """`extra` is the other weight's (columns, K)."""
+        """`extra` is the other weight's (columns, K); `inputs` what queries, keys and values are projected from, if not
+        the hidden size.
+        """
         self._config, self._shard, self._packer = config, shard, packer
         d, h = config.head_dim, config.hidden_size
         qkv = (shard.heads + 2 * shard.kv_heads) * d
         sizes = [
-            {"qkv": packer.size(qkv, h), "o": packer.size(h, shard.heads * d)} | self._mlp_sizes(index)
+            {"qkv": packer.size(qkv, inputs or h), "o": packer.size(h, shard.heads * d)} | self._mlp_sizes(index)
             for index in range(config.num_layers)
         ]
         other = packer.size(*extra)

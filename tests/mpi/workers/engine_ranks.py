@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, Step
@@ -34,6 +33,7 @@ from tests.helpers.engines import (
     speculating_engine,
 )
 from tests.helpers.tiny_models import random_weights
+from tests.helpers.whole_texts import read_hidden_states
 
 DRAFTING: dict[str, dict[str, Any]] = {
     "none": {"drafter": "none"},

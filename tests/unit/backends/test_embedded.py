@@ -15,6 +15,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
+from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import BackendError, ConfigError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
@@ -115,7 +116,7 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
 
 def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
-    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_hidden_states=True)
+    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_layers=())
     chunks: list[HiddenStateSample] = []
     backend.collect_hidden_states(chunks.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -149,7 +150,7 @@ def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
     speculation = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
     model = ModelSection(path=str(model_dir), max_context=64)
-    return build_backend(rollout, model, load_weights=True, drafter=drafter.state_dict())
+    return build_backend(rollout, model, load_weights=True, drafter=SavedDrafter(drafter.config, drafter.state_dict()))
 
 
 def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = None) -> None:

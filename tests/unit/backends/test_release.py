@@ -12,6 +12,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
@@ -44,8 +45,9 @@ def backend_of(
     trained = None
     if speculation.uses_eagle:
         torch.manual_seed(0)
-        trained = EagleModel(CONFIG).state_dict()
-    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_hidden_states=True)
+        made = EagleModel(CONFIG)
+        trained = SavedDrafter(made.config, made.state_dict())
+    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_layers=())
 
 
 def answers(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:

@@ -17,7 +17,7 @@ from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.fp8 import EmulatedFp8Linear, round_fp8, use_fp8
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
@@ -87,7 +87,7 @@ def test_emulation_keeps_names_values_and_what_is_not_a_linear_of_the_layer() ->
     m, exact = model(), model()
     wanted = [o.detach() for o in outputs(exact)]
     precision = use_fp8(m, "emulate", CPU)
-    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == eagle_parameter_shapes(CONFIG)
+    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == DrafterConfig.eagle(CONFIG).shapes()
     for (name, a), (_, b) in zip(m.named_parameters(), exact.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert type(m.fc) is nn.Linear
@@ -194,7 +194,7 @@ def test_transformer_engine_runs_the_layers_linears(hopper, monkeypatch) -> None
     m, emulated = model(), model()
     emulated_outputs = outputs(emulated, use_fp8(emulated, "emulate", CPU))
     precision = use_fp8(m, "te", CUDA)
-    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == eagle_parameter_shapes(CONFIG)
+    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == DrafterConfig.eagle(CONFIG).shapes()
     got = outputs(m, precision)
     # The base pass: k, v for all rows; then per step q, o, gate, up, down, and k, v of the chain from the second on.
     assert fake.calls == 2 + 3 * 5 + 2 * 2
@@ -233,7 +233,7 @@ def test_torchao_converts_the_layer_in_place(hopper, monkeypatch) -> None:
     m, emulated = model(), model()
     precision = use_fp8(m, "torchao", CUDA)
     assert tuple(converted) == LINEARS
-    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == eagle_parameter_shapes(CONFIG)
+    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == DrafterConfig.eagle(CONFIG).shapes()
     wanted = outputs(emulated, use_fp8(emulated, "emulate", CPU))
     for a, b in zip(outputs(m, precision), wanted, strict=True):
         torch.testing.assert_close(a, b)

@@ -10,9 +10,13 @@ import torch
 from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
-from megatron_tlt.drafter.loss import eagle_loss
+from megatron_tlt.drafter.loss import draft_loss
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model
+from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
 
 CONFIG = FAMILIES["qwen3"]
 STEPS = 3
@@ -52,14 +56,17 @@ def token_by_token(
 
 
 def one_token(o, h, head: torch.Tensor, w: DrafterLossSection, t: float) -> torch.Tensor:
-    p, log_q = (head @ h / t).softmax(0), (head @ o / t).log_softmax(0)
     near = torch.where((o - h).abs() < 1, 0.5 * (o - h) ** 2, (o - h).abs() - 0.5).mean()
+    return w.hidden_weight * near + one_row((head @ h / t).softmax(0), (head @ o / t).log_softmax(0), w)
+
+
+def one_row(p, log_q, w: DrafterLossSection) -> torch.Tensor:
     ce, tv = -(p * log_q).sum(), 0.5 * (p - log_q.exp()).abs().sum()
     if w.kind == "mix":
-        return w.hidden_weight * near + w.ce_weight * ce + w.tv_weight * tv
+        return w.ce_weight * ce + w.tv_weight * tv
     kl = ce + (p * p.log()).sum()
     share = math.exp(-3 * (1 - float(tv.detach())))
-    return w.hidden_weight * near + share * kl + (1 - share) * tv
+    return share * kl + (1 - share) * tv
 
 
 @pytest.mark.parametrize(("weights", "t"), CASES, ids=["mix", "mix-cold", "lk"])
@@ -69,10 +76,51 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
     _, head = lookup_tables(CONFIG)
     batch = collate(SEQUENCES)
     outputs = drafted(SEQUENCES)
-    got, _ = eagle_loss(outputs, batch, PairLayout(batch), head, weights, t)
+    got, _ = draft_loss(EagleModel(CONFIG), outputs, batch, PairLayout(batch), head, weights, t)
     want, theirs = token_by_token(SEQUENCES, head, weights, t)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     (2.0 * got).backward()
     (2.0 * want).backward()
     for a, b in zip(outputs, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [60, 101], ids=["reduced", "whole"])
+@pytest.mark.parametrize(("weights", "t"), CASES, ids=["mix", "mix-cold", "lk"])
+def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float, size: int) -> None:
+    """Norm and head are trained, too; rows whose most likely token is unknown teach nothing, but count in `accept`."""
+    monkeypatch.setattr(module, "_MAX_ELEMENTS", 700)
+    config = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=size)
+    embed, head = lookup_tables(config.policy)
+    model = Eagle3Model(config)
+    model.load_full(random_drafter(config).items())
+    sequences = [random_sequence3(config, n, p, seed=n) for n, p in ((12, 5), (3, 1), (17, 9))]
+    batch = collate(sequences)
+    layout = PairLayout(batch)
+    got, parts = draft_loss(model, model.unroll(embed, batch, layout, STEPS), batch, layout, head, weights, t)
+    assert set(parts) == {"ce", "accept"}
+    got.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    ids = model.token_ids() if config.reduced else torch.arange(size)
+    want, unknown = torch.zeros(()), 0
+    for step, output in enumerate(model.unroll(embed, batch, layout, STEPS)):
+        terms, accepts, row = [], [], 0
+        for s in sequences:
+            for base in range(s.first_base, s.length - 1):
+                if base + step <= s.length - 2:
+                    p = torch.softmax(head @ s.hidden[base + step, -64:] / t, 0)
+                    log_q = (model.full_logits(output[row])[ids] / t).log_softmax(0)
+                    accepts.append(torch.minimum(p[ids], log_q.exp()).sum().detach())
+                    is_known = int(p.argmax()) in ids.tolist()
+                    unknown += not is_known
+                    terms.append(one_row(p[ids] / p[ids].sum(), log_q, weights) * is_known)
+                row += 1
+        want = want + weights.step_decay**step * torch.stack(terms).mean()
+        torch.testing.assert_close(parts["accept"][step], torch.stack(accepts).mean(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    want.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-3, atol=1e-5)
+    assert (unknown > 0) == config.reduced

@@ -12,6 +12,7 @@ from megatron_tlt.drafter.batching import DraftSequence, windows
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftingRows, Pairs
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
@@ -28,7 +29,7 @@ STEPS = 4
 def eagle() -> TorchEagle:
     policy = build_decoder(CONFIG, kernels="torch")
     policy.load_weights(random_weights(CONFIG))
-    eagle = TorchEagle(policy)
+    eagle = TorchEagle(policy, DrafterConfig.eagle(policy.config))
     eagle.load_weights(random_drafter(CONFIG).items())
     return eagle
 

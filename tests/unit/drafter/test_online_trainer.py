@@ -8,7 +8,7 @@ import torch
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.config import DrafterConfig
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 from tests.helpers.tiny_drafters import lookup_tables
@@ -175,7 +175,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
         one.state_dict()
     one.merge(alone)
     state = one.state_dict()
-    assert {name: tuple(w.shape) for name, w in state["model"].items()} == eagle_parameter_shapes(CONFIG)
+    assert {name: tuple(w.shape) for name, w in state["model"].items()} == DrafterConfig.eagle(CONFIG).shapes()
     two.load_state_dict(state)
     assert (two.version, two.trained_tokens) == (1, one.trained_tokens)
     assert two.buffer.counters == one.buffer.counters

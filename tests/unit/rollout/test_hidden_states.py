@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.eagle3.hidden_states import read_hidden_states
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.engine import Engine, GraphBudget
@@ -29,6 +28,7 @@ from tests.helpers.engines import (
     speculating_engine,
 )
 from tests.helpers.tiny_models import random_weights
+from tests.helpers.whole_texts import read_hidden_states
 
 CONFIG = small_config("qwen3")
 WEIGHTS = random_weights(CONFIG, seed=5)

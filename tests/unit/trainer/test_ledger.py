@@ -78,7 +78,7 @@ def on_meta(monkeypatch):
         return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows)
 
     monkeypatch.setattr(setup, "_starting_drafter", lambda c: eagle_on_meta(ModelConfig.from_hf(c.model.path)))
-    monkeypatch.setattr(torch_drafter, "EagleModel", eagle_on_meta)
+    monkeypatch.setattr(torch_drafter, "build_model", lambda c: eagle_on_meta(c.policy))
     monkeypatch.setattr(fingerprint, "policy_fingerprint", lambda *_: {})
     monkeypatch.setattr(build, "_graphs", graphs)
     sizes = DrafterSection.sizes

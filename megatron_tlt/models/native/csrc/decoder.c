@@ -24,11 +24,15 @@ static void rms_norm(const float *x, const float *weight, long n, long padded, f
     for (long i = 0; i < padded; i += VW) act_store(kind, out, at + i, vload(x + i) * scale * vload(weight + i));
 }
 
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, void *out, long at) {
+    rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, r->kind, out, at);
+}
+
 /* Row `to` of x from row `row` of the residual stream. */
 static void norm_to(const Run *r, long row, const float *weight, long to) {
     const float *x = r->m->resid + row * r->hp;
     if (weight) {
-        rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, r->kind, r->m->x, to * r->hp);
+        tlt_rms_norm(r, x, weight, r->m->x, to * r->hp);
         return;
     }
     for (long i = 0; i < r->hp; i += VW) act_store(r->kind, r->m->x, to * r->hp + i, vload(x + i));
@@ -186,8 +190,8 @@ static void attend_and_mix(Run *r) {
 static void project(Run *r, long from, long to) {
     const TltModel *m = r->m;
     const TltLayer *l = &m->layer[r->layer];
-    const long bytes = act_steps(r->kind, m->hidden) * NR * 4, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
-    tlt_linear(r, m->x, r->hp, m->hidden, (const char *)l->qkv + from * bytes, end - from * NR, EPI_BIAS,
+    const long bytes = act_steps(r->kind, r->in_width) * NR * 4, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
+    tlt_linear(r, r->in, r->in_stride, r->in_width, (const char *)l->qkv + from * bytes, end - from * NR, EPI_BIAS,
                l->qkv_bias ? l->qkv_bias + from * NR : NULL, m->qkv_out + from * NR, r->qkv_stride);
 }
 
@@ -253,7 +257,7 @@ static void final_norm_unit(void *arg, long i) {
     const TltModel *m = r->m;
     const long out = m->picked[2 * i], row = m->picked[2 * i + 1];
     norm_to(r, row, m->final_norm, i);
-    export_hidden(r, i, r->s->hidden, out);
+    if (r->s->hidden) export_hidden(r, i, r->s->hidden, out);
 }
 
 /* Final norm and LM head of the picked rows. Consecutive results are written in place in one product; rows are
@@ -306,7 +310,9 @@ static void run_chunks(Run *r) {
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce) {
     *r = (Run){.m = m, .s = s, .all_reduce = all_reduce, .threads = threads};
     r->kind = m->is_bf16 ? KIND_BF16 : KIND_F32;
-    r->hp = pad64(m->hidden);
+    r->hp = r->in_stride = pad64(m->hidden);
+    r->in = m->x;
+    r->in_width = m->hidden;
     r->dp = (m->head_dim + TILE - 1) / TILE * TILE;
     r->qkv_n = (long)(m->heads + 2 * m->kv_heads) * m->head_dim;
     r->qkv_stride = pad64(r->qkv_n);

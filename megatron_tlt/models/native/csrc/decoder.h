@@ -12,6 +12,8 @@ typedef struct {
     TltAllReduce all_reduce;
     int kind, failed, threads;
     long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride; /* row lengths, elements */
+    const void *in;               /* activations that queries, keys and values are projected from; x by default */
+    long in_stride, in_width;     /* elements */
     long first, rows;             /* this chunk */
     long units, picked;
     long layer, aux;              /* the current layer; number of the auxiliary layer that is exported */
@@ -24,14 +26,19 @@ INLINE long state_width(const TltModel *m) { return (m->aux_count + 1L) * m->hid
 
 INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
 
-/* Row `row` of a [.][n] table in the compute type, as floats. */
-INLINE void load_row(const TltModel *m, const void *table, long row, long n, float *out) {
+/* `n` elements of a table in the compute type, from element `at` on, as floats. */
+INLINE void load_part(const TltModel *m, const void *table, long at, long n, float *out) {
     if (!m->is_bf16) {
-        memcpy(out, (const float *)table + row * n, (size_t)n * sizeof(float));
+        memcpy(out, (const float *)table + at, (size_t)n * sizeof(float));
         return;
     }
-    const uint16_t *in = (const uint16_t *)table + row * n;
+    const uint16_t *in = (const uint16_t *)table + at;
     for (long i = 0; i < n; i++) out[i] = bf16_to_f32(in[i]);
+}
+
+/* Row `row` of a [.][n] table. */
+INLINE void load_row(const TltModel *m, const void *table, long row, long n, float *out) {
+    load_part(m, table, row * n, n, out);
 }
 
 /* `n` floats to element `at` of a table in the compute type. */
@@ -55,6 +62,9 @@ long tlt_branch_path(const TltStep *s, long seq, long row, int32_t *path);
 
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce);
 
+/* Norm of `hidden` values, zero-padded as `weight` is, to activations from element `at` on, padding included. */
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, void *out, long at);
+
 /* x = norm(residual stream) of one row, rounded; without weight only rounded. */
 void tlt_norm_row(Run *r, long row, const float *weight);
 
@@ -67,7 +77,8 @@ void tlt_run_experts(Run *r);
 /* Only the chunk's keys and values, from x, into the cache. */
 void tlt_run_keys(Run *r, long index);
 
-/* Last norm and LM head of the chunk's wanted rows; hidden states of all rows if wanted. */
+/* Last norm and LM head of the chunk's wanted rows; states of all rows if wanted. Without step->hidden the wanted
+ * rows' hidden states go nowhere. */
 void tlt_run_head(Run *r);
 
 /* The dense MLP of width `inter`, from x to `out` [rows][Hp] by the epilogue of its last product. */

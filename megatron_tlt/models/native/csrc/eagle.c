@@ -1,6 +1,8 @@
-/* The EAGLE drafter: one layer over pairs (token at s, hidden state of s - 1), and drafts from the engine's rows.
+/* The trained drafter: one layer over pairs (token at s, state of s - 1), and drafts from the engine's rows.
  *
- *   pair -> fc -> x (residual stream) -> layer without input norm -> rounded: hidden state -> policy's LM head
+ *   eagle    pair -> fc -> x (residual stream) -> layer without input norm -> rounded: output -> policy's LM head
+ *   eagle3   state -> fc -> residual stream; norms of embedding and of it, side by side -> layer -> rounded: output;
+ *            its norm -> own LM head. A drafted token's pair has the output before in place of fc's.
  *
  * Of a pair that nothing is drafted from only key and value are computed. A draft caches the pairs that are missing, then
  * steps from each row's last one: the best of the keyed, perturbed scores is the drafted token, and (it, the output hidden
@@ -17,23 +19,67 @@
 typedef struct {
     Run r; /* first: units get a Run, those below cast it to this */
     const TltEagle *e;
-    const void *states;      /* [.][H] hidden states, compute type */
+    const void *states;      /* [.][W] of the policy, or [.][H] outputs, compute type */
+    int is_output;
     const int32_t *state_of; /* of each row of the step */
+    void *out;               /* eagle3: [.][H] outputs of the step, compute type */
 } EagleRun;
 
-/* pair = [E(token) ; hidden state], as activations. Rows of `pair` have 64 elements to spare: stores may run over. */
-static long pair_stride(const TltModel *m) { return pad64(2L * m->hidden) + 64; }
+/* Rows of `pair` have 64 elements to spare: stores may run over. */
+static long pair_stride(const TltModel *m) { return pad64(3L * m->hidden) + 64; }
 
+/* Element `from` on of a table, H of them, to activation `to` of a row of `pair`. `tmp` is padded with zeros. */
+static void copy_part(EagleRun *g, const void *table, long from, long to, float *tmp) {
+    const long n = g->r.m->hidden;
+    load_part(g->r.m, table, from, n, tmp);
+    for (long i = 0; i < n; i += VW) act_store(g->r.kind, g->e->pair, to + i, vload(tmp + i));
+}
+
+/* eagle: pair = [E(token) ; hidden state]. */
 static void pair_unit(void *arg, long row) {
     EagleRun *g = arg;
     Run *r = &g->r;
     const TltModel *m = r->m;
     const long at = row * pair_stride(m), n = m->hidden, from = r->first + row;
     float *tmp = m->resid + row * r->hp; /* fc overwrites it; the padding stays 0 */
-    load_row(m, m->embed, r->s->token_ids[from], n, tmp);
-    for (long i = 0; i < n; i += VW) act_store(r->kind, g->e->pair, at + i, vload(tmp + i));
-    load_row(m, g->states, g->state_of[from], n, tmp);
-    for (long i = 0; i < n; i += VW) act_store(r->kind, g->e->pair, at + n + i, vload(tmp + i));
+    copy_part(g, m->embed, r->s->token_ids[from] * n, at, tmp);
+    copy_part(g, g->states, g->state_of[from] * n, at + n, tmp);
+}
+
+/* eagle3: the three layers' outputs of a state, for fc; or an output, which is the residual stream. */
+static void features_unit(void *arg, long row) {
+    EagleRun *g = arg;
+    const TltModel *m = g->r.m;
+    const long n = m->hidden, state = g->state_of[g->r.first + row];
+    float *tmp = m->resid + row * g->r.hp;
+    if (g->is_output) load_row(m, g->states, state, n, tmp);
+    for (long i = 0; i < 3 && !g->is_output; i++)
+        copy_part(g, g->states, state * g->e->state_width + i * n, row * pair_stride(m) + i * n, tmp);
+}
+
+/* eagle3: pair = [norm(E(token)) ; norm(residual stream)]. */
+static void norms_unit(void *arg, long row) {
+    EagleRun *g = arg;
+    const Run *r = &g->r;
+    const TltModel *m = r->m;
+    const long at = row * pair_stride(m), n = m->hidden;
+    float *resid = m->resid + row * r->hp, *tmp = m->part + row * r->hp;
+    load_row(m, m->embed, r->s->token_ids[r->first + row], n, tmp);
+    tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair, at);
+    tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair, at + n);
+    if (g->e->norm_before_residual) {
+        float sum = 0;
+        for (long i = 0; i < n; i++) sum += resid[i] * resid[i];
+        const float scale = 1.0f / sqrtf(sum / (float)n + m->eps);
+        for (long i = 0; i < n; i++) resid[i] *= scale * g->e->hidden_norm[i];
+    }
+}
+
+/* eagle3: a row's output, before the norm of the head. */
+static void output_unit(void *arg, long row) {
+    EagleRun *g = arg;
+    const TltModel *m = g->r.m;
+    store_row(m, m->resid + row * g->r.hp, m->hidden, g->out, (g->r.first + row) * m->hidden);
 }
 
 static void round_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
@@ -44,9 +90,26 @@ static void join_pairs(EagleRun *g, long first) {
     const TltModel *m = r->m;
     r->first = first;
     r->rows = r->s->tokens - first < m->max_rows ? r->s->tokens - first : m->max_rows;
-    tlt_parallel(r->rows, pair_unit, g);
-    tlt_linear(r, g->e->pair, pair_stride(m), 2L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
-    tlt_parallel(r->rows, round_unit, r);
+    if (!g->e->hidden_norm) {
+        tlt_parallel(r->rows, pair_unit, g);
+        tlt_linear(r, g->e->pair, pair_stride(m), 2L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
+        tlt_parallel(r->rows, round_unit, r);
+        return;
+    }
+    tlt_parallel(r->rows, features_unit, g);
+    if (!g->is_output)
+        tlt_linear(r, g->e->pair, pair_stride(m), 3L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
+    tlt_parallel(r->rows, norms_unit, g);
+}
+
+/* Queries, keys and values of kind eagle3 are projected from the pair. */
+static void set_up(EagleRun *g, const TltStep *s, int threads) {
+    const TltModel *m = &g->e->model;
+    tlt_run_setup(&g->r, m, s, threads, 0);
+    if (!g->e->hidden_norm) return;
+    g->r.in = g->e->pair;
+    g->r.in_stride = pair_stride(m);
+    g->r.in_width = 2L * m->hidden;
 }
 
 static void cache_pairs(EagleRun *g) {
@@ -56,11 +119,12 @@ static void cache_pairs(EagleRun *g) {
     }
 }
 
-static int check_pairs(const TltModel *m, const TltPairs *p) {
+static int check_pairs(const TltEagle *e, const TltPairs *p) {
+    const TltModel *m = &e->model;
     const long slots = (long)p->num_blocks * p->block_size;
     if (p->block_size < TILE || p->block_size % TILE) return TLT_BAD_SHAPE;
     for (long i = 0; i < p->count; i++) {
-        if (p->tokens[i] < 0 || p->tokens[i] >= m->vocab) return TLT_BAD_TOKEN;
+        if (p->tokens[i] < 0 || p->tokens[i] >= e->vocab) return TLT_BAD_TOKEN;
         if (p->positions[i] < 1 || p->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
         if (p->slots[i] < 0 || p->slots[i] >= slots) return TLT_BAD_SLOT;
         if (p->state_slots[i] < 0 || p->state_slots[i] >= slots) return TLT_BAD_SLOT;
@@ -69,12 +133,12 @@ static int check_pairs(const TltModel *m, const TltPairs *p) {
 }
 
 int tlt_eagle_feed(const TltEagle *e, const TltPairs *p, int threads) {
-    const int bad = check_pairs(&e->model, p);
+    const int bad = check_pairs(e, p);
     if (bad) return bad;
     const TltStep s = {.tokens = p->count, .num_blocks = p->num_blocks, .block_size = p->block_size,
                        .token_ids = p->tokens, .positions = p->positions, .slots = p->slots, .kv = p->kv};
     EagleRun g = {.e = e, .states = p->pages, .state_of = p->state_slots};
-    tlt_run_setup(&g.r, &e->model, &s, threads, 0);
+    set_up(&g, &s, threads);
     tlt_team_open(threads);
     cache_pairs(&g);
     tlt_team_close();
@@ -89,7 +153,7 @@ typedef struct {
     int32_t *identity, *visible; /* [B] 0, 1, ...; first visible position by row */
     int32_t *tokens;             /* [B][D][K] */
     float *gaps, *acceptance;      /* [B][D][K], [B][D] */
-    float *logits;               /* [B][V] */
+    float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
     void *hidden;                /* [B][H] compute type */
     TopK *best;
     long pairs, active;
@@ -102,7 +166,8 @@ static void *take(char **at, size_t bytes) {
 }
 
 /* Lays the scratch out from `base` on; returns its end. */
-static char *lay_out(const TltModel *m, const TltDraft *d, char *base, Scratch *c) {
+static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *c) {
+    const TltModel *m = &e->model;
     const size_t b = (size_t)d->rows, pairs = b * (size_t)d->window, nodes = b * (size_t)d->depth;
     int32_t **by_pair[] = {&c->token, &c->position, &c->slot, &c->state};
     int32_t **by_row[] = {&c->row, &c->at, &c->next_token, &c->next_position, &c->next_slot, &c->identity, &c->visible};
@@ -111,16 +176,17 @@ static char *lay_out(const TltModel *m, const TltDraft *d, char *base, Scratch *
     c->tokens = take(&base, 4 * nodes * (size_t)d->topk);
     c->gaps = take(&base, 4 * nodes * (size_t)d->topk);
     c->acceptance = take(&base, 4 * nodes);
-    c->logits = take(&base, 4 * b * (size_t)m->vocab);
+    c->logits = take(&base, 4 * b * (size_t)e->vocab);
+    c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
     c->hidden = take(&base, 4 * b * (size_t)m->hidden);
-    c->best = take(&base, sizeof(TopK) * b * (size_t)topk_pieces(m->vocab));
+    c->best = take(&base, sizeof(TopK) * b * (size_t)topk_pieces(e->vocab));
     return base;
 }
 
 int64_t tlt_draft_scratch_bytes(const TltEagle *e, const TltDraft *d) {
     Scratch c;
     static char origin[64];
-    return lay_out(&e->model, d, origin, &c) - origin + 64;
+    return lay_out(e, d, origin, &c) - origin + 64;
 }
 
 /* The slot that a row's block table gives a position. */
@@ -143,7 +209,8 @@ static int check_row(const TltModel *m, const TltDraft *d, long row, long last) 
 }
 
 /* The pairs between the last cached one and the row's last token, or the last W of them. */
-static int lay_row(const TltModel *m, TltDraft *d, Scratch *c, long row) {
+static int lay_row(const TltEagle *e, TltDraft *d, Scratch *c, long row) {
+    const TltModel *m = &e->model;
     const long slot = d->slot[row], last = d->positions[row], drawn = d->output_len[row];
     if (slot < 0 || slot >= d->slots) return TLT_BAD_SHAPE;
     const long next = d->synced[slot] + 1L, oldest = last - d->window + 1, begin = next > oldest ? next : oldest;
@@ -153,7 +220,7 @@ static int lay_row(const TltModel *m, TltDraft *d, Scratch *c, long row) {
     if (bad) return bad;
     const int32_t *tokens = d->outputs + slot * d->width + drawn - 1 - last; /* of position p at [p] */
     for (long p = begin; p <= last; p++) {
-        if (tokens[p] < 0 || tokens[p] >= m->vocab) return TLT_BAD_TOKEN;
+        if (tokens[p] < 0 || tokens[p] >= e->vocab) return TLT_BAD_TOKEN;
         if (p == last) break;
         const long i = c->pairs++;
         c->token[i] = tokens[p];
@@ -199,15 +266,15 @@ static int record(const TltDraft *d, const Scratch *c, long row, long l, const T
 }
 
 /* The candidates at draft position l of the active rows; those that go on stay active. */
-static void draw(const TltDraft *d, const TltModel *m, Scratch *c, long l) {
-    const int n = d->topk > 1 ? d->topk : (m->vocab > 1 ? 2 : 1);
-    TopKRows t = {c->logits, m->vocab, m->vocab, n, c->identity, c->row, d->temperature, d->keys, d->output_len, l,
+static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
+    const int n = d->topk > 1 ? d->topk : (e->model.vocab > 1 ? 2 : 1);
+    TopKRows t = {c->logits, e->vocab, e->vocab, n, c->identity, c->row, d->temperature, d->keys, d->output_len, l,
                   c->best};
     const long before = c->active;
     topk_rows(&t, before);
     c->active = 0;
     for (long i = 0; i < before; i++) {
-        const TopK *best = &t.out[i * topk_pieces(m->vocab)];
+        const TopK *best = &t.out[i * topk_pieces(e->vocab)];
         const long row = c->row[i], position = c->next_position[i] + 1L;
         if (!record(d, c, row, l, best, n > 1)) continue;
         const long kept = c->active++;
@@ -219,15 +286,31 @@ static void draw(const TltDraft *d, const TltModel *m, Scratch *c, long l) {
     }
 }
 
-/* Logits and hidden states of the active rows' next pairs. Row i's replace row i of the last ones: hidden states are read
+typedef struct {
+    const TltEagle *e;
+    const Scratch *c;
+} Spread;
+
+/* A row's logits over a reduced vocabulary to those over the policy's: no draft is a token outside it. */
+static void spread_unit(void *arg, long row) {
+    const Spread *s = arg;
+    const long own = s->e->model.vocab, all = s->e->vocab;
+    float *out = s->c->logits + row * all;
+    for (long v = 0; v < all; v++) out[v] = -INFINITY;
+    for (long v = 0; v < own; v++) out[s->e->ids[v]] = s->c->own[row * own + v];
+}
+
+/* Logits and outputs of the active rows' next pairs. Row i's replace row i of the last ones: hidden states are read
  * before, a chunk's rows being taken from the same or later rows. */
 static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     Run *r = &g->r;
     const TltStep s = {.tokens = (int32_t)c->active, .logits_rows = (int32_t)c->active, .max_blocks = d->max_blocks,
                        .num_blocks = d->num_blocks, .block_size = d->block_size, .token_ids = c->next_token,
                        .positions = c->next_position, .slots = c->next_slot, .block_tables = d->block_tables,
-                       .logit_rows = c->identity, .kv = d->kv, .logits = c->logits, .hidden = c->hidden};
+                       .logit_rows = c->identity, .kv = d->kv, .logits = c->own,
+                       .hidden = g->e->hidden_norm ? NULL : c->hidden};
     r->s = &s;
+    g->out = c->hidden;
     g->state_of = c->at;
     for (long first = 0; first < c->active; first += r->m->max_rows) {
         join_pairs(g, first);
@@ -237,9 +320,13 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
             u[0] = (int32_t)i, u[1] = 1, u[2] = c->row[first + i], u[3] = 0;
         }
         tlt_run_layer(r, 0);
+        if (g->e->hidden_norm) tlt_parallel(r->rows, output_unit, g);
         tlt_run_head(r);
     }
+    Spread spread = {g->e, c};
+    if (g->e->ids) tlt_parallel(c->active, spread_unit, &spread);
     g->states = c->hidden;
+    g->is_output = 1;
 }
 
 /* The drafts as `out` holds them, row after row. */
@@ -268,25 +355,25 @@ int tlt_draft_rows(const TltEagle *e, TltDraft *d, int threads) {
     Scratch c = {0};
     if (d->rows > d->slots || d->block_size < TILE || d->block_size % TILE) return TLT_BAD_SHAPE;
     if (d->topk < 1 || d->topk > TOPK_MOST || d->topk > m->vocab) return TLT_BAD_SHAPE;
-    lay_out(m, d, (char *)(((uintptr_t)d->scratch + 63) / 64 * 64), &c);
+    lay_out(e, d, (char *)(((uintptr_t)d->scratch + 63) / 64 * 64), &c);
     int bad = TLT_OK;
     for (long row = 0; row < d->rows && !bad; row++) {
         d->out[row] = 0;
         c.identity[row] = (int32_t)row;
-        if (d->wanted[row] > 0) bad = lay_row(m, d, &c, row);
+        if (d->wanted[row] > 0) bad = lay_row(e, d, &c, row);
     }
     if (bad) return bad;
     const TltStep pairs = {.tokens = (int32_t)c.pairs, .num_blocks = d->num_blocks, .block_size = d->block_size,
                            .token_ids = c.token, .positions = c.position, .slots = c.slot, .kv = d->kv};
     EagleRun g = {.e = e, .states = d->pages, .state_of = c.state};
-    tlt_run_setup(&g.r, m, &pairs, threads, 0);
+    set_up(&g, &pairs, threads);
     g.r.first_visible = c.visible;
     tlt_team_open(threads);
     cache_pairs(&g);
     for (long i = 0; i < c.active; i++) d->synced[d->slot[c.row[i]]] = d->positions[c.row[i]];
     for (long l = 0; c.active; l++) {
         step(&g, d, &c);
-        draw(d, m, &c, l);
+        draw(d, e, &c, l);
     }
     tlt_team_close();
     flatten(d, &c);

@@ -1,4 +1,6 @@
-/* The EAGLE drafter: a model of one layer with the policy's embedding and LM head. */
+/* The trained drafter, of kind eagle or eagle3: a model of one layer with the policy's embedding.
+ *
+ * Legend: H hidden size, W width of the policy's state: H for eagle; for eagle3 4H, and it reads the first 3H. */
 #ifndef TLT_EAGLE_H
 #define TLT_EAGLE_H
 
@@ -9,16 +11,19 @@
 #define TLT_BUCKET_WIDTH 0.25f
 
 typedef struct {
-    TltModel model; /* input_norm and final_norm are NULL */
-    const void *fc; /* packed panels [H][2H] */
-    void *pair;     /* [max_rows][2H up to a multiple of 64, + 64] activations */
+    TltModel model; /* eagle: the policy's LM head, input_norm and final_norm NULL. eagle3: a head of its own, `vocab` tokens */
+    const void *fc; /* packed panels [H][2H]; eagle3: [H][3H] */
+    void *pair;     /* [max_rows][3H up to a multiple of 64, + 64] activations */
+    const float *hidden_norm; /* [Hp]; NULL: kind eagle */
+    const int32_t *ids;       /* [model.vocab] the policy's ids of the drafter's tokens; NULL: they are the same */
+    int32_t vocab, state_width, norm_before_residual; /* V of the policy; W; whether the residual stream is normed first */
 } TltEagle;
 
-/* T pairs: at position p the token there and the hidden state of p - 1, which lies at `state_slots` of the pages. */
+/* T pairs: at position p the token there and the state of p - 1, which lies at `state_slots` of the pages. */
 typedef struct {
     int32_t count, num_blocks, block_size;
     const int32_t *tokens, *positions, *slots, *state_slots; /* [T]; slots: where key and value go */
-    const void *pages;                                       /* [num_blocks * block_size][H], compute type */
+    const void *pages;                                       /* [num_blocks * block_size][W], compute type */
     void *kv;
 } TltPairs;
 
@@ -34,7 +39,7 @@ typedef struct {
     const int32_t *outputs;                                      /* [S][width], output_len of them */
     const int32_t *wanted;                                       /* [B] most tokens to draft, at most D */
     int32_t *synced, *first; /* [S] last position whose pair is cached; first one that the drafter attends to */
-    const void *pages;       /* hidden states */
+    const void *pages;       /* [.][W] */
     void *kv;
     const float *rates; /* [TLT_DEPTHS][TLT_BUCKETS] */
     /* Out: counts [B]; then, of all N drafted tokens, tokens, cumulative acceptance (float), depths and features [N]; then the siblings'

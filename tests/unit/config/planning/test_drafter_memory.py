@@ -9,10 +9,11 @@ from torch import Tensor
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning import drafter as plan
 from megatron_tlt.drafter import loss, training_state
+from megatron_tlt.drafter.checkpoint import drafter_shape
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import model as eagle
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.pairs import PairBatch
 from tests.helpers.meta_bytes import MetaBytes
 
@@ -42,17 +43,19 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3")])
+def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str) -> None:
     shape, tp, limit = MODELS[name]
-    rollout = {"tp": tp, "dtype": "bf16"}
-    config = build_config({"model": {"path": "m"}, "rollout": rollout, "idle": {"train_drafter": True}})
+    sections = {"rollout": {"tp": tp, "dtype": "bf16"}, "drafter": {"kind": kind}}
+    if kind == "eagle3":
+        sections["drafter"]["draft_vocab_size"], limit = 32000, limit + 4
+    config = build_config({"model": {"path": "m"}, **sections, "idle": {"train_drafter": True}})
     sizes = config.drafter.sizes("cuda")
     tokens = sizes.micro_step_tokens
     assert (sizes.dtype, tokens) == ("bf16", 4096)
     monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
     with torch.device("meta"):
-        model = EagleModel(shape)
+        model = build_model(drafter_shape(config.drafter, shape))
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
     with MetaBytes() as live:
         trainer = OnlineDrafterTrainer(model, section, tp=FirstRank(tp), device="meta")
@@ -63,7 +66,7 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str) -> None:
         table = meta(shape.vocab_size, shape.hidden_size)
         engine = live.now - held if tp == 1 else 0  # with several ranks the head is a copy of its own
         training.set_policy(table, table)
-        hidden = meta(tokens, shape.hidden_size)
+        hidden = meta(tokens, config.drafter.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
         training.gradients(PairBatch(ids, hidden, [0, tokens], [1], [0]))
         norm = state.take_gradients()

@@ -16,6 +16,7 @@ from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.export.engines import Format
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.loader import save_hf
@@ -52,7 +53,8 @@ def engine_logits(engine: engine_drafters.Drafter, config: ModelConfig, base: in
 
 
 def export(tmp_path: Path, config: ModelConfig, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
-    save_drafter(tmp_path / "drafter", config, random_drafter(config), policy_version=7, trained_steps=30)
+    shape = DrafterConfig.eagle(config)
+    save_drafter(tmp_path / "drafter", shape, random_drafter(config), policy_version=7, trained_steps=30)
     export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
     return tmp_path / "out"
 
@@ -124,7 +126,7 @@ def test_hf_takes_copies_of_the_policys_tables(tied: bool, tmp_path) -> None:
     config = replace(FAMILIES["llama"], tie_word_embeddings=tied)
     weights = dict(random_weights(config))
     save_hf(tmp_path / "policy", config, weights.items())
-    save_drafter(tmp_path / "drafter", config, random_drafter(config))
+    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(config), random_drafter(config))
     export_drafter(tmp_path / "drafter", tmp_path / "out", "hf", torch.float32, tmp_path / "policy")
     tables = load_file(tmp_path / "out" / "policy_tables.safetensors")
     embed = weights["model.embed_tokens.weight"]
@@ -157,7 +159,7 @@ def test_wrong_weights_are_named(tmp_path) -> None:
     config = FAMILIES["llama"]
     huge = random_drafter(config)
     huge["fc.weight"][0, 0] = 1e6
-    save_drafter(tmp_path / "drafter", config, huge)
+    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(config), huge)
     with pytest.raises(CheckpointError, match=r"fc\.weight has values that are not finite in float16"):
         export_drafter(tmp_path / "drafter", tmp_path / "out", "vllm", torch.float16)
     assert not (tmp_path / "out").exists()

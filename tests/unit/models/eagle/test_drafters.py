@@ -12,6 +12,7 @@ import torch
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, Chains, EagleDecoder
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from tests.helpers.pairs import Rows, check_row, of_row, states
@@ -20,8 +21,18 @@ from tests.helpers.tiny_models import random_weights
 from tests.unit.models.test_decoders import LocalGroup
 
 
+def drafter_config(config: ModelConfig) -> DrafterConfig:
+    """Policies of five layers have a drafter of kind eagle3: of a reduced vocabulary, or with the norm first."""
+    if config.num_layers < 5:
+        return DrafterConfig.eagle(config)
+    if config.qkv_bias:
+        return DrafterConfig.eagle3(config, (0, 1, 3), norm_before_residual=True)
+    layer = replace(config, num_kv_heads=4, intermediate_size=72, rope_theta=500.0, rms_norm_eps=1e-3)
+    return DrafterConfig.eagle3(config, (1, 2, 3), 60, layer)
+
+
 def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
-    return list(random_drafter(config, seed).items())
+    return list(random_drafter(drafter_config(config), seed).items())
 
 
 both = pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -32,15 +43,18 @@ CONFIGS = {
     # 72 columns of queries: keys begin in the middle of a panel of weights
     "odd": ModelConfig("qwen2", 73, 72, 1, 3, 3, 24, 90, qkv_bias=True, tie_word_embeddings=True),
     "llama": ModelConfig("llama", 4200, 64, 1, 8, 1, 64, 96, max_position_embeddings=700),
+    "eagle3": ModelConfig("qwen3", 83, 68, 5, 4, 2, 24, 90, qk_norm=True, tie_word_embeddings=True),
+    "eagle3-norm": ModelConfig("qwen2", 79, 72, 5, 3, 3, 24, 90, qkv_bias=True),
 }
 
 
 def loaded(
     name: str, kernels: str = "native", dtype: torch.dtype = torch.float32, threads: int = 1, tp=None
 ) -> EagleDecoder:
-    policy = build_decoder(CONFIGS[name], dtype=dtype, kernels=kernels, tp=tp)
+    drafter = drafter_config(CONFIGS[name])
+    policy = build_decoder(CONFIGS[name], dtype=dtype, kernels=kernels, tp=tp, aux_layers=drafter.aux_layers)
     policy.load_weights(random_weights(CONFIGS[name]))
-    eagle = build_eagle(policy, threads)
+    eagle = build_eagle(policy, drafter, threads)
     assert eagle.kind == kernels
     eagle.load_weights(eagle_weights(CONFIGS[name]))
     return eagle
@@ -196,7 +210,7 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     def run(kernels: str, tp) -> Chains:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
-        eagle = build_eagle(policy)
+        eagle = build_eagle(policy, DrafterConfig.eagle(config))
         eagle.load_weights(weights[1])
         return rows_of(eagle, [21, 33]).draft([5, 3], 2)
 
@@ -232,13 +246,15 @@ def test_captured_steps_draft_the_same(name: str) -> None:
             eagle.use_graphs(run_step)
         results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0], 2))
     assert_same(*results)
-    assert ran == [("eagle", 2, 5)] * 7
+    assert ran == [(drafter_config(CONFIGS[name]).kind, 2, 5)] * 7
 
 
-def test_a_step_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("name", ["qwen3", "eagle3"])
+def test_a_step_never_waits_for_the_device(name: str) -> None:
     """On the meta device there are no values: reading one on the host fails, as it would in a CUDA graph."""
-    config = CONFIGS["qwen3"]
-    eagle = build_eagle(build_decoder(config, "meta", kernels="torch"))
+    config, drafter = CONFIGS[name], drafter_config(CONFIGS[name])
+    policy = build_decoder(config, "meta", kernels="torch", aux_layers=drafter.aux_layers)
+    eagle = build_eagle(policy, drafter)
     rows = torch.zeros(4, dtype=torch.int64, device="meta")
     starts, tables = torch.zeros(5, dtype=torch.int64, device="meta"), torch.zeros(4, 3, device="meta").long()
     fed = DecoderInput.of([rows, rows, rows, starts, rows, tables, rows])
@@ -268,7 +284,7 @@ def test_copied_blocks_serve_another_row(kernels: str) -> None:
 def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once(kernels: str) -> None:
     config = CONFIGS["llama"]
     policy = build_decoder(config, kernels=kernels)
-    eagle, weights = build_eagle(policy), eagle_weights(config, seed=4)
+    eagle, weights = build_eagle(policy, DrafterConfig.eagle(config)), eagle_weights(config, seed=4)
     rows = rows_of(eagle, [20])
     for wrong in (
         weights[1:],
@@ -292,7 +308,7 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     config = replace(CONFIGS["qwen3"], max_position_embeddings=9000)
     policy = build_decoder(config, kernels=kernels)
     policy.load_weights(random_weights(config))
-    eagle = build_eagle(policy)
+    eagle = build_eagle(policy, DrafterConfig.eagle(config))
     eagle.load_weights(eagle_weights(config))
     for length in (4094, 4200):
         rows = rows_of(eagle, [length], window=12)

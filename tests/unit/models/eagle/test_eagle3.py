@@ -11,17 +11,18 @@ import torch
 
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.eagle3 import Eagle3Config, Eagle3Model, choose_vocabulary, default_layers
+from megatron_tlt.models.eagle.config import DrafterConfig, default_layers
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
 from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import lookup_tables
-from tests.helpers.tiny_eagle3 import POLICIES, random_eagle3, random_sequence3
+from tests.helpers.tiny_drafters import lookup_tables, random_drafter
+from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
 
-CONFIG = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40)
+CONFIG = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=40)
 
 
-def model_of(config: Eagle3Config) -> Eagle3Model:
+def model_of(config: DrafterConfig) -> Eagle3Model:
     model = Eagle3Model(config)
-    model.load_full(random_eagle3(config))
+    model.load_full(random_drafter(config).items())
     return model
 
 
@@ -30,7 +31,7 @@ def test_default_layers_are_the_engines_and_can_be_collected() -> None:
     assert default_layers(36) == (1, 17, 32)  # Qwen3 8B
     for count in range(4, 80):
         policy = replace(POLICIES["llama"], num_layers=count)
-        layers = Eagle3Config.of(policy).layers
+        layers = DrafterConfig.eagle3(policy).aux_layers
         assert len(set(layers)) == 3
         assert max(layers) <= count - 2
     with pytest.raises(ConfigError, match="num_hidden_layers = 3"):
@@ -39,8 +40,8 @@ def test_default_layers_are_the_engines_and_can_be_collected() -> None:
 
 @pytest.mark.parametrize("layers", [(1, 3), (1, 1, 4), (3, 1, 4), (-1, 1, 4), (1, 3, 7), (1, 2, 3, 4)])
 def test_layers_out_of_reach_are_refused(layers) -> None:
-    with pytest.raises(ConfigError, match=r"eagle3_layers = .* must be three ascending layers of 0 \.\. 6"):
-        Eagle3Config.of(POLICIES["llama"], layers)
+    with pytest.raises(ConfigError, match=r"drafter\.layers = .* must be three ascending layers of 0 \.\. 6"):
+        DrafterConfig.eagle3(POLICIES["llama"], layers)
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
@@ -49,15 +50,18 @@ def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
     assert choose_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_initialise_takes_the_policys_rows_of_the_vocabulary() -> None:
+def test_the_head_begins_with_the_policys_rows_of_the_vocabulary() -> None:
     model, (_, head) = Eagle3Model(CONFIG), lookup_tables(CONFIG.policy)
     ids = torch.arange(0, 80, 2)
-    model.initialise(0, head, ids)
+    model.initialise(0)
+    model.set_vocabulary(ids)
+    model.take_head(head)
     assert torch.equal(model.token_ids(), ids)
     assert torch.equal(model.lm_head.weight, head[ids])
     assert torch.equal(model.t2d.nonzero().flatten(), ids)
-    whole = Eagle3Model(Eagle3Config.of(POLICIES["qwen3"]))
-    whole.initialise(0, head)
+    whole = Eagle3Model(DrafterConfig.eagle3(POLICIES["qwen3"]))
+    whole.initialise(0)
+    whole.take_head(head)
     assert torch.equal(whole.lm_head.weight, head)
     for wrong in (ids[:5], ids.flip(0), ids + 60):
         with pytest.raises(ConfigError, match="must be 40 ascending ids below 101"):
@@ -76,7 +80,7 @@ def test_outputs_and_gradients_do_not_depend_on_the_packing() -> None:
             batch = collate(group)
             layout = PairLayout(batch)
             for step, out in enumerate(model.unroll(embed, batch, layout, 3)):
-                logits = model.logits(out[layout.valid(step)])
+                logits = model.full_logits(out[layout.valid(step)])[:, model.token_ids()]
                 logits.square().sum().backward(retain_graph=True)
                 rows.append(logits.detach().sum(0))
         grad = torch.cat([p.grad.flatten() for p in model.parameters()])

@@ -8,7 +8,7 @@ import torch
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import eagle_parameter_shapes
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.pairs import expected
@@ -39,7 +39,7 @@ def draft_one_by_one(
 def test_state_has_the_names_and_shapes_of_the_contract(family: str) -> None:
     model = EagleModel(FAMILIES[family])
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    assert shapes == eagle_parameter_shapes(FAMILIES[family])
+    assert shapes == DrafterConfig.eagle(FAMILIES[family]).shapes()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

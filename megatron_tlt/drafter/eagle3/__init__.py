@@ -1,1 +1,0 @@
-"""Training EAGLE-3 drafters."""

@@ -1,0 +1,124 @@
+"""Exported drafters in a real, unchanged vLLM on CPU: loaded, and accepted as often as in our own engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_tlt.backends.vllm.launch import _ENGINE, ENVIRONMENTS, find_python
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.drafter.batching import DraftSequence, epoch
+from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vocabulary
+from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.rollout.hidden_states import HiddenStateCollector
+from megatron_tlt.types import SamplingParams
+from tests.helpers.engines import answer_all, make_engine, speculating_engine
+from tests.helpers.mpi import ROOT
+from tests.helpers.tiny_models import random_weights
+
+PYTHON = find_python(VllmSection())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"),
+]
+LENGTH, DRAFTED = 60, 4
+PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(5 + i)] for i in range(12)]
+SIZES = (101, 64, 5, 2, 1, 32, 96)  # vLLM's Qwen2 has heads of hidden size / heads
+SHAPES = {
+    "llama-eagle": (ModelConfig("llama", *SIZES, max_position_embeddings=256), None),
+    "qwen2-eagle": (ModelConfig("qwen2", *SIZES, qkv_bias=True, max_position_embeddings=256), None),
+    "qwen3-eagle3": (ModelConfig("qwen3", *SIZES, qk_norm=True, max_position_embeddings=256), 70),
+    "qwen2-eagle3": (ModelConfig("qwen2", *SIZES, qkv_bias=True, max_position_embeddings=256), 101),
+}
+
+
+def collected(shape: ModelConfig, layers: tuple[int, ...]) -> list[DraftSequence]:
+    """Greedy answers to the prompts and to their beginnings, with states."""
+    engine, samples = make_engine(shape, random_weights(shape), aux_layers=layers), []
+    engine.collect_hidden_states(HiddenStateCollector(samples.append))
+    answer_all(engine, [(i, p[: 3 + i % 4], params(), 1) for i, p in enumerate(PROMPTS)] + jobs())
+    return [DraftSequence.of(sample, sample.hidden) for sample in samples]
+
+
+def params() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+
+
+def jobs() -> list:
+    return [(100 + i, prompt, params(), 1) for i, prompt in enumerate(PROMPTS)]
+
+
+def trained(shape: ModelConfig, tokens: int | None) -> PairModel:
+    """A drafter that drafts some tokens right and some not."""
+    config = DrafterConfig.eagle(shape) if tokens is None else DrafterConfig.eagle3(shape, (0, 2, 3), tokens)
+    weights, data = dict(random_weights(shape)), collected(shape, config.aux_layers)
+    embed, head, model = weights[EMBED], weights.get(HEAD, weights[EMBED]), build_model(config)
+    model.initialise(0)
+    if isinstance(model, Eagle3Model):
+        if config.reduced:
+            counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=shape.vocab_size)
+            model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))
+        model.take_head(head)
+    section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2, warmup_steps=5)
+    trainer = DrafterTrainer(model, embed, head, section, temperature=1.0)
+    for seed in range(60):
+        trainer.step(next(epoch(data, 512, 128, (0, seed))))
+    return model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict]]:
+    """What vLLM and our engine say of each drafter: answers, and tokens that a step of a request emits."""
+    folder, todo, ours = tmp_path_factory.mktemp("serving"), [], {}
+    for name, (shape, tokens) in SHAPES.items():
+        model = trained(shape, tokens)
+        at = folder / name
+        save_drafter(at / "drafter", model.config, model.state_dict())
+        export_drafter(at / "drafter", at / "vllm", "vllm", torch.float32)
+        write_policy(at / "policy", shape)
+        method = model.config.kind
+        todo.append({"model": str(at / "policy"), "drafter": str(at / "vllm"), "method": method})
+        todo[-1] |= {"draft_len": DRAFTED, "prompts": PROMPTS, "max_tokens": LENGTH}
+        speculation = {"drafter": "eagle", "selector": "fixed", "draft_len": DRAFTED}
+        weights = random_weights(shape)
+        made = {"speculation": speculation, "shape": model.config}
+        engine = speculating_engine(shape, weights, drafter_weights=model.state_dict(), **made)
+        answers = answer_all(engine, jobs())
+        length = engine.take_stats().speculation.accept_length
+        ours[name] = {"outputs": [answers[100 + i, 0][0] for i in range(len(PROMPTS))], "accept_length": length}
+    (folder / "jobs.json").write_text(json.dumps(todo))
+    worker = Path(__file__).parent / "workers" / "vllm_serving.py"
+    environment = os.environ | _ENGINE | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [PYTHON, str(worker), str(folder / "jobs.json")]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    theirs = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(theirs) == len(SHAPES), done.stderr[-4000:]
+    return {name: (ours[name], given) for name, given in zip(SHAPES, theirs, strict=True)}
+
+
+def write_policy(folder: Path, shape: ModelConfig) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(replace(shape, eos_token_ids=(2,)).to_hf()))
+    save_file(dict(random_weights(shape)), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_vllm_accepts_what_our_engine_accepts(served: dict, name: str) -> None:
+    ours, theirs = served[name]
+    assert "error" not in theirs, theirs["error"]
+    assert theirs["outputs"] == ours["outputs"]
+    assert 1.3 < ours["accept_length"] < DRAFTED + 0.9, "a drafter that says nothing of acceptance"
+    assert theirs["accept_length"] == pytest.approx(ours["accept_length"], rel=0.05)
