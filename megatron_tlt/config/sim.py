@@ -130,6 +130,8 @@ class SimTrainingSection(Section):
     """Tensor parallel size of the actor (layout check; scales measured update times only)."""
     pp: PositiveInt = 1
     """Pipeline parallel size of the actor (layout check; scales measured update times only)."""
+    cp: PositiveInt = 1
+    """Context parallel size of the actor (layout check only: measured times are those of a rank's rows)."""
     mfu: float = Field(default=0.35, gt=0, le=1)
     """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token."""
     recompute: bool = True
@@ -200,10 +202,8 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
     for path, size in (("rollout.tp", config.rollout.tp), ("training.tp", measured.tp)):
         if gpus % size:
             yield ConfigProblem(path, size, f"must divide the {gpus} GPUs")
-    if gpus % (measured.tp * measured.pp):
-        yield ConfigProblem(
-            "training.pp", measured.pp, f"tp x pp = {measured.tp * measured.pp} must divide the {gpus} GPUs"
-        )
+    if gpus % (block := measured.tp * measured.pp * measured.cp):
+        yield ConfigProblem("training.pp", measured.pp, f"tp x pp x cp = {block} must divide the {gpus} GPUs")
     if config.idle.work_stealing:
         yield ConfigProblem(
             "idle.work_stealing", True, "must be false: simulated replicas know nothing of each other's queues"

@@ -88,6 +88,7 @@ def simulation_of(config: Config) -> SimConfig:
         "training": {
             "tp": config.actor.tp,
             "pp": config.actor.pp,
+            "cp": config.actor.cp,
             "recompute": config.actor.recompute == "full",
             "logprob_passes": (config.algorithm.kl_coef > 0) + (config.algorithm.mini_batches > 1),
             "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
@@ -140,8 +141,9 @@ micro-step.
 
 Assumed in seconds: answers with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {_STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 at 35 %
-MFU in updates, for the two small recipes RTX 4090. Two steps, the drafter learning in them. Other lengths,
-drafters and machines: `megatron-tlt simulate`.
+MFU in updates, of which attention is not counted (at 128k tokens it is more than the rest), for the two small
+recipes RTX 4090. Two steps, the drafter learning in them. Other lengths, drafters and machines: `megatron-tlt
+simulate`.
 """
 
 

@@ -3,7 +3,8 @@
 Weights by the slots of `actor/hf_names.py`, offload and export by the real code; the update is a graph of PyTorch's
 autograd, so what is kept for backward, and when it dies, is autograd's answer, not a formula's.
 
-Legend: T tokens of a micro-batch, H hidden, s ranks over which sequence parallelism divides the rows, t = tp.
+Legend: T tokens of a micro-batch on this rank, H hidden, s ranks over which sequence parallelism divides the rows, t =
+tp.
 """
 
 from __future__ import annotations
@@ -97,6 +98,26 @@ class _Row(torch.autograd.Function):
         return full @ w, None, None
 
 
+class _Ring(torch.autograd.Function):
+    """Attention of context parallel ranks that pass keys and values around: an output for each of `cp` steps until the
+    last one corrects them, two buffers for what arrives and leaves; backward has gradients there as well."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: int) -> Tensor:
+        _buffers = [torch.cat([k, v]) for _ in range(2)]
+        outputs = [torch.empty_like(q) for _ in range(cp)]
+        out = torch.empty_like(q)
+        del outputs
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, _ = ctx.saved_tensors
+        _buffers = [torch.cat([k, v, k, v]) for _ in range(2)]
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
 class _Fused(torch.autograd.Function):
     """A fused kernel: one output of `shape`; its input is kept only where its backward reads it."""
 
@@ -135,7 +156,7 @@ class ShapePolicy:
         self.reference = self._shards(dtype) if config.algorithm.kl_coef > 0 else {}
         count = sum(p.numel() for p in self.weights.values())
         self.gradients = torch.empty(count, device=META)
-        divided = -(-count // dims.dp)
+        divided = -(-count // (dims.dp * dims.cp))
         master, *moments = (torch.empty(divided, device=META) for _ in range(3))
         inner = SimpleNamespace(
             param_groups=[{"params": [master]}], state={master: dict(zip("mv", moments, strict=True))}
@@ -201,7 +222,10 @@ class ShapePolicy:
         q, k, v = qkv.split([heads * d, groups * d, groups * d], dim=1)
         rotated = [_Fused.apply(part, (1, n, len(part), d), False) for part, n in ((q, heads), (k, groups))]
         value = v.view(1, len(v), groups, d).transpose(1, 2)
-        attended = torch.ops.aten._scaled_dot_product_flash_attention(*rotated, value, 0.0, True)[0]
+        if self.dims.cp > 1:
+            attended = _Ring.apply(*rotated, value, self.dims.cp)
+        else:
+            attended = torch.ops.aten._scaled_dot_product_flash_attention(*rotated, value, 0.0, True)[0]
         out = attended.transpose(1, 2).reshape(-1, heads * d)
         x = x + _Row.apply(out, w["self_attention.linear_proj.weight"], s)
         weights = w["mlp.linear_fc1.weight"], w["mlp.linear_fc2.weight"]

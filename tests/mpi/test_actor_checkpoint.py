@@ -34,7 +34,7 @@ def one_rank(place: Path) -> list[dict[str, Any]]:
 
 VARIANTS = {"adam": "{}", "sgd": '{"sgd":true}', "bf16": '{"dtype":"bf16"}'}
 SHARDED = '{"tp":2,"distributed_optimizer":"on"}'
-FOUR = ['{"tp":2,"pp":2}', '{"pp":2}', '{"tp":4,"sequence_parallel":true}', "{}"]
+FOUR = ['{"tp":2,"pp":2}', '{"pp":2}', '{"tp":4,"sequence_parallel":true}', "{}", '{"tp":2,"cp":2}']
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def four_ranks(place: Path, one_rank: list[dict[str, Any]]) -> list[dict[str, An
 
 
 ZERO = '{"dtype":"bf16","distributed_optimizer":"on"}'
+DIVIDED = '{"cp":2,"distributed_optimizer":"on"}'
 HOST = '{"dtype":"bf16","distributed_optimizer":"on","offload_optimizer":true}'
 
 
@@ -75,6 +76,9 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
         f"count {place}/counted {ZERO}",
         f"count {place}/host {HOST}",
         *(f"{verb} {place}/{name} {layout}" for name, verb, layout in EXPERTS),
+        f"save {place}/divided {DIVIDED}",
+        f"load {place}/divided {DIVIDED}",
+        f'load {place}/divided {{"tp":2,"distributed_optimizer":"on"}}',
     )
 
 
@@ -96,9 +100,15 @@ def test_a_save_takes_one_share_of_the_state_and_moves_no_gradients(two_ranks: l
 
 
 def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:
-    mixed, mixed_pp, sharded, sharded_dp = [r for r in two_ranks if r["case"] == "load"][1:]
+    mixed, mixed_pp, sharded, sharded_dp = [r for r in two_ranks if r["case"] == "load"][1:5]
     assert mixed["same_bits"] and sharded["same_bits"]
     assert mixed_pp["weights"] <= 1e-5 and sharded_dp["weights"] <= 1e-5
+
+
+def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(two_ranks: list[dict[str, Any]]) -> None:
+    same, other = [r for r in two_ranks if r["case"] == "load"][5:]
+    assert same["same_bits"] and same["grad_norm"] == 0.0
+    assert other["weights"] <= 1e-5, other
 
 
 @pytest.mark.parametrize("which", range(len(VARIANTS)))
@@ -130,7 +140,7 @@ def test_the_same_layout_resumes_bit_for_bit(four_ranks: list[dict[str, Any]]) -
 
 def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
-    assert len(loads) == 7
+    assert len(loads) == len(FOUR) + 3
     assert all(r["weights"] <= 1e-5 for r in loads), loads
 
 

@@ -41,6 +41,12 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any], list[str]]]] = {
         "tp": ("update", {}, ["actor.micro_batch_tokens=512", "actor.tp=2"]),
         "sp": ("update", {}, ["actor.micro_batch_tokens=512", "actor.tp=2", "actor.sequence_parallel=true"]),
         "pp": ("update", {}, ["actor.micro_batch_tokens=512", "actor.pp=2"]),
+        "heads exchanged": ("update", {}, ["actor.micro_batch_tokens=1024", "actor.cp=2"]),
+        "keys gathered": (
+            "update",
+            {"family": "llama", "num_kv_heads": 8},
+            ["actor.micro_batch_tokens=1024", "actor.cp=2", "actor.cp_comm_type=all_gather"],
+        ),
     },
 }
 

@@ -13,6 +13,11 @@ key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e by
   one layer is there while that layer goes back.
 * Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients while it goes back.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
+* Context parallelism (c ranks): T is this rank's share. p2p keeps what one rank keeps, and while a layer's attention
+  runs the outputs of c steps, keys and values that arrive and leave, and their gradients, `T*e*(c*A + 8*K)*d/t`; a2a
+  sends and receives `A + 2*K`, thrice on the way back; all_gather keeps keys and values of all ranks, `2*c*K`, and has
+  them thrice; its masks on CPU (two of a length, shared by layers) have a row for each of a rank's, a column for each
+  before it.
 * The last stage: the final norm and the rows for the head, `4*T*e*H`; logits and their gradient, `2*T*e*V/t`; and the
   larger of the chunks in which `actor/logprob.py` computes (four, fp32) and the head's weight gradient, `e*H*V/t`.
 
@@ -44,6 +49,9 @@ class Slice:
     in_flight: int  # micro-batches
     is_last: bool
     device: Device
+    cp: int = 1  # c
+    comm: str = "p2p"  # of context parallel attention
+    longest: int = 0  # tokens of the longest sequence, over all c ranks
 
 
 def layer_bytes(shape: ModelShape, at: Slice, redone: Collection[str] = ()) -> float:
@@ -57,6 +65,8 @@ def layer_bytes(shape: ModelShape, at: Slice, redone: Collection[str] = ()) -> f
         h = 3
     f = 0 if "mlp" in redone else 2 if "mlp_act" in redone else 3
     a, k = (5 - 2 * fused, 4 - fused) if normed else (3, 3)
+    if at.cp > 1 and at.comm == "all_gather":
+        k += 2 * at.cp - 2
     heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
     wide = (heads + f * shape.intermediate_size) / at.tp
     return at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide)
@@ -66,6 +76,20 @@ def gradient_bytes(shape: ModelShape, at: Slice) -> float:
     """Temporaries of one layer's way back."""
     wide = 2 * shape.hidden_size / at.sequence + 2 * shape.intermediate_size / at.tp
     return at.tokens * at.element * wide
+
+
+def attention_bytes(shape: ModelShape, at: Slice) -> float:
+    """Temporaries of one layer's context parallel attention."""
+    A, K = shape.num_heads, shape.num_kv_heads
+    heads = {"p2p": at.cp * A + 8 * K, "a2a": 3 * (A + 2 * K), "all_gather": 6 * at.cp * K}[at.comm]
+    return at.tokens * at.element * heads * shape.head_dim / at.tp if at.cp > 1 else 0.0
+
+
+def mask_bytes(at: Slice) -> float:
+    """Masks of a micro-batch: see the module."""
+    if at.cp == 1 or at.comm != "all_gather" or at.device == "cuda":
+        return 0.0
+    return (at.longest / (2 * at.cp)) ** 2 * (2 * at.cp + 1) * at.element
 
 
 def head_bytes(shape: ModelShape, at: Slice) -> float:
@@ -84,6 +108,6 @@ def update_bytes(shape: ModelShape, at: Slice, recompute: str, modules: Collecti
     else:
         kept = layer_bytes(shape, at, modules if recompute == "selective" else ())
         redone = layer - kept
-    again = redone + gradient_bytes(shape, at)
+    again = redone + max(gradient_bytes(shape, at), attention_bytes(shape, at))
     head = head_bytes(shape, at) if at.is_last else 0
-    return int(at.in_flight * at.layers * kept + max(head, again))
+    return int(at.in_flight * (at.layers * kept + mask_bytes(at)) + max(head, again))

@@ -140,7 +140,7 @@ def _host_parts(
     before = parts["drafter training"]
     return {
         "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + parts["weights"] // dims.dp,
+        "checkpoint": parts["optimizer"] + parts["weights"] // (dims.dp * dims.cp),
         "hidden states": drafter.hidden_state_bytes(config, device),
         "drafter before a window": pinned_bytes(before) if device == "cuda" else before,
         _SAVED: drafter.drafter_save_bytes(config, shape, device),

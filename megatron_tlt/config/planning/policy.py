@@ -36,8 +36,11 @@ def optimizer_bytes(config: Config | SftConfig, parameters: int, dims: Dims, dev
 
 def micro_batch_tokens(config: Config | SftConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
-    longest = longest_request(config) if isinstance(config, Config) else config.model.max_context
-    return -(-max(config.actor.micro_batch_tokens, longest) // config.actor.cp)
+    return -(-max(config.actor.micro_batch_tokens, _longest(config)) // config.actor.cp)
+
+
+def _longest(config: Config | SftConfig) -> int:
+    return longest_request(config) if isinstance(config, Config) else config.model.max_context
 
 
 def activation_bytes(
@@ -45,6 +48,7 @@ def activation_bytes(
 ) -> int:
     """What an update takes on one rank of a stage beside its state; see `activations.py`."""
     actor = config.actor
+    engine = device == "cuda" and actor.layer_spec != "local"
     at = Slice(
         tokens=micro_batch_tokens(config),
         element=element_bytes(actor.dtype),
@@ -54,6 +58,9 @@ def activation_bytes(
         in_flight=dims.pp - stage,
         is_last=stage == dims.pp - 1,
         device=device,
+        cp=dims.cp,
+        comm=actor.cp_comm(shape.num_kv_heads, engine),
+        longest=_longest(config),
     )
     return update_bytes(shape, at, actor.recompute, actor.recompute_modules)
 

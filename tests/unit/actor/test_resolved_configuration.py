@@ -136,6 +136,15 @@ def test_norms_and_activation_are_redone_where_that_is_asked_for(gpu: None) -> N
     assert layer.submodules.sharded_state_dict_keys_map == build._NAMES_IN_CHECKPOINTS
 
 
+def test_transformer_engine_gets_its_own_context_parallelism(gpu: None) -> None:
+    """A string: megatron indexes a list of `cp_comm_type` by layers that count from 1."""
+    transformer, ddp, _, _ = resolved("grpo-qwen2.5-32b-128k-8n8g", "actor.recompute=full")
+    transformer.pop("expert_tensor_parallel_size")
+    ring = {"context_parallel_size": 8, "cp_comm_type": "p2p"}
+    assert transformer == COMMON | FULL | ring | {"add_qkv_bias": True, "tensor_model_parallel_size": 8}
+    assert ddp == DDP, "ranks of a replica's contexts share gradients and optimizer, too"
+
+
 def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:
     _, ddp, _, _ = resolved("grpo-qwen2.5-0.5b-1n1g")
     assert "overlap_grad_reduce" not in ddp

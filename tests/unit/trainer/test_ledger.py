@@ -100,7 +100,8 @@ class Replay:
         names = {field.name for field in fields(ModelConfig)}
         known = {name: getattr(architecture, name) for name in names if hasattr(architecture, name)}
         bias, norm = architecture.family == "qwen2", architecture.family in ("qwen3", "qwen3_moe")
-        self.shape = ModelConfig(**known, qkv_bias=bias, qk_norm=norm)
+        positions = config.model.max_context
+        self.shape = ModelConfig(**known, qkv_bias=bias, qk_norm=norm, max_position_embeddings=positions)
         (folder / "config.json").write_text(json.dumps(self.shape.to_hf("bfloat16")))
         self.config, self.stage, self.ranks = config, stage, config.cluster.num_ranks
         self.plan = estimate_memory(config, self.shape, self.ranks)[stage]
