@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_tlt.config.planning.parameters import layer_parameters, total_parameters
+from megatron_tlt.config.planning.parameters import active_parameters, layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 
@@ -27,7 +27,7 @@ class Cluster:
         if self._config.model is None:
             return 0.0  # part of the measured update
         passes = self._config.training.logprob_passes
-        return passes * 2.0 * total_parameters(self._config.model) * tokens / self._peak
+        return passes * 2.0 * active_parameters(self._config.model) * tokens / self._peak
 
     def update(self, tokens: int) -> float:
         """Forward and backward over `tokens` tokens of all replicas, and the optimizer."""
@@ -38,7 +38,7 @@ class Cluster:
             return fixed + 1e-6 * training.update_us_per_token * of_a_rank
         assert self._config.model is not None, "checked by check_sim"
         operations = 8.0 if training.recompute else 6.0
-        return fixed + operations * total_parameters(self._config.model) * tokens / self._peak
+        return fixed + operations * active_parameters(self._config.model) * tokens / self._peak
 
     def push(self) -> float:
         """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""

@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.parameters import layer_parameters, total_parameters
+from megatron_tlt.config.planning.parameters import (
+    decoder_parameters,
+    expert_parameters,
+    layer_parameters,
+    total_parameters,
+)
 from megatron_tlt.config.sim import SimConfig, SimCostSection
 from megatron_tlt.errors import ConfigError
 
@@ -69,7 +74,8 @@ class Roofline:
     def __init__(self, model: ArchitectureConfig, gpu: Gpu, tp: int, section: SimCostSection, topk: int = 1):
         self._model, self._gpu, self._tp, self._section, self._topk = model, gpu, tp, section, topk
         head = model.vocab_size * model.hidden_size
-        self._weights = model.num_layers * layer_parameters(model) + head
+        self._dense = decoder_parameters(model, 0) + head
+        self._expert = len(model.moe_layers) * expert_parameters(model, 1)  # one of each layer
         fused = 2 * model.hidden_size * model.hidden_size
         self._drafter = layer_parameters(model) + fused + head
         self._kv = kv_bytes(model) / tp
@@ -78,7 +84,7 @@ class Roofline:
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
         """See `CostModel.step`."""
         attention = 4.0 * self._model.num_layers * self._width * C * (T / max(1, B)) / self._tp
-        seconds = self._forward(self._weights, T, C * self._kv, attention, self._model.num_layers)
+        seconds = self._policy(T, C * self._kv, attention)
         return seconds + 1e-3 * (
             self._section.step_ms + (self._section.speculation_ms if speculating else 0.0)
         )
@@ -93,13 +99,25 @@ class Roofline:
 
     def prefill(self, tokens: int) -> float:
         """See `CostModel.prefill`."""
-        seconds = self._forward(self._weights, tokens, 0.0, 0.0, self._model.num_layers)
-        return seconds + 1e-3 * self._section.step_ms
+        return self._policy(tokens, 0.0, 0.0) + 1e-3 * self._section.step_ms
 
-    def _forward(self, weights: float, T: int, kv: float, attention: float, layers: int) -> float:
+    def _policy(self, T: int, kv: float, attention: float) -> float:
+        """A forward of T rows. Of E experts each row computes with k, and all together read E (1 - (1 - k/E)^T)."""
+        experts, chosen = self._model.num_experts, self._model.num_experts_per_tok
+        read = experts * (1 - (1 - chosen / experts) ** T) if experts else 0
+        active = self._dense + chosen * self._expert
+        return self._forward(
+            self._dense + read * self._expert, T, kv, attention, self._model.num_layers, active
+        )
+
+    def _forward(
+        self, weights: float, T: int, kv: float, attention: float, layers: int, active: float | None = None
+    ) -> float:
+        """`weights` are read, `active` (default: those) are what each row computes with."""
         section, gpu = self._section, self._gpu
+        operations = 2.0 * (weights if active is None else active)
         reading = (ELEMENT * weights / self._tp + kv) / (gpu.bandwidth * section.bandwidth_efficiency)
-        computing = (2.0 * weights * T / self._tp + attention) / (gpu.flops * section.compute_efficiency)
+        computing = (operations * T / self._tp + attention) / (gpu.flops * section.compute_efficiency)
         return math.hypot(reading, computing) + self._reduce(T, layers)
 
     def _reduce(self, T: int, layers: int) -> float:

@@ -28,7 +28,7 @@ _STALE_RATE = 0.5  # assumed: of a drafter that starts from the policy's second 
 
 # Columns of the table that are sums of parts, GiB.
 _COLUMNS = {
-    "policy": ("weights", "gradients", "optimizer", "reference"),
+    "policy": ("weights", "experts", "gradients", "optimizer", "reference"),
     "update": ("activations",),
     "engine": ("engine weights", "drafter", "graphs"),
     "rollout step": ("rollout step",),
@@ -68,14 +68,15 @@ def simulation_of(config: Config) -> SimConfig:
     if speculation.uses_eagle and speculation.drafter_path is None:
         speculation = speculation.model_copy(update={"drafter_path": "made from the policy"})
     rollout = {"kv_cache_mib": cache_mib, "speculation": speculation}
-    small = (config.cluster.memory_gib or 0) < 40
+    memory = config.cluster.memory_gib or 0
+    gpu = "rtx4090" if memory < 40 else "h100" if memory < 80 else "h200"
     tree: dict[str, Any] = {
         "name": Path(config.train.run_dir).name,
         "model": shape,
         "cluster": {
             "nodes": config.cluster.nodes,
             "gpus_per_node": config.cluster.ranks_per_node,
-            "gpu": "rtx4090" if small else "h100",
+            "gpu": gpu,
         },
         "workload": {
             "steps": 2,
@@ -102,7 +103,7 @@ def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:
     shape = config.model.architecture
     assert shape is not None
     worst = max(stages, key=lambda stage: stage.total)
-    parts = [sum(worst.parts[name] for name in names) / GIB for names in _COLUMNS.values()]
+    parts = [sum(worst.parts.get(name, 0) for name in names) / GIB for names in _COLUMNS.values()]
     held = full_requests(config, shape, worst.parts[KV])
     fullest = f"{worst.total / GIB:.1f} ({worst.fullest})"
     gpus = f"{config.cluster.nodes} x {config.cluster.ranks_per_node}"
@@ -140,10 +141,10 @@ rollouts only (`rollout.release_cache`) and takes what remains. `drafter trainin
 micro-step.
 
 Assumed in seconds: answers with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
-a drafter that is right with {_STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 at 35 %
-MFU in updates, of which attention is not counted (at 128k tokens it is more than the rest), for the two small
-recipes RTX 4090. Two steps, the drafter learning in them. Other lengths, drafters and machines: `megatron-tlt
-simulate`.
+a drafter that is right with {_STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond
+80 GiB) at 35 % MFU in updates, of which attention is not counted (at 128k tokens it is more than the rest), for the
+two small recipes RTX 4090. Two steps, the drafter learning in them. Other lengths, drafters and machines:
+`megatron-tlt simulate`.
 """
 
 

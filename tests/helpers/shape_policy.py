@@ -147,16 +147,18 @@ class ShapePolicy:
     def __init__(self, config: Config, shape: ModelConfig, num_ranks: int, stage: int):
         actor = config.actor
         self.config, self.shape, self.stage = config, shape, stage
-        self.dims = dims = Dims.fit(num_ranks, actor.tp, actor.pp, actor.cp)
+        self.dims = dims = Dims.fit(num_ranks, actor.tp, actor.pp, actor.cp, actor.ep)
         at, pipeline = SimpleNamespace(tp=0, pp=stage), tuple(range(dims.pp))
-        self.groups = SimpleNamespace(dims=dims, at=at, tp=None, pp=None, pipeline=pipeline)
+        self.groups = SimpleNamespace(dims=dims, at=at, tp=None, pp=None, ep=None, pipeline=pipeline)
         self.redone = actor.recompute_modules if actor.recompute == "selective" else ()
         self.policy_version, dtype = 0, DTYPES[actor.dtype]
         self.weights = self._shards(dtype)
         self.reference = self._shards(dtype) if config.algorithm.kl_coef > 0 else {}
         count = sum(p.numel() for p in self.weights.values())
         self.gradients = torch.empty(count, device=META)
-        divided = -(-count // (dims.dp * dims.cp))
+        experts = sum(p.numel() for name, p in self.weights.items() if ".experts." in name)
+        replicas = dims.dp * dims.cp
+        divided = -(-(count - experts) // replicas) + -(-experts * dims.ep // (replicas * dims.tp))
         master, *moments = (torch.empty(divided, device=META) for _ in range(3))
         inner = SimpleNamespace(
             param_groups=[{"params": [master]}], state={master: dict(zip("mv", moments, strict=True))}
@@ -174,7 +176,8 @@ class ShapePolicy:
         for slot in slots(self.shape, self.dims.pp):
             if slot.stage == self.stage:
                 full = [torch.empty(shapes[name], dtype=dtype, device=META) for name in slot.hf_names]
-                part = shard(self.shape, slot, full, 0, self.dims.tp)
+                parts = self.dims.ep if slot.kind == "experts" else self.dims.tp
+                part = shard(self.shape, slot, full, 0, parts)
                 found[slot.paths[0]] = nn.Parameter(part.contiguous().clone(), requires_grad=False)
         return found
 
@@ -228,10 +231,25 @@ class ShapePolicy:
             attended = torch.ops.aten._scaled_dot_product_flash_attention(*rotated, value, 0.0, True)[0]
         out = attended.transpose(1, 2).reshape(-1, heads * d)
         x = x + _Row.apply(out, w["self_attention.linear_proj.weight"], s)
-        weights = w["mlp.linear_fc1.weight"], w["mlp.linear_fc2.weight"]
+        names, mlp = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"), self._mlp
+        if "mlp.experts.fc1" in w:
+            names, mlp = ("mlp.experts.fc1", "mlp.experts.fc2"), self._experts
+        weights = [w[name] for name in names]
         if "mlp" in self.redone:
-            return x + checkpoint(self._mlp, x, *weights, s, use_reentrant=True, preserve_rng_state=False)
-        return x + self._mlp(x, *weights, s)
+            return x + checkpoint(mlp, x, *weights, s, use_reentrant=True, preserve_rng_state=False)
+        return x + mlp(x, *weights, s)
+
+    def _experts(self, x: Tensor, fc1: Tensor, fc2: Tensor, s: int) -> Tensor:
+        """Twice as many rows as an even share: norm, router's tables, rows, the experts' products, rows back."""
+        c = self.shape
+        rows = 2 * c.num_experts_per_tok * len(x)
+        normed = _norm(x)
+        tables = [_Fused.apply(normed, (len(x), 2 * c.num_experts), True) for _ in range(4)]  # fp32
+        inner = _Fused.apply(normed, (rows, c.hidden_size), False)
+        up = _Fused.apply(inner, (rows, fc1.shape[1]), True)
+        gated = _Fused.apply(up, (rows, fc2.shape[2]), True)
+        out = _Fused.apply(_Fused.apply(gated, tuple(gated.shape), True), (rows, c.hidden_size), True)
+        return _Fused.apply(out, tuple(x.shape), False) + sum(table[:, :1] for table in tables)
 
     def _normed(self, x: Tensor, w: Tensor, s: int) -> Tensor:
         """A product of the norm of x."""

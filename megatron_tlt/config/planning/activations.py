@@ -1,7 +1,8 @@
 """What an update takes beside weights, gradients and optimizer state: activations, LM head, temporaries.
 
 Legend: T tokens of a micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, A / K query /
-key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of an element.
+key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of an element; E experts, k a token,
+G the width of one, R rows that reach this rank's.
 
 * One decoder layer keeps for backward, tensor by tensor as Korthikanti et al., arXiv 2205.05198, section 4, do for GPT,
   here for GQA, SwiGLU and fused attention (no A*T*T term): `T*e*(h*H/s + (a*A + k*K)*d/t + 3*F/t)`. Of the MLP
@@ -11,6 +12,9 @@ key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e by
 * Selective recompute keeps of these: with `layernorm` no output of a norm (CUDA), with `mlp_act` no activation, with
   `mlp` nothing inside of the MLP (CUDA: nor its norm's output, which Transformer Engine has inside). What it redoes of
   one layer is there while that layer goes back.
+* A layer with experts has in the MLP's place `R*e*(H + 4*G)` (their input, fc1's output, its activation before and
+  after the gates), with `mlp_act` two G less; four tables of the router, fp32 [T/s, E]; and the shared expert's MLP. R
+  is `2*k*T/s`: twice the even share, a guess.
 * Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients while it goes back.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
 * Context parallelism (c ranks): T is this rank's share. p2p keeps what one rank keeps, and while a layer's attention
@@ -35,6 +39,7 @@ from megatron_tlt.interfaces import ModelShape
 # Elements of one fp32 chunk in `actor.logprob`; a test compares.
 CHUNK_ELEMENTS: dict[Device, int] = {"cpu": 1 << 19, "cuda": 1 << 26}
 _CHUNKS = 4  # alive at once in its backward
+_IMBALANCE = 2  # rows of a rank's experts over the even share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +50,21 @@ class Slice:
     element: int  # e
     tp: int  # t
     sequence: int  # s
-    layers: float  # of this stage
+    layers: float  # of this stage, without experts
     in_flight: int  # micro-batches
     is_last: bool
     device: Device
     cp: int = 1  # c
     comm: str = "p2p"  # of context parallel attention
     longest: int = 0  # tokens of the longest sequence, over all c ranks
+    expert_layers: float = 0  # of this stage
 
 
-def layer_bytes(shape: ModelShape, at: Slice, redone: Collection[str] = ()) -> float:
+def layer_bytes(
+    shape: ModelShape, at: Slice, redone: Collection[str] = (), has_experts: bool = False
+) -> float:
     """What one layer keeps for backward, if the modules `redone` (`actor.recompute_modules`) are computed again."""
-    normed = shape.family == "qwen3"
+    normed = shape.family in ("qwen3", "qwen3_moe")
     fused = at.device == "cuda"
     h = 12 if at.element == 2 and not fused else 4
     if fused and "layernorm" in redone:
@@ -68,14 +76,25 @@ def layer_bytes(shape: ModelShape, at: Slice, redone: Collection[str] = ()) -> f
     if at.cp > 1 and at.comm == "all_gather":
         k += 2 * at.cp - 2
     heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
-    wide = (heads + f * shape.intermediate_size) / at.tp
-    return at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide)
+    width = shape.shared_expert_intermediate_size if has_experts else shape.intermediate_size
+    wide = (heads + f * width) / at.tp
+    kept = at.tokens * at.element * (h * shape.hidden_size / at.sequence + wide)
+    if not has_experts or "mlp" in redone:
+        return kept
+    gates = 2 if "mlp_act" in redone else 4
+    experts = _expert_rows(shape, at) * at.element * (shape.hidden_size + gates * shape.moe_intermediate_size)
+    return kept + experts + 4 * 4 * at.tokens / at.sequence * shape.num_experts
+
+
+def _expert_rows(shape: ModelShape, at: Slice) -> float:
+    return _IMBALANCE * shape.num_experts_per_tok * at.tokens / at.sequence
 
 
 def gradient_bytes(shape: ModelShape, at: Slice) -> float:
-    """Temporaries of one layer's way back."""
+    """Temporaries of one layer's way back; of experts also their rows on the way to their ranks and back."""
     wide = 2 * shape.hidden_size / at.sequence + 2 * shape.intermediate_size / at.tp
-    return at.tokens * at.element * wide
+    rows = _expert_rows(shape, at) * (3 * shape.hidden_size + 3 * shape.moe_intermediate_size)
+    return at.element * (at.tokens * wide + (rows if at.expert_layers else 0))
 
 
 def attention_bytes(shape: ModelShape, at: Slice) -> float:
@@ -102,12 +121,16 @@ def head_bytes(shape: ModelShape, at: Slice) -> float:
 
 def update_bytes(shape: ModelShape, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
     """The most that lives at once in an update. `modules`: what selective recompute redoes."""
-    layer = layer_bytes(shape, at)
-    if recompute == "full":
-        kept, redone = at.tokens * at.element * shape.hidden_size / at.sequence, layer
-    else:
-        kept = layer_bytes(shape, at, modules if recompute == "selective" else ())
-        redone = layer - kept
-    again = redone + max(gradient_bytes(shape, at), attention_bytes(shape, at))
+    total = again = 0.0
+    for layers, has_experts in ((at.layers, False), (at.expert_layers, True)):
+        layer = layer_bytes(shape, at, (), has_experts) if layers else 0.0
+        kept = at.tokens * at.element * shape.hidden_size / at.sequence
+        redone = layer
+        if recompute != "full":
+            kept = layer_bytes(shape, at, modules if recompute == "selective" else (), has_experts)
+            redone = layer - kept
+        total += layers * kept
+        again = max(again, redone)
+    again += max(gradient_bytes(shape, at), attention_bytes(shape, at))
     head = head_bytes(shape, at) if at.is_last else 0
-    return int(at.in_flight * (at.layers * kept + mask_bytes(at)) + max(head, again))
+    return int(at.in_flight * (total + mask_bytes(at)) + max(head, again))

@@ -19,9 +19,9 @@ from __future__ import annotations
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.planning.parameters import (
     MIB,
+    decoder_parameters,
     drafter_parameters,
     element_bytes,
-    layer_parameters,
 )
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
@@ -36,7 +36,8 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
     parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
     states = parts * shape.hidden_size
-    return (keys_values + states) * element_bytes(config.rollout.dtype)
+    routes = shape.num_experts_per_tok * len(shape.moe_layers) * (config.actor.router_replay == "rollout")
+    return (keys_values + states) * element_bytes(config.rollout.dtype) + routes
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:
@@ -51,7 +52,7 @@ def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     table = shape.vocab_size * shape.hidden_size
     packed = has_packed_head(config, device)
     has_head = packed or rollout.tp > 1 or not shape.tie_word_embeddings
-    count = shape.num_layers * layer_parameters(shape) // rollout.tp
+    count = decoder_parameters(shape) // rollout.tp
     count += table + has_head * table // (1 if packed else rollout.tp)
     return count * element_bytes(rollout.dtype)
 
@@ -91,12 +92,14 @@ def suffix_bytes(config: Config) -> int:
 def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
-    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products. On
+    Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products, and
+    those of each expert that a row takes, with input and output. On
     CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R rows its logits in
     the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the sampler takes.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
+    row += shape.num_experts_per_tok * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // rollout.tp)
     forward = rollout.max_batched_tokens * row * element
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)

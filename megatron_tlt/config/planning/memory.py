@@ -74,7 +74,8 @@ def estimate_memory(
     """
     device = resolve_device(config, device) or "cpu"
     limit = limit_gib if limit_gib is not None else config.cluster.memory_gib
-    dims = Dims.fit(num_ranks, tp=config.actor.tp, pp=config.actor.pp, cp=config.actor.cp)
+    actor = config.actor
+    dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
     if not isinstance(config, Config):
         return [_sft_stage(config, shape, dims, stage, device) for stage in range(dims.pp)]
     stages = [_stage(config, shape, dims, stage, device) for stage in range(dims.pp)]
@@ -90,11 +91,13 @@ def estimate_memory(
 def _policy_parts(
     config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device
 ) -> dict[str, int]:
-    count = stage_parameters(shape, dims, stage)
+    count, experts = stage_parameters(shape, dims, stage)
+    element = element_bytes(config.actor.dtype)
     return {
-        "weights": count * element_bytes(config.actor.dtype),
-        "gradients": count * 4,
-        "optimizer": policy.optimizer_bytes(config, count, dims, device),
+        "weights": count * element,
+        **({"experts": experts * element} if experts else {}),
+        "gradients": (count + experts) * 4,
+        "optimizer": policy.optimizer_bytes(config, count, experts, dims, device),
         "activations": policy.activation_bytes(config, shape, dims, stage, device),
     }
 
@@ -107,8 +110,9 @@ def _sft_stage(config: SftConfig, shape: ModelShape, dims: Dims, stage: int, dev
 def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: Device) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
+    weights = parts["weights"] + parts.get("experts", 0)
     parts |= {
-        "reference": parts["weights"] if config.algorithm.kl_coef > 0 else 0,
+        "reference": weights if config.algorithm.kl_coef > 0 else 0,
         "engine weights": engine.engine_bytes(config, shape, device),
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),
@@ -140,7 +144,7 @@ def _host_parts(
     before = parts["drafter training"]
     return {
         "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + parts["weights"] // (dims.dp * dims.cp),
+        "checkpoint": parts["optimizer"] + (parts["weights"] + parts.get("experts", 0)) // (dims.dp * dims.cp),
         "hidden states": drafter.hidden_state_bytes(config, device),
         "drafter before a window": pinned_bytes(before) if device == "cuda" else before,
         _SAVED: drafter.drafter_save_bytes(config, shape, device),

@@ -21,25 +21,58 @@ def pinned_bytes(size: int) -> int:
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of one decoder layer; biases and head norms (well under 1 %) are left out."""
+    """Parameters of one dense decoder layer; biases and head norms (well under 1 %) are left out."""
+    return _attention_parameters(shape) + 3 * shape.hidden_size * shape.intermediate_size
+
+
+def _attention_parameters(shape: ModelShape) -> int:
+    """Of a layer, all but its MLP or experts."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
-    return attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+    return attention + 2 * shape.hidden_size
+
+
+def expert_parameters(shape: ModelShape, experts: float) -> int:
+    """Parameters of so many experts of one layer."""
+    return int(3 * experts * shape.hidden_size * shape.moe_intermediate_size)
+
+
+def decoder_parameters(shape: ModelShape, experts: float | None = None) -> int:
+    """Parameters of all layers. `experts`: count so many of each layer with experts; default: all."""
+    routed = shape.num_experts if experts is None else experts
+    router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
+    sparse = _attention_parameters(shape) + router + expert_parameters(shape, routed)
+    dense = shape.num_layers - len(shape.moe_layers)
+    return dense * layer_parameters(shape) + len(shape.moe_layers) * sparse
 
 
 def total_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model."""
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    return shape.num_layers * layer_parameters(shape) + embeddings + shape.hidden_size
+    return decoder_parameters(shape) + embeddings + shape.hidden_size
 
 
-def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> int:
-    """P: parameters of one rank of a pipeline stage. A tied head on another stage is a second copy."""
-    count = shape.num_layers * layer_parameters(shape) // dims.pp
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token passes: of experts those that it takes. All of a dense model's."""
+    unused = decoder_parameters(shape) - decoder_parameters(shape, shape.num_experts_per_tok)
+    return total_parameters(shape) - unused
+
+
+def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> tuple[int, int]:
+    """P: parameters of one rank of a pipeline stage, without its experts, and of its experts.
+
+    A tied head on another stage is a second copy. TP does not cut experts, EP does.
+    """
+    per_stage = shape.num_layers // dims.pp
+    sparse = [layer for layer in shape.moe_layers if layer // per_stage == stage]
+    experts = len(sparse) * expert_parameters(shape, shape.num_experts)
+    router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
+    count = (per_stage - len(sparse)) * layer_parameters(shape)
+    count += len(sparse) * (_attention_parameters(shape) + router)
     embedding = shape.vocab_size * shape.hidden_size
     first, last = stage == 0, stage == dims.pp - 1
     count += embedding * first
     count += embedding * (last and not (shape.tie_word_embeddings and first))
-    return count // dims.tp
+    return count // dims.tp, experts // dims.ep
 
 
 def drafter_parameters(config: Config, shape: ModelShape) -> int:

@@ -1,6 +1,7 @@
 """Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a push.
 
 Legend: P parameters on this rank, V vocabulary, H hidden, F intermediate, e bytes of an element, d data parallel size.
+Of experts d is the number of ranks that hold the same ones: those of a pipeline stage over EP.
 
 * Weights, gradients, optimizer (Adam): `4P + 4P + 8P` in fp32; in bf16 `2P + 4P + 12P` (gradients are reduced
   in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
@@ -27,11 +28,16 @@ def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
     return choice == "on" or (choice == "auto" and device == "cuda")
 
 
-def optimizer_bytes(config: Config | SftConfig, parameters: int, dims: Dims, device: Device) -> int:
-    """Master weights and moments of one rank."""
+def optimizer_bytes(
+    config: Config | SftConfig, parameters: int, experts: int, dims: Dims, device: Device
+) -> int:
+    """Master weights and moments of one rank: of `parameters` that are no experts', and of its `experts`'."""
     master = 4 if config.actor.dtype == "bf16" else 0
     moments = 8 if config.optimizer.name == "adam" else 0
-    return parameters * (master + moments) // (dims.dp * dims.cp if shards_optimizer(config, device) else 1)
+    if not shards_optimizer(config, device):
+        return (parameters + experts) * (master + moments)
+    replicas = dims.dp * dims.cp
+    return (master + moments) * (parameters // replicas + experts * dims.ep // (replicas * dims.tp))
 
 
 def micro_batch_tokens(config: Config | SftConfig) -> int:
@@ -49,12 +55,15 @@ def activation_bytes(
     """What an update takes on one rank of a stage beside its state; see `activations.py`."""
     actor = config.actor
     engine = device == "cuda" and actor.layer_spec != "local"
+    per_stage = shape.num_layers / dims.pp
+    sparse = sum(layer // per_stage == stage for layer in shape.moe_layers)
     at = Slice(
         tokens=micro_batch_tokens(config),
         element=element_bytes(actor.dtype),
         tp=dims.tp,
         sequence=dims.tp if actor.sequence_parallel else 1,
-        layers=shape.num_layers / dims.pp,
+        layers=per_stage - sparse,
+        expert_layers=sparse,
         in_flight=dims.pp - stage,
         is_last=stage == dims.pp - 1,
         device=device,
@@ -67,7 +76,7 @@ def activation_bytes(
 
 def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:
     """A bucket of full tensors, and the parts and the join of the largest one where ranks hold parts."""
-    table, gate_up = shape.vocab_size * shape.hidden_size, 2 * shape.intermediate_size * shape.hidden_size
-    largest = max(table, gate_up) * element_bytes(config.actor.dtype)
+    widths = 2 * shape.intermediate_size, 2 * shape.num_experts * shape.moe_intermediate_size  # experts are one stack
+    largest = max(shape.vocab_size, *widths) * shape.hidden_size * element_bytes(config.actor.dtype)
     bucket = max(config.sync.bucket_mib * MIB, largest)
-    return bucket if dims.tp * dims.pp == 1 else bucket + 2 * largest
+    return bucket if dims.tp * dims.pp * dims.ep == 1 else bucket + 2 * largest

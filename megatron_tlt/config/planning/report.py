@@ -48,7 +48,8 @@ def render_check(
     Without a shape (no model directory, no `model.architecture`) the memory table is replaced by a note.
     """
     shape = shape if shape is not None else config.model.architecture
-    dims = Dims.fit(num_ranks, tp=config.actor.tp, pp=config.actor.pp, cp=config.actor.cp)
+    actor = config.actor
+    dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
     parts = ["Resolved configuration", _indent(dump_config(config)), *_grid(dims)]
     if isinstance(config, Config):
         parts += _engines(config, num_ranks)
@@ -81,7 +82,8 @@ def _span(first: int, size: int) -> str:
 def _grid(dims: Dims) -> list[str]:
     """A row a data-parallel replica, a column a pipeline stage; a cell holds its TP (x CP) ranks in order."""
     inner = dims.tp * dims.cp
-    lines = [f"Ranks: {dims.world_size} = tp {dims.tp} x pp {dims.pp} x cp {dims.cp} x dp {dims.dp}"]
+    experts = f", experts over {dims.ep}" if dims.ep > 1 else ""
+    lines = [f"Ranks: {dims.world_size} = tp {dims.tp} x pp {dims.pp} x cp {dims.cp} x dp {dims.dp}{experts}"]
     within = (
         "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
     )

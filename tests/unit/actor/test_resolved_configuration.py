@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_tlt.actor import build, optimizer
+from megatron_tlt.actor import build, experts, optimizer
 from megatron_tlt.config.load import load_config
 from megatron_tlt.models.config import ModelConfig
 
@@ -92,7 +92,7 @@ def resolved(recipe: str, *overrides: str) -> tuple[dict[str, Any], dict[str, An
     assert shape is not None
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
     known = {n: getattr(shape, n) for n in fields if hasattr(shape, n)}
-    model = ModelConfig(**known, qk_norm=shape.family == "qwen3", qkv_bias=shape.family == "qwen2")
+    model = ModelConfig(**known, qk_norm=shape.family in ("qwen3", "qwen3_moe"), qkv_bias=shape.family == "qwen2")
     actor = config.actor
     replicas = config.cluster.nodes * config.cluster.ranks_per_node // (actor.tp * actor.pp)
     transformer = build.transformer_config(model, actor)
@@ -143,6 +143,18 @@ def test_transformer_engine_gets_its_own_context_parallelism(gpu: None) -> None:
     ring = {"context_parallel_size": 8, "cp_comm_type": "p2p"}
     assert transformer == COMMON | FULL | ring | {"add_qkv_bias": True, "tensor_model_parallel_size": 8}
     assert ddp == DDP, "ranks of a replica's contexts share gradients and optimizer, too"
+
+
+def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:
+    transformer, _, _, block = resolved("grpo-qwen3-30b-a3b-8n8g")
+    wanted = {"num_moe_experts": 128, "moe_router_topk": 8, "expert_model_parallel_size": 8}
+    wanted |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
+    assert {name: transformer[name] for name in wanted} == wanted
+    assert len(block.layer_specs) == 48
+    layer = block.layer_specs[0]
+    assert layer.module is experts.RoutedLayer and layer.submodules.mlp.module is experts.ExpertLayer
+    assert layer.submodules.pre_mlp_layernorm is not build.IdentityOp
+    assert layer.submodules.mlp.params == {"place": 0, "recompute": True}
 
 
 def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:

@@ -7,7 +7,7 @@ from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
 from megatron_tlt.config.planning.engine import kv_bytes_per_token
 from megatron_tlt.config.planning.memory import KV, PHASES, check_memory, estimate_memory
-from megatron_tlt.config.planning.parameters import GIB, total_parameters
+from megatron_tlt.config.planning.parameters import GIB, active_parameters, total_parameters
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.rollout import sampler
 
@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).parents[4] / "configs"
 PUBLISHED = {
     "qwen2.5-7b": 7.61e9,
     "qwen3-8b": 8.2e9,
+    "qwen3-30b-a3b": 30.5e9,
     "r1-distill-qwen-7b": 7.61e9,
     "qwen2.5-32b": 32.5e9,
     "llama3.3-70b": 70.6e9,
@@ -31,6 +32,11 @@ def shape_of(name: str):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_match_the_published_ones(name):
     assert total_parameters(shape_of(name)) == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_a_token_passes_the_published_share_of_the_experts():
+    assert active_parameters(shape_of("qwen3-30b-a3b")) == pytest.approx(3.3e9, rel=0.02)
+    assert active_parameters(shape_of("qwen3-8b")) == total_parameters(shape_of("qwen3-8b"))
 
 
 def config_of(*overrides: str):
