@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,30 +12,22 @@ from torch import Tensor
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.vllm.backend import VllmBackend
-from megatron_tlt.backends.vllm.build import build_vllm
-from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
-from megatron_tlt.config.model import ModelSection
-from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams, WeightBucket
-from tests.helpers.mpi import ROOT
+from tests.helpers.vllm_engines import (
+    DRAFTER,
+    MODEL,
+    NEEDS_VLLM,
+    SHAPE,
+    demo_prompts,
+    demo_weights,
+    running_vllm,
+)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
-    ),
-]
-MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
-SHAPE = ModelConfig.from_hf(MODEL.path)
-DRAFTER = ROOT / "assets/demo-drafter"
-QUESTIONS = ("3 + 4", "12 + 5 + 9", "90 + 1 + 22 + 8", "Sort these numbers: 5, 3, 99, 1")
+pytestmark = list(NEEDS_VLLM)
 SAMPLING = (
     SamplingParams(max_tokens=120),
     SamplingParams(max_tokens=120, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5),
@@ -52,7 +43,7 @@ def tokenizer() -> HFTokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: HFTokenizer) -> list[Prompt]:
-    return [Prompt(i, str(i), tuple(tokenizer.encode_chat(q)), q) for i, q in enumerate(QUESTIONS)]
+    return demo_prompts(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +52,9 @@ def ours(tokenizer: HFTokenizer) -> EmbeddedBackend:
     return build_backend(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True)
 
 
-def start(tokenizer: HFTokenizer, kind: str) -> VllmBackend:
-    speculation = SpeculationSection.model_validate(
-        {"drafter": kind, "drafter_path": str(DRAFTER) if kind == "eagle" else None}
-    )
-    rollout = RolloutSection(backend="vllm", max_running_requests=6, speculation=speculation)
-    options = {"keep_hidden_states": True, "keeps_tables": True}
-    return build_vllm(rollout, MODEL, SyncSection(verify=True), device="cpu", tokenizer=tokenizer, **options)
-
-
 @pytest.fixture(scope="module")
-def vllm(tokenizer: HFTokenizer) -> Iterator[VllmBackend]:
-    """vLLM with our EAGLE drafter: 6 requests at a time, so that others wait."""
-    backend = start(tokenizer, "eagle")
-    yield backend
-    backend.close()
-
-
-def weights(seed: int | None) -> dict[str, Tensor]:
-    """The policy's tensors, or those of another policy near it."""
-    generator = torch.Generator().manual_seed(seed or 0)
-    tensors = dict(iter_weights(MODEL.path, SHAPE))
-    if seed is not None:
-        tensors = {
-            n: t + 0.02 * t.std() * torch.randn(t.shape, generator=generator) if t.ndim > 1 else t
-            for n, t in tensors.items()
-        }
-    return tensors
+def vllm() -> VllmBackend:
+    return running_vllm()
 
 
 def push(
@@ -97,7 +64,7 @@ def push(
     drafter: dict[str, Tensor] | None = None,
 ) -> None:
     backend.begin_update(version)
-    tensors = list(weights(seed).items())
+    tensors = list(demo_weights(seed).items())
     for at in range(0, len(tensors), 20):  # buckets that cut layers in two
         backend.update_weights(WeightBucket(version, tensors[at : at + 20]))
     if drafter is not None:
@@ -126,7 +93,7 @@ def test_answers_are_the_embedded_engines_after_every_push(
         push(ours, version, seed)
         push(vllm, version, seed, new)
         assert vllm.policy_version == version
-        assert len(vllm.weight_checksums()) == len(weights(None))
+        assert len(vllm.weight_checksums()) == len(SHAPE.parameter_shapes())
         for params in SAMPLING if version == 1 else SAMPLING[:1]:
             assert answers(vllm, prompts, params) == answers(ours, prompts, params), (version, params)
         assert (accept_length(vllm, prompts) > 1.5) == (new is not bad), "the drafter that was pushed drafts"
@@ -156,21 +123,8 @@ def test_hidden_states_are_the_embedded_engines(
         torch.testing.assert_close(theirs.hidden, mine.hidden, rtol=1e-4, atol=1e-4)
 
 
-def test_an_interrupted_rollout_leaves_nothing_and_a_killed_engine_is_named(
-    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
-) -> None:
-    def interrupt(running: int, waiting: int, tokens: int) -> None:
-        raise KeyboardInterrupt
-
+def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> None:
     push(vllm, 4, None)
-    push(ours, 4, None)
-    with pytest.raises(KeyboardInterrupt):
-        vllm.generate(prompts, SAMPLING[0], 4, interrupt)
-    some = vllm.generate(prompts, SAMPLING[0], 4, have=[(0, 0), (3, 2)])
-    expected = answers(ours, prompts, SAMPLING[0])
-    assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in some} == {
-        key: answer for key, answer in expected.items() if key not in [(0, 0), (3, 2)]
-    }
     os.kill(vllm.process.pid, signal.SIGKILL)
     with pytest.raises(BackendError, match=r"the vLLM engine .* was ended by signal 9; the end of its log"):
         vllm.generate(prompts, SAMPLING[0], 4)

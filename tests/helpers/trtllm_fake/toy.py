@@ -152,11 +152,13 @@ class ToyEngine:
         weights = sorted(self.worker.__dict__["fake_state"]["weights"].items())
         rng = random.Random(repr((weights, list(token_ids), 0 if greedy else params["seed"])))
         tokens = [rng.randrange(3, VOCABULARY) for _ in range(params["max_tokens"])]
-        length = rng.randrange(2 * params["max_tokens"])
-        if length >= params["max_tokens"] or not params["stop_token_ids"]:
-            return tokens, "length"
-        end = params["stop_token_ids"][:1] if params["include_stop_str_in_output"] else []
-        return tokens[:length] + end, "stop"
+        length, stops = rng.randrange(2 * params["max_tokens"]), params["stop_token_ids"] or []
+        if length < params["max_tokens"]:
+            tokens[length:] = stops[:1] or tokens[length:]
+        for place, token in enumerate(tokens):
+            if token in stops:
+                return tokens[: place + bool(params["include_stop_str_in_output"])], "stop"
+        return tokens, "length"
 
     def note(self, tokens: int) -> None:
         """Iterations of one request: with a drafter two tokens each, one of them drafted and accepted of three."""

@@ -1,4 +1,4 @@
-"""The backend's contract: whole weights or no answers; files in, files out."""
+"""Building the embedded backend; its drafter and history. What every backend keeps: integration/test_backends.py."""
 
 from __future__ import annotations
 
@@ -17,80 +17,18 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import BackendError, ConfigError, SyncError
-from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
-from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_models import random_weights
 
-SHAPES = {"a.weight": (3,), "b.weight": (2, 2)}
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
 PARAMS = SamplingParams(max_tokens=12)
 CONFIG = ModelConfig(
     "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
 )
-
-
-def make_backend(
-    keep_checksums: bool = False, has_weights: bool = True, num_blocks: int = 100
-) -> EmbeddedBackend:
-    limits = SchedulerLimits(8, 64, 128, 50)
-    engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
-    return EmbeddedBackend(engine, SHAPES, ("lm_head.weight",), keep_checksums, has_weights)
-
-
-def bucket(version: int, *names: str) -> WeightBucket:
-    return WeightBucket(version, [(n, torch.ones(SHAPES.get(n, (3,)))) for n in names])
-
-
-def test_answers_are_sorted_and_stamped():
-    backend = make_backend()
-    assert isinstance(backend, RolloutBackend)
-    samples = backend.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True), 3)
-    assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(3)]
-    for s in samples:
-        assert s.policy_version == 0
-        assert s.text == CharTokenizer().decode(s.token_ids)
-        assert len(s.token_ids) == len(s.logprobs) <= 12
-    stats = backend.take_stats()
-    assert stats.generated_tokens == sum(len(s.token_ids) for s in samples)
-    assert (stats.finished_requests, stats.prompt_tokens) == (6, 5)
-    assert max(running for _, running in stats.running_curve) == 6
-    assert stats.running_curve[-1][1] == 0
-    assert backend.take_stats().steps == 0
-    assert set(backend.take_phase_seconds()) == {"schedule", "forward", "sample", "commit"}
-
-
-def test_a_push_is_all_or_nothing():
-    backend = make_backend(keep_checksums=True)
-    backend.begin_update(5)
-    with pytest.raises(BackendError, match="torn: the push of version 5"):
-        backend.generate(PROMPTS, PARAMS, 1)
-    backend.update_weights(bucket(5, "a.weight", "lm_head.weight"))
-    with pytest.raises(SyncError, match=r"version 5 lacks b\.weight"):
-        backend.finish_update()
-    with pytest.raises(BackendError, match="torn"):
-        backend.generate(PROMPTS, PARAMS, 1)
-    assert backend.policy_version == 0
-    backend.begin_update(6)  # a later push heals it
-    backend.update_weights(bucket(6, "b.weight", "a.weight"))
-    backend.finish_update()
-    assert backend.policy_version == 6
-    assert {s.policy_version for s in backend.generate(PROMPTS, PARAMS, 1)} == {6}
-    assert backend.weight_checksums() == {n: checksum(torch.ones(s)) for n, s in SHAPES.items()}
-    assert set(backend.engine.runner.decoder.weights) == set(SHAPES)  # the tied head was dropped
-
-
-def test_without_weights_it_does_not_answer():
-    backend = make_backend(has_weights=False)
-    with pytest.raises(BackendError, match="no weights yet"):
-        backend.generate(PROMPTS, PARAMS, 1)
-    assert backend.policy_version == -1
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +119,6 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
 
 def test_policy_and_drafter_are_served_together_or_not_at_all(model_dir: Path):
     backend = drafting_backend(model_dir, EagleModel(CONFIG))
-    with pytest.raises(SyncError, match="drafter of version 3 came while no push is open"):
-        backend.update_drafter({}, 3)
     backend.begin_update(3)
     backend.update_weights(WeightBucket(3, list(random_weights(CONFIG))))
     wrong = {name: tensor[..., :1] for name, tensor in EagleModel(CONFIG).state_dict().items()}
@@ -193,7 +129,8 @@ def test_policy_and_drafter_are_served_together_or_not_at_all(model_dir: Path):
     assert (backend.policy_version, backend.drafter_version) == (0, 0)
     push(backend, 4)  # a later push repairs it; the drafter's version stays
     assert (backend.policy_version, backend.drafter_version) == (4, 0)
-    plain = make_backend()
+    model = ModelSection(path=str(model_dir), max_context=64)
+    plain = build_backend(RolloutSection(kv_cache_mib=4), model)
     plain.begin_update(1)
     with pytest.raises(SyncError, match="engine that has none"):
         plain.update_drafter({}, 1)

@@ -1,0 +1,71 @@
+"""A real vLLM on CPU around the demo policy, started once for all tests of a process."""
+
+from __future__ import annotations
+
+import atexit
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.types import Prompt
+from tests.helpers.mpi import ROOT
+
+NEEDS_VLLM = (
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
+    ),
+)
+MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
+SHAPE = ModelConfig.from_hf(MODEL.path)
+DRAFTER = ROOT / "assets/demo-drafter"
+QUESTIONS = ("3 + 4", "12 + 5 + 9", "90 + 1 + 22 + 8", "Sort these numbers: 5, 3, 99, 1")
+RUNNING = 6  # requests at a time, so that others wait
+_started: list[VllmBackend] = []
+
+
+def demo_prompts(tokenizer: HFTokenizer) -> list[Prompt]:
+    return [Prompt(i, str(i), tuple(tokenizer.encode_chat(q)), q) for i, q in enumerate(QUESTIONS)]
+
+
+def demo_weights(seed: int | None) -> dict[str, Tensor]:
+    """The policy's tensors, or those of another policy near it."""
+    generator = torch.Generator().manual_seed(seed or 0)
+    tensors = dict(iter_weights(MODEL.path, SHAPE))
+    if seed is not None:
+        tensors = {
+            n: t + 0.02 * t.std() * torch.randn(t.shape, generator=generator) if t.ndim > 1 else t
+            for n, t in tensors.items()
+        }
+    return tensors
+
+
+def running_vllm() -> VllmBackend:
+    """vLLM with our EAGLE drafter; another one if the last was killed."""
+    if not (_started and _started[-1].process.is_alive):
+        speculation = SpeculationSection(drafter="eagle", drafter_path=str(DRAFTER))
+        rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
+        tokenizer = HFTokenizer(MODEL.path)
+        started = build_vllm(
+            rollout,
+            MODEL,
+            SyncSection(verify=True),
+            device="cpu",
+            tokenizer=tokenizer,
+            keep_hidden_states=True,
+            keeps_tables=True,
+        )
+        atexit.register(started.close)
+        _started.append(started)
+    return _started[-1]
