@@ -212,7 +212,7 @@ EMBEDDED_CAPABILITIES = BackendCapabilities(
     *(True, True, True, True, True, True, True, True), drafters=("none", "suffix", "eagle", "hybrid")
 )
 TRTLLM_CAPABILITIES = BackendCapabilities(
-    *(False, False, False, False, False, False, False, False), drafters=("none",)
+    *(False, False, False, False, False, False, False, False), drafters=("none", "eagle")
 )
 VLLM_CAPABILITIES = BackendCapabilities(
     keyed_sampling=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
 
@@ -19,14 +19,10 @@ class TrtllmSection(Section):
     """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
     transport: Literal["cuda_ipc", "shared_memory", "bytes"] = "cuda_ipc"
     """How weights get there: handles of GPU memory, files in /dev/shm, or through the socket. Never chosen for you."""
-    speculation: Literal["none", "ngram", "eagle3"] = "none"
-    """Who drafts in the engine. ngram: the request's own text. eagle3: a drafter of the EAGLE-3 kind."""
+    speculation: Literal["none", "ngram"] = "none"
+    """Who drafts where rollout.speculation.drafter is none. ngram: the engine, from the request's own text."""
     draft_len: PositiveInt = Field(default=4, le=32)
     """Tokens drafted in a row, the same for all requests."""
-    drafter_path: str | None = None
-    """Directory of the eagle3 drafter, in TensorRT-LLM's layout."""
-    layers_to_capture: tuple[NonNegativeInt, ...] = ()
-    """Layers whose outputs the eagle3 drafter reads; none named: the engine's default (it needs six layers)."""
     ngram_size: PositiveInt = 4
     """Longest text that ngram looks up."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)

@@ -46,9 +46,9 @@ check` prints it by part and phase), seconds are the simulator's ([simulator.md]
 
 Every recipe drafts with the suffix drafter and a trained one (`rollout.speculation.drafter: hybrid`) and trains
 the latter while ranks wait (`idle.train_drafter: true`), as [configs/tlt.yaml](../configs/tlt.yaml) sets for
-all models. The trained drafter starts from the policy's second layer; `rollout.speculation.drafter_path` names
-a better one. On one GPU, where no rank waits, it takes `idle.min_steps_per_window` micro-steps after each
-rollout.
+all models; with TensorRT-LLM engines a trained one of kind EAGLE-3 drafts alone. The trained drafter starts from
+the policy's second layer; `rollout.speculation.drafter_path` names a better one. On one GPU, where no rank waits,
+it takes `idle.min_steps_per_window` micro-steps after each rollout.
 
 """
 

@@ -109,7 +109,6 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
         if config.rollout.backend == "trtllm":
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
-            named["rollout.trtllm.drafter_path"] = config.rollout.trtllm.drafter_path
         if config.rollout.backend == "vllm":
             named["rollout.vllm.python"] = config.rollout.vllm.python
         if config.checkpoint.resume not in ("auto", "never"):

@@ -222,9 +222,11 @@ def open_backend(
     unless `tp` (see `tensor_parallel`) is given.
     """
     sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None
-    if config.rollout.backend == "trtllm":
-        return build_trtllm(*sections, device=world.device, tokenizer=tokenizer, keeps_tables=is_trained)
     drafter = _drafter(config, drafter_trainer)
+    if config.rollout.backend == "trtllm":
+        return build_trtllm(
+            *sections, device=world.device, tokenizer=tokenizer, drafter=drafter, keeps_tables=is_trained
+        )
     if drafter_trainer is not None and config.hidden_states_of == "engine":
         keep_layers = drafter_trainer.model.config.aux_layers
     if config.rollout.backend == "vllm":

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_tlt.backends.process import child_environment
-from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_llm_kwargs, build_sampling_params
+from megatron_tlt.backends.trtllm.args import (
+    SLEEP_TAGS,
+    Eagle3Files,
+    build_llm_kwargs,
+    build_sampling_params,
+)
 from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.trtllm.server import Host
 from megatron_tlt.config.model import ModelSection
@@ -25,7 +31,7 @@ EXTENSION = "megatron_tlt.backends.trtllm.extension"
 SPECULATIONS: tuple[dict[str, Any], ...] = (
     {},
     {"speculation": "ngram", "draft_len": 3},
-    {"speculation": "eagle3", "draft_len": 3, "drafter_path": "/drafter", "layers_to_capture": (1, 2, 3)},
+    {"draft_len": 3},  # EAGLE-3
 )
 ENTRY = {"name": "a.weight", "dtype": "float32", "shape": [2], "data": torch.ones(2).numpy().tobytes()}
 
@@ -45,14 +51,15 @@ def run_adapter(contract: Contract) -> None:
 
 async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     answers: list[dict[str, Any]] = []
-    kind = spec.get("speculation", "none")
+    drafter = Eagle3Files(Path("/drafter"), (1, 2, 3)) if spec.keys() == {"draft_len"} else None
+    kind = "eagle3" if drafter else spec.get("speculation", "none")
     host = Host(answers.append)
     version = contract.data["version"]
     assert host.engine_version() == version
     for graphs in ((), (1, 2, 8)):
         section = TrtllmSection(version=version, graph_sizes=graphs, **spec)
         rollout = RolloutSection(dtype="bf16", max_running_requests=8, max_batched_tokens=32, trtllm=section)
-        kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64))
+        kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
         await host.handle({"type": "start", "llm": kwargs})
     await _push(host, with_drafter=kind == "eagle3")
     for top_k, min_p in ((0, 0.0), (5, 0.1 if kind == "none" else 0.0)):

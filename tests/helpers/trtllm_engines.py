@@ -14,11 +14,12 @@ import torch
 
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.transport import open_transport
-from megatron_tlt.backends.trtllm.args import build_llm_kwargs
+from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import Prompt, WeightBucket
@@ -73,18 +74,23 @@ def backend_around(process: Any, transport: Any, rollout: RolloutSection) -> Trt
         rollout,
         max_context=64,
         eos_token_ids=(0,),
-        drafter_names=frozenset(DRAFTER if rollout.trtllm.speculation == "eagle3" else ()),
+        drafter_names=frozenset(DRAFTER if rollout.speculation.uses_eagle else ()),
         tokenizer=CharTokenizer(),
     )
 
 
-def start_backend(folder: Path, *, version: str = "1.2.1", **fields: Any) -> TrtllmBackend:
-    """A backend whose engine stands and has no weights. `fields`: of `rollout.trtllm`."""
+def start_backend(
+    folder: Path, *, version: str = "1.2.1", eagle: bool = False, **fields: Any
+) -> TrtllmBackend:
+    """A backend whose engine stands, with a drafter for `eagle`, and has no weights. `fields`: of `rollout.trtllm`."""
     settings = section(fake_python(folder, version), version=version, **fields)
-    rollout = RolloutSection(max_running_requests=8, max_batched_tokens=64, order="arrival", trtllm=settings)
+    drafting = SpeculationSection(drafter="eagle" if eagle else "none")
+    sizes = {"max_running_requests": 8, "max_batched_tokens": 64, "order": "arrival"}
+    rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings)
     process = EngineProcess(launch_of(settings))
     transport = open_transport(settings.transport, process)
-    arguments = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64))
+    drafter = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
+    arguments = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
     process.call("start", llm=arguments, patience=settings.start_s)
     return backend_around(process, transport, rollout)
 

@@ -9,36 +9,36 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import rows, write_config
+from tests.helpers.runs import make_model, rows, write_config
 from tests.helpers.trtllm_engines import fake_python
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
+    """With TLT on: an EAGLE-3 drafter, trained while ranks wait on the actor's hidden states, is swapped in whole."""
     config = write_config(
         tmp_path,
         rollout={
             "backend": "trtllm",
-            "trtllm": {
-                "python": fake_python(tmp_path),
-                "transport": "shared_memory",
-                "speculation": "ngram",
-                "start_s": 120.0,
-            },
+            "trtllm": {"python": fake_python(tmp_path), "transport": "shared_memory", "start_s": 120.0},
+            "speculation": {"drafter": "eagle"},
         },
+        drafter={"kind": "eagle3"},
+        idle={"train_drafter": True, "min_steps_per_window": 2},
         # With an entropy bonus answers of equal rewards are trained on, too.
         algorithm={"importance_cap": 0, "entropy_coef": 0.001},
-        train={"num_steps": 2, "deterministic": False},
-        sync={"verify": True},
+        train={"num_steps": 3, "deterministic": False},
+        sync={"verify": True},  # the engine holds the bytes that were pushed, the drafter's, too
         checkpoint={"every": 0},
         rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.0}]},
     )
+    make_model(tmp_path / "model", num_layers=4)  # EAGLE-3 reads three layers below the last
     jobs = tmp_path / "jobs.json"
     jobs.write_text(json.dumps([[str(config), []]]))
     run_ranks(2, "tests/integration/workers/train_many.py", str(jobs))
     mine = rows(tmp_path / "run")
-    assert [row["step"] for row in mine] == [1, 2]
+    assert [row["step"] for row in mine] == [1, 2, 3]
     for row in mine:
         assert row["engine/finished_requests"] == 32
         assert row["engine/generated_tokens"] > 32
@@ -46,3 +46,8 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         assert math.isfinite(row["policy/loss"])
         assert row["policy/mismatch_abs"] == pytest.approx(0, abs=1e-5), "the actor's own log-probs"
         assert row["sync/mib"] > 0
+    # Windows train on the step before: none is there in the first one.
+    assert [row["drafter/version"] for row in mine] == [0, 1, 2]
+    for row in mine:  # all but answers of one token
+        assert 28 * row["step"] <= row["drafter/buffer/added"] <= 32 * row["step"]
+    assert mine[1]["sync/mib"] > mine[0]["sync/mib"], "with the drafter"

@@ -11,7 +11,7 @@ import pytest
 from megatron_tlt.algorithms.build import ALGORITHMS
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results
-from tests.mpi.workers.actor_layouts import HIDDEN
+from tests.mpi.workers.actor_layouts import FORWARDS, HIDDEN
 from tests.numerics.actor_expected import expected_root, one_rank_results
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -100,10 +100,10 @@ def test_all_ranks_skip_what_one_cannot_take(ranks: int) -> None:
     assert views == [[True, True]] * ranks
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize(("ranks", "layout"), [(n, layout) for n in HIDDEN for layout in HIDDEN[n]], ids=str)
-def test_hidden_states_are_the_engines_and_shared_out(ranks: int, layout: dict[str, Any], scored: bool) -> None:
-    wanted = {"case": "hidden_states", "layout": layout, "scored": scored}
+def test_hidden_states_are_the_engines_and_shared_out(ranks: int, layout: dict[str, Any], forward: str) -> None:
+    wanted = {"case": "hidden_states", "layout": layout, "forward": forward}
     outcome = next(r for r in run(ranks) if wanted.items() <= r.items())
     assert outcome["error"] <= 1e-4
     assert outcome["same"], "collecting must not change an update"

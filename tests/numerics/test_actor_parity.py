@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.mpi import ROOT, run_ranks
 from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results
+from tests.mpi.workers.actor_layouts import FORWARDS
 from tests.numerics.actor_expected import one_rank_results
 
 
@@ -40,9 +41,9 @@ def test_packing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"recompute": "full"}], ids=str)
-@pytest.mark.parametrize("scored", [False, True])
-def test_its_hidden_states_are_the_engines(layout: dict[str, Any], scored: bool) -> None:
-    found = case("hidden_states", layout=layout, scored=scored)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_its_hidden_states_are_the_engines(layout: dict[str, Any], forward: str) -> None:
+    found = case("hidden_states", layout=layout, forward=forward)
     assert found["error"] <= 1e-4
     assert found["same"], "collecting must not change an update"
     assert sorted(found["answers"][0]) == list(range(18))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,31 +33,39 @@ def series(version: str) -> str:
     return f"1.{match[1]}"
 
 
-def build_spec_config(section: TrtllmSection) -> dict[str, Any] | None:
+@dataclass(frozen=True, slots=True)
+class Eagle3Files:
+    """An EAGLE-3 drafter in TensorRT-LLM's layout, which the engine reads at its start."""
+
+    folder: Path
+    layers: tuple[int, ...]  # policy layers, from 0, whose outputs it reads
+
+
+def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> dict[str, Any] | None:
     """The speculative config; None without speculation.
 
     EAGLE-3 runs as one model: there the emitted token is always the policy's own sample, so any drafter is lossless,
     but only with `allow_advanced_sampling`: without it the temperature is ignored and every answer is greedy.
     """
-    if section.speculation == "none":
-        return None
-    if section.speculation == "ngram":
+    if drafter is None:
+        if section.speculation == "none":
+            return None
         sizes = {"max_draft_len": section.draft_len, "max_matching_ngram_size": section.ngram_size}
         return {CLASS: "NGramDecodingConfig", **sizes}
-    assert section.drafter_path is not None  # `config.checks.backend`
     fields: dict[str, Any] = {
         "max_draft_len": section.draft_len,
-        "speculative_model": str(Path(section.drafter_path).resolve()),
+        "speculative_model": str(drafter.folder.resolve()),
         "allow_advanced_sampling": True,
+        "eagle3_layers_to_capture": sorted(drafter.layers),
     }
-    if section.layers_to_capture:
-        fields["eagle3_layers_to_capture"] = sorted(section.layers_to_capture)
     if series(section.version) == "1.2":
         return {CLASS: "EagleDecodingConfig", "eagle3_one_model": True, **fields}
     return {CLASS: "Eagle3DecodingConfig", **fields}  # one model is all there is
 
 
-def build_llm_kwargs(rollout: RolloutSection, model: ModelSection) -> dict[str, Any]:
+def build_llm_kwargs(
+    rollout: RolloutSection, model: ModelSection, drafter: Eagle3Files | None = None
+) -> dict[str, Any]:
     """Arguments of `AsyncLLM`, without the worker extension. Raises ValueError.
 
     `max_input_len` is always set: later versions refuse prompts above a default of 1024 otherwise. The tokenizer
@@ -83,7 +92,7 @@ def build_llm_kwargs(rollout: RolloutSection, model: ModelSection) -> dict[str, 
         },
         "cuda_graph_config": _graphs(rollout) if rollout.cuda_graphs else None,
     }
-    if (config := build_spec_config(section)) is not None:
+    if (config := build_spec_config(section, drafter)) is not None:
         kwargs["speculative_config"] = config
     if section.sleep != "none":
         is_old = series(section.version) == "1.2"

@@ -45,7 +45,8 @@ class TrtllmBackend(RemoteBackend):
         return {"seed": request_seed(seed, prompt_id, sample_index)}
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
-        speculative = self._rollout.trtllm.speculation != "none"
+        rollout = self._rollout
+        speculative = rollout.speculation.uses_eagle or rollout.trtllm.speculation != "none"
         try:
             return build_sampling_params(params, self._eos_token_ids, speculative=speculative)
         except ValueError as error:

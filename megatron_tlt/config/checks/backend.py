@@ -56,14 +56,10 @@ def _check_drafting(config: Config) -> Problems:
     backend, section = config.rollout.backend, config.rollout.speculation
     can, name, at = CAPABILITIES[backend], f"rollout.backend: {backend}", "rollout.speculation"
     if section.drafter not in can.drafters:
-        kinds = ", ".join(map(repr, can.drafters))
-        allowed = f"must be {kinds} with {name}"
-        allowed += (
-            ", which has drafters of its own: rollout.trtllm.speculation" if backend == "trtllm" else ""
-        )
+        allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    drafts = section.drafter != "none" and (backend == "trtllm" or "selector" in section.model_fields_set)
-    if drafts and not can.per_request_draft_len:
+    chosen = section.drafter != "none" and "selector" in section.model_fields_set
+    if chosen and not can.per_request_draft_len:
         allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
     if config.idle.work_stealing and not can.withdraw:
@@ -111,14 +107,14 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
     if section.transport == "cuda_ipc" and device == "cpu":
         allowed = "must be 'shared_memory' or 'bytes' on CPU"
         yield ConfigProblem(f"{at}.transport", section.transport, allowed)
-    if section.speculation == "eagle3" and section.drafter_path is None:
-        yield ConfigProblem(f"{at}.drafter_path", None, "is required with rollout.trtllm.speculation: eagle3")
-    if section.speculation != "eagle3" and (section.drafter_path or section.layers_to_capture):
-        name = "drafter_path" if section.drafter_path else "layers_to_capture"
-        allowed = "has no meaning without rollout.trtllm.speculation: eagle3"
-        yield ConfigProblem(f"{at}.{name}", getattr(section, name), allowed)
-    if section.speculation != "none" and rollout.min_p > 0:
-        allowed = "must be 0 with rollout.trtllm.speculation, whose sampler has no min_p"
+    if rollout.speculation.uses_eagle and config.drafter.kind != "eagle3":
+        allowed = "must be 'eagle3' with rollout.backend: trtllm, whose PyTorch backend runs no other kind"
+        yield ConfigProblem("drafter.kind", config.drafter.kind, allowed)
+    if rollout.speculation.uses_eagle and section.speculation != "none":
+        allowed = "must be 'none' with rollout.speculation.drafter: eagle: one of them drafts"
+        yield ConfigProblem(f"{at}.speculation", section.speculation, allowed)
+    if (rollout.speculation.uses_eagle or section.speculation != "none") and rollout.min_p > 0:
+        allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
     if rollout.release_cache:
         allowed = "must be false with rollout.backend: trtllm: use rollout.trtllm.sleep"

@@ -14,6 +14,7 @@ from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.whole_texts import read_hidden_states
 from tests.mpi.workers.actor_common import WeightedNll, say, sequences, share, train_batch
+from tests.mpi.workers.actor_layouts import FORWARDS
 from tests.mpi.workers.actor_scenario import copy_of, make_policy
 
 LAYERS = (0, 2)  # of four: with two stages, one on each
@@ -30,23 +31,25 @@ def of_engine(directory: Path) -> dict[int, Tensor]:
 
 
 def hidden_states(world: Any, root: Path, layouts: list[dict[str, Any]], kind: str = "qwen3") -> None:
-    """In the update's forward and in the one that scores answers, at each layout."""
+    """In the update's forward, in that of the old log-probs, and in one that scores answers, at each layout."""
     wanted = of_engine(root / kind)
     for layout in layouts:
-        for scored in (False, True):
-            _collect(world, root / kind, wanted, layout, scored)
+        for forward in FORWARDS:
+            _collect(world, root / kind, wanted, layout, forward)
     if world.size == 1:
         _within_budget(world, root / kind)
 
 
-def _collect(world: Any, directory: Path, wanted: dict[int, Tensor], layout: dict[str, Any], scored: bool) -> None:
+def _collect(
+    world: Any, directory: Path, wanted: dict[int, Tensor], layout: dict[str, Any], forward: str
+) -> None:
     collected, plain = (make_policy(world, directory, loss=WeightedNll(), **layout) for _ in range(2))
     taken: list[Any] = []
     collected.collect_hidden_states(lambda found, _: taken.append(found), _ROOM, torch.float32, LAYERS)
     mine = share(sequences(18), collected.dims.dp, collected.groups.at.dp)
-    if scored:
+    if forward == "scoring":
         collected.logprobs(mine, 0.8)
-    batch = train_batch([mine[:3], mine[3:]] if scored else [mine], [50.0, 80.0][: 1 + scored])
+    batch = train_batch([mine], [50.0]) if forward == "update" else train_batch([mine[:3], mine[3:]], [50.0, 80.0])
     for policy in (collected, plain):
         policy.train_step(batch)
     assert len(taken) == 1, "one pass of each answer is read"
@@ -59,7 +62,7 @@ def _collect(world: Any, directory: Path, wanted: dict[int, Tensor], layout: dic
         world,
         case="hidden_states",
         layout=layout,
-        scored=scored,
+        forward=forward,
         error=max(view[0] for view in views),
         same=all(view[1] for view in views),
         answers=[view[2] for view in views],

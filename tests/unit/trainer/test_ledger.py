@@ -39,7 +39,12 @@ from megatron_tlt.types import HiddenStateSample
 from tests.helpers.ledger import Ledger, LedgerError
 from tests.helpers.shape_policy import META, ShapePolicy
 
-RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
+# Engines in processes of their own allocate what no ledger here sees.
+RECIPES = [
+    path
+    for path in sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
+    if load_config(path).rollout.backend == "embedded"
+]
 ALLOWED = 0.05  # of the plan
 
 

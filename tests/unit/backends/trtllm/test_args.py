@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_tlt.backends.trtllm.args import (
+    Eagle3Files,
     build_llm_kwargs,
     build_sampling_params,
     build_spec_config,
@@ -20,7 +22,7 @@ from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.types import SamplingParams
 
 MODEL = ModelSection(path="/m", max_context=4096)
-EAGLE: dict[str, Any] = {"speculation": "eagle3", "draft_len": 5, "drafter_path": "/d"}
+DRAFTER = Eagle3Files(Path("/d"), (30, 1, 14))
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=16, stop_token_ids=(7, 2, 7))
 
 
@@ -44,7 +46,7 @@ def test_versions_that_are_known(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.4.0rc1", "1.20.0", "1.2", "2.3.1", "", "1.2.1; rm"])
 def test_versions_that_are_not(version: str) -> None:
-    for build in (series, lambda v: kwargs(version=v, **EAGLE)):
+    for build in (series, lambda v: build_spec_config(TrtllmSection(version=v), DRAFTER)):
         with pytest.raises(ValueError, match=r"1\.2\.x and 1\.3\.x are known"):
             build(version)
 
@@ -75,8 +77,8 @@ def test_free_fields_add_and_never_replace() -> None:
 
 
 def test_eagle3_samples_with_the_temperature() -> None:
-    layers = {**EAGLE, "layers_to_capture": (30, 1, 14)}
-    old, new = (build_spec_config(TrtllmSection(version=version, **layers)) for version in ("1.2.1", "1.3.0"))
+    sections = (TrtllmSection(version=version, draft_len=5) for version in ("1.2.1", "1.3.0"))
+    old, new = (build_spec_config(section, DRAFTER) for section in sections)
     assert old is not None
     assert new is not None
     assert (old[CLASS], new[CLASS]) == ("EagleDecodingConfig", "Eagle3DecodingConfig")
@@ -86,7 +88,6 @@ def test_eagle3_samples_with_the_temperature() -> None:
         assert config["eagle3_layers_to_capture"] == [1, 14, 30]
     assert old["eagle3_one_model"] is True
     assert "eagle3_one_model" not in new
-    assert "eagle3_layers_to_capture" not in (build_spec_config(TrtllmSection(**EAGLE)) or {})
 
 
 def test_sampling_is_passed_whole_and_without_log_probs() -> None:

@@ -32,7 +32,7 @@ from tests.helpers.trtllm_engines import (
 from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)
-EAGLE: dict[str, Any] = {"speculation": "eagle3", "draft_len": 3, "drafter_path": "/drafter"}
+EAGLE: dict[str, Any] = {"eagle": True, "draft_len": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from megatron_tlt.backends import devices
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.trtllm import build as trtllm_build
-from megatron_tlt.backends.trtllm.build import build_trtllm, drafter_names
+from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.errors import BackendError, ConfigError, SyncError
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.trtllm_engines import fake_python, scratch_directory
 from tests.unit.backends.test_embedded import CONFIG
 
@@ -83,7 +88,6 @@ def test_it_is_built_pushed_to_and_answers(tmp_path: Path) -> None:
             BackendError,
             r"is TensorRT-LLM 1\.2\.1, rollout\.trtllm\.version is 1\.3",
         ),
-        ({"speculation": "eagle3", "drafter_path": "/nowhere"}, CheckpointError, "safetensors"),
         pytest.param(
             {"transport": "cuda_ipc"},
             ConfigError,
@@ -100,15 +104,38 @@ def test_errors_are_reported_and_no_process_stays(
     assert not any(process.is_alive for process in started)
 
 
-def test_a_drafters_names_are_its_files_without_the_embedding(tmp_path: Path) -> None:
-    save_file(
-        {"fc.weight": torch.ones(1), "embed_tokens.weight": torch.ones(1)}, str(tmp_path / "a.safetensors")
-    )
-    save_file({"norm.weight": torch.ones(1)}, str(tmp_path / "b.safetensors"))
-    assert drafter_names(tmp_path) == {"fc.weight", "norm.weight"}
-    (tmp_path / "c.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match=r"c\.safetensors cannot be read"):
-        drafter_names(tmp_path)
+def test_it_starts_with_the_drafter_in_its_own_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each push brings all tensors."""
+    shape, seen = DrafterConfig.eagle3(replace(CONFIG, num_layers=4), (0, 1, 2), 20), {}
+    drafter = SavedDrafter(shape, random_drafter(shape))
+    real = trtllm_build.EngineProcess.call
+
+    def call(self: Any, kind: str, **fields: Any) -> Any:
+        if kind == "start":
+            given = fields["llm"]["speculative_config"]
+            folder = Path(given["speculative_model"])
+            seen.update(given, tensors=load_file(folder / "model.safetensors"))
+            seen.update(architectures=json.loads((folder / "config.json").read_text())["architectures"])
+        return real(self, kind, **fields)
+
+    monkeypatch.setattr(trtllm_build.EngineProcess, "call", call)
+    rollout, model = settings(tmp_path, draft_len=3)
+    rollout = rollout.model_copy(update={"speculation": SpeculationSection(drafter="eagle")})
+    backend = build_trtllm(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter)
+    assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
+    assert seen["tensors"].keys() == drafter.weights.keys() >= {"lm_head.weight", "d2t", "t2d"}
+    assert not Path(seen["speculative_model"]).exists(), "it has read it"
+    backend.begin_update(1)
+    backend.update_weights(WeightBucket(1, [(n, torch.zeros(s)) for n, s in CONFIG.parameter_shapes().items()]))
+    with pytest.raises(SyncError, match="not the tensors it was started with: d2t"):
+        backend.update_drafter({n: t for n, t in drafter.weights.items() if n != "d2t"}, 1)
+    backend.update_drafter(drafter.weights, 1)
+    backend.finish_update()
+    assert (backend.policy_version, backend.drafter_version) == (1, 1)
+    backend.close()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +192,7 @@ def test_the_kv_cache_is_released_right_after_the_start(
 
 
 def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_path: Path) -> None:
-    trtllm = {"python": "/no/python", "speculation": "eagle3", "drafter_path": "/no/drafter"}
-    values = {"model": {"path": str(tmp_path)}, "rollout": {"backend": "trtllm", "trtllm": trtllm}}
-    paths = {p.path for p in missing_files(build_config(values))}
-    assert {"rollout.trtllm.python", "rollout.trtllm.drafter_path"} <= paths
+    rollout = {"backend": "trtllm", "trtllm": {"python": "/no/python"}}
+    rollout |= {"speculation": {"drafter": "eagle", "drafter_path": "/no/drafter"}}
+    paths = {p.path for p in missing_files(build_config({"model": {"path": str(tmp_path)}, "rollout": rollout}))}
+    assert {"rollout.trtllm.python", "rollout.speculation.drafter_path"} <= paths

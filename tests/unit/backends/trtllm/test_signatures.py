@@ -11,7 +11,7 @@ import pytest
 from trtllm_signatures import names_of, read_module
 
 from megatron_tlt.backends.entries import DEVICE
-from megatron_tlt.backends.trtllm.args import build_llm_kwargs
+from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.instances import CLASS
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
@@ -90,9 +90,8 @@ def test_every_argument_of_the_older_series_is_a_field_in_the_sources() -> None:
     for name in ("CudaGraphConfig", "KvCacheConfig", "EagleDecodingConfig", "NGramDecodingConfig"):
         assert set(said[name]["fields"]) <= known[name], name
     assert set(said["AsyncLLM"]["fields"]) <= known["TorchLlmArgs"]
-    section = TrtllmSection(python="p", speculation="eagle3", drafter_path="/d", layers_to_capture=(1, 2, 3))
-    rollout = RolloutSection(dtype="bf16", trtllm=section)
-    given = build_llm_kwargs(rollout, ModelSection(path="/m"))
+    rollout = RolloutSection(dtype="bf16", trtllm=TrtllmSection(python="p"))
+    given = build_llm_kwargs(rollout, ModelSection(path="/m"), Eagle3Files(Path("/d"), (1, 2, 3)))
     assert set(given) <= known["TorchLlmArgs"]
     for value in (v for v in given.values() if isinstance(v, dict)):
         assert {*value} - {CLASS} <= known[value[CLASS]]

@@ -26,6 +26,10 @@ BASE: dict[str, Any] = {
 }
 
 
+# Drafts and trains: TLT on.
+TRAINED = ("rollout.speculation.drafter=eagle", "drafter.kind=eagle3", "idle.train_drafter=true")
+
+
 def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
     config = build_config(BASE, overrides)
     return {p.path: p.allowed for p in check_config(config, None, 2, device)}
@@ -34,7 +38,7 @@ def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
 def test_a_good_configuration_has_no_problems() -> None:
     assert problems() == {}
     assert problems("rollout.trtllm.transport=bytes", device="cpu") == {}
-    assert problems("rollout.trtllm.speculation=eagle3", "rollout.trtllm.drafter_path=d") == {}
+    assert problems(*TRAINED) == problems(*TRAINED, "rollout.trtllm.version=1.3.0") == {}
     assert problems("rollout.trtllm.engine.attn_backend=FLASHINFER", "rollout.trtllm.environment.A=b") == {}
 
 
@@ -45,17 +49,14 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["train.deterministic=true"], {"train.deterministic"}),
         (["rollout.stop=[x]"], {"rollout.stop"}),
         (["algorithm.importance_cap=2"], {"algorithm.importance_cap"}),
-        (
-            ["rollout.speculation.drafter=suffix"],
-            {f"rollout.speculation.{name}" for name in ("drafter", "selector")},
-        ),
+        (["rollout.speculation.drafter=suffix"], {"rollout.speculation.drafter"}),
+        ([*TRAINED, "rollout.speculation.selector=fixed"], {"rollout.speculation.selector"}),
+        ([*TRAINED, "rollout.trtllm.speculation=ngram"], {"rollout.trtllm.speculation"}),
+        ([*TRAINED, "rollout.min_p=0.1"], {"rollout.min_p"}),
         (["rollout.tp=2"], {"rollout.tp"}),
         (["actor.router_replay=rollout"], {"actor.router_replay"}),
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),
         (["rollout.trtllm.version=1.4.0rc1"], {"rollout.trtllm.version"}),
-        (["rollout.trtllm.speculation=eagle3"], {"rollout.trtllm.drafter_path"}),
-        (["rollout.trtllm.drafter_path=d"], {"rollout.trtllm.drafter_path"}),
-        (["rollout.trtllm.layers_to_capture=[1]"], {"rollout.trtllm.layers_to_capture"}),
         (["rollout.trtllm.speculation=ngram", "rollout.min_p=0.1"], {"rollout.min_p"}),
         (["rollout.kernels=torch"], {"rollout.kernels"}),
         (["rollout.release_cache=true"], {"rollout.release_cache"}),
@@ -120,10 +121,9 @@ def test_where_hidden_states_come_from(overrides: list[str], path: str | None) -
 
 
 def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
-    train = ("idle.train_drafter=true",)
-    assert problems(*train, f"{STATES}=engine")[STATES].endswith("trtllm, which gives none")
-    for chosen in ("auto", "actor"):
-        assert STATES not in problems(*train, f"{STATES}={chosen}")
+    assert problems(*TRAINED, f"{STATES}=engine")[STATES].endswith("trtllm, which gives none")
+    assert problems(*TRAINED, f"{STATES}=actor") == {}
+    assert "runs no other kind" in problems(*TRAINED, "drafter.kind=eagle")["drafter.kind"]
 
 
 @pytest.mark.parametrize(
