@@ -60,12 +60,12 @@ def serve(path: str) -> NoReturn:
             ready, _, _ = select.select([0, listener, *children, *ends], [], [])
             if 0 in ready:
                 break
-            if listener in ready:
-                connection, _ = listener.accept()
-                pid = _forked(connection)
-                children[os.pidfd_open(pid)] = pid, connection
             for fd in {ends.get(r, r) for r in ready} & children.keys():
                 _end(fd, *children.pop(fd))
+            if listener in ready:
+                connection, _ = listener.accept()
+                if pid := _forked(connection):
+                    children[os.pidfd_open(pid)] = pid, connection
     for pid, _ in children.values():
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(Path(path).parent)
@@ -83,10 +83,10 @@ def _end(fd: int, pid: int, connection: socket.socket) -> None:
 
 
 def _forked(connection: socket.socket) -> int:
-    """The child's pid."""
+    """The child's pid; 0 for `stub.settle`."""
     text, files, _, _ = socket.recv_fds(connection, 1 << 18, 16)
-    pid = os.fork()
-    if not pid:
+    pid = os.fork() if files else 0
+    if files and not pid:
         _child(json.loads(text), files)
     for file in files:
         os.close(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,15 @@ def fork_command() -> list[str]:
     return [sys.executable, "-I", "-S", stub.__file__, server()]
 
 
+def forking_python(folder: Path) -> Path:
+    """An executable for Python whose ranks (`-m mpi4py`), and what it starts with `-W ignore`, are forks."""
+    path, fork = folder / "forking-python", shlex.join(fork_command())
+    cases = f"'-m mpi4py' | '-W ignore') shift 2; exec {fork} \"$@\" ;;"
+    path.write_text(f'#!/bin/sh\ncase "$1 $2" in\n{cases}\nesac\nexec {shlex.quote(sys.executable)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def launcher(ranks: int, *options: str) -> list[str]:
     """A command line that takes the place of `mpiexec OPTIONS -n RANKS python -m mpi4py`."""
     return [str(MPIEXEC), *options, "-n", str(ranks), *fork_command()]
@@ -114,6 +124,7 @@ def run_ranks(
         timeout=timeout,
         check=False,
     )
+    stub.settle(server())
     if check and done.returncode:
         raise AssertionError(
             f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.sim import decisions
 from megatron_tlt.sim.rollout import ReplicaRollout
 
 MODEL = {
@@ -20,6 +23,15 @@ MODEL = {
     "head_dim": 128,
     "intermediate_size": 18944,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_steps() -> Iterator[None]:
+    """In modules that import it selectors are asked for a quarter of the steps, so rates are means of few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decisions, "_SETTLE", 32)
+        patch.setattr(decisions, "_MEASURED", 32)
+        yield
 
 
 def sim_config(*overrides: str, **sections: Any) -> SimConfig:

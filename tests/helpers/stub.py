@@ -36,6 +36,14 @@ class Fork:
         return int(self._server.recv(64))
 
 
+def settle(path: str) -> None:
+    """Waits until the server has ended every process whose stub is dead."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(path)
+        server.send(b"settle")
+        server.recv(64)
+
+
 def main() -> None:
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
     fork = Fork(sys.argv[1], sys.argv[2:], {file: file for file in files}, dict(os.environ), os.getcwd())

@@ -8,21 +8,16 @@ import pytest
 from megatron_tlt.cli.main import main
 from megatron_tlt.cli.simulate import parse_modes, parse_sweep
 from megatron_tlt.errors import ConfigError
+from tests.helpers.sim import few_steps  # noqa: F401
 
 SMALL = ["workload.steps=1", "workload.prompts_per_step=64", "workload.lengths.median=200", "cluster.nodes=1"]
 
 
 def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     out, page = tmp_path / "r.json", tmp_path / "r.html"
-    command = [
-        "simulate",
-        "configs/sim/paper-7b.yaml",
-        *SMALL,
-        "--compare",
-        "off,tlt",
-        "--sweep",
-        "nodes=1,2",
-    ]
+    quick = "rollout.speculation.selector=beg_mab"
+    command = ["simulate", "configs/sim/paper-7b.yaml", *SMALL, quick]
+    command += ["--compare", "off,tlt", "--sweep", "nodes=1,2"]
     assert main([*command, "--out", str(out), "--report", str(page)]) == 0
     said = capsys.readouterr().out
     assert "Recommended:" in said and str(out) in said

@@ -8,9 +8,10 @@ import pytest
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import build_page, write_report
 from megatron_tlt.sim.tables import render, verdict
-from tests.helpers.sim import sim_config
+from tests.helpers.sim import few_steps, sim_config  # noqa: F401
 
-EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
+SPEC = "rollout.speculation"
+EAGLE = (f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path=x", f"{SPEC}.selector=beg_mab")
 
 
 @pytest.fixture(scope="module")

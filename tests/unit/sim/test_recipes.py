@@ -8,6 +8,7 @@ from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import cache_tokens
 from megatron_tlt.sim.recipes import memory_cells, seconds, simulation_of
+from tests.helpers.sim import few_steps  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
@@ -31,6 +32,7 @@ def test_what_does_not_fit_is_not_simulated(capsys):
 
 def test_a_step_with_tlt_is_no_slower():
     few = ["train.prompts_per_step=32", "rollout.max_tokens=2048", "algorithm.overlong_buffer=512"]
+    few += ["rollout.speculation.selector=beg_mab"]  # which is asked for fewer steps
     step = seconds(load_config(ROOT / "configs/recipes/dapo-r1-distill-qwen-7b-1n8g.yaml", few))
     assert 0 < step["tlt"] <= step["off"]
 

@@ -9,7 +9,7 @@ from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.result import PHASES
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.mpi import ROOT
-from tests.helpers.sim import sim_config
+from tests.helpers.sim import few_steps, sim_config  # noqa: F401
 
 EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
 QUICK = "rollout.speculation.selector=beg_mab"  # which is asked for fewer steps
