@@ -62,9 +62,10 @@ class OnlineSection(Section):
     mean_decay: float = Field(default=0.97, ge=0, lt=1)
     """The engines draft with a running mean of the weights in training: its decay per micro-step; 0: the
     weights themselves."""
-    draft_steps: int = Field(default=1, ge=1, le=16)
+    draft_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Positions that are drafted in a row in training. With 1 a micro-step takes a third of the time that it takes with
-    3, and a good drafter stays as good."""
+    3, and a good drafter of kind eagle, whose outputs are drawn to the policy's hidden states, stays as good. One of
+    kind eagle3 drafts further positions right only if they are trained. auto: 1 for eagle, 3 for eagle3."""
     hidden_state_noise: float = Field(default=0.0, ge=0, le=1)
     """Noise on the hidden states that the drafter reads in training, over their root mean square: against overfitting
     to few answers. About 0.2 for drafters that start from random weights; it slows a good one down."""
@@ -145,6 +146,12 @@ class DrafterSection(Section):
     """Seed of weights and data order."""
     online: OnlineSection = OnlineSection()
     """Training during RL."""
+
+    @property
+    def online_draft_steps(self) -> int:
+        """`online.draft_steps`, or what auto stands for."""
+        given = self.online.draft_steps
+        return {"eagle": 1, "eagle3": 3}[self.kind] if given == "auto" else given
 
     @property
     def state_parts(self) -> int:

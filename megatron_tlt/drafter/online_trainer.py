@@ -75,7 +75,7 @@ class OnlineDrafterTrainer:
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or SingleRank()
-        self._tokens, self._draft_steps = sizes.micro_step_tokens, online.draft_steps
+        self._tokens, self._draft_steps = sizes.micro_step_tokens, section.online_draft_steps
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
@@ -86,8 +86,9 @@ class OnlineDrafterTrainer:
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
-        names = ("lr", "warmup_steps", "weight_decay", "clip_grad", "draft_steps")
-        options = {"schedule": "constant", **{name: getattr(online, name) for name in names}}
+        names = ("lr", "warmup_steps", "weight_decay", "clip_grad")
+        options = {"schedule": "constant", "draft_steps": self._draft_steps}
+        options |= {name: getattr(online, name) for name in names}
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._state, noise = TrainingState(model, start, self._tp), online.hidden_state_noise
         self._no_table = torch.empty(0, 0, device=self._device)

@@ -11,8 +11,8 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   the gradient of its last weight; (3) all gradients, summed in fp32 over t where there are several ranks.
 * Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
   C decoder's packed one is unpacked.
-* Kind eagle3: hidden states of 4H; kept for backward `T*e*11H` more; the loss of normed outputs, and the gradient of
-  its own LM head in fp32, twice once the blocks are gone.
+* Kind eagle3: hidden states of 4H; kept for backward `T*e*28H` more, of the first position 11H; the loss of normed
+  outputs, and the gradient of its own LM head in fp32, twice once the blocks are gone.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
 
 Compared with what the trainer allocates in tests/unit/config/planning/test_drafter_memory.py.
@@ -35,7 +35,9 @@ from megatron_tlt.interfaces import ModelShape
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
 _BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
-_EAGLE3_KEPT = 11  # H of a token that kind eagle3 keeps beyond eagle's: features, three norms, their inputs in fp32
+# H of a token and drafted position that kind eagle3 keeps beyond eagle's (three norms and their inputs in fp32, what it
+# reads of the position before), and how many less of the first position.
+_EAGLE3_KEPT, _EAGLE3_FIRST = 28, 17
 
 
 def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> int:
@@ -55,11 +57,11 @@ def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
     tokens, element, inter = sizes.micro_step_tokens, element_bytes(sizes.dtype), shape.intermediate_size
     heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    kept = tokens * element * (10 * hidden + heads + 3 * inter) * config.drafter.online.draft_steps
+    kept = tokens * element * (10 * hidden + heads + 3 * inter) * config.drafter.online_draft_steps
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
     loss = kept + tokens * hidden * (12 + element) + blocks
     if config.drafter.kind == "eagle3":
-        kept += tokens * hidden * _EAGLE3_KEPT * element * config.drafter.online.draft_steps
+        kept += tokens * hidden * element * (_EAGLE3_KEPT * config.drafter.online_draft_steps - _EAGLE3_FIRST)
         head = 4 * draft_vocabulary(config, shape) * hidden
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
