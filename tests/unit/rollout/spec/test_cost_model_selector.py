@@ -8,7 +8,14 @@ import pytest
 
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
 from megatron_tlt.types import NO_DRAFT
-from tests.helpers.spec_world import SpecWorld, fixed_speeds, gpu_seconds, linear_seconds, measured
+from tests.helpers.spec_world import (
+    SpecWorld,
+    expert_seconds,
+    fixed_speeds,
+    gpu_seconds,
+    linear_seconds,
+    measured,
+)
 
 LENGTHS = (1, 2, 4, 8)
 GPU = {"step_seconds": gpu_seconds, "draft_call": 4e-4, "draft_node": 2e-6}
@@ -18,6 +25,7 @@ WORLDS = {
     "gpu": GPU,
     "cheap drafts": {"draft_call": 5e-6, "draft_node": 1e-6, "quality": 0.5},  # as of a suffix drafter
     "noisy": {"noise": 0.15, "outliers": 0.05},
+    "experts": {**GPU, "step_seconds": expert_seconds},  # rows cost less and less: no term of the fit says so
 }
 LOSING = {
     "linear": {"step_seconds": linear_seconds},  # every row costs as much
