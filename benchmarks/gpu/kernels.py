@@ -110,6 +110,25 @@ def _before(batch: DecoderInput, sequences: int, context: int, vocab: int) -> De
     return made
 
 
+def experts(check: Check, rows: int, dtype: torch.dtype) -> Found:
+    """A layer's experts against float32 on the CPU; rows that choose others than there count as errors of 1 each."""
+    from megatron_tlt.models.torch.kernels.layers import FUSED
+
+    dtype = dtype if check.is_cuda else FP32
+    hidden, width, count, k = (1024, 384, 32, 8) if check.is_cuda else (64, 24, 6, 2)
+    generator = torch.Generator().manual_seed(3)
+    shapes = (rows, hidden), (count, hidden), (count, 2 * width, hidden), (count, hidden, width)
+    made = [(torch.randn(s, generator=generator) * s[-1] ** -0.5).to(dtype) for s in shapes]
+    h, router, gate_up, down = (t.float() for t in made)
+    gates, ids = PLAIN.route(h, router, k, True)
+    want = PLAIN.mix_experts(h, gates, ids, gate_up, down)
+    h, router, gate_up, down = (t.to(check.device) for t in made)
+    chosen = FUSED.route(h, router, k, True)[1].cpu()
+    gates, ids = gates.to(check.device), ids.to(check.device, torch.int32)
+    off = distance(FUSED.mix_experts(h, gates, ids, gate_up, down), want)
+    return Found(off + float((chosen != ids.cpu()).any(-1).float().mean()), LIMITS[dtype])
+
+
 def noise(check: Check) -> Found:
     """Keyed Gumbel noise here against the CPU's: the logarithms of two devices differ by rounding only."""
     keys = np.random.default_rng(0).integers(0, 1 << 63, 64, dtype=np.uint64)
@@ -149,6 +168,9 @@ CASES: dict[str, Callable[[Check], Found]] = {
     "decoder decode fp32": lambda c: decoder(c, FP32, 1, static=False),
     "decoder decode bf16": lambda c: decoder(c, BF16, 1, static=False),
     "decoder static verify fp32": lambda c: decoder(c, FP32, 5, static=True),
+    "experts decode bf16": lambda c: experts(c, 8, BF16),
+    "experts prefill bf16": lambda c: experts(c, 700 if c.is_cuda else 40, BF16),
+    "experts decode fp32": lambda c: experts(c, 8, FP32),
     "keyed noise": noise,
     "sampled tokens": lambda c: sampled(c, masked=False),
     "sampled tokens, masks": lambda c: sampled(c, masked=True),
