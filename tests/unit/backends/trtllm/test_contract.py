@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_tlt.backends.entries import DEVICE, handle_of
 from megatron_tlt.backends.process import child_environment
-from megatron_tlt.backends.transport import describe, ipc_entry, older_handle, pack_tensors, plain_ipc
+from megatron_tlt.backends.transport import ipc_entry, older_handle, pack_tensors
 from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.wire import frame, message_of
 from megatron_tlt.config.trtllm import TrtllmSection
@@ -94,8 +95,16 @@ def test_what_runs_there_imports_nothing_of_ours_and_is_python_3_10(name: str) -
     assert siblings <= {name.split("/")[-1] for name in THERE}
 
 
-def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
-    """No GPU is needed for that: the plain data crosses the wire and becomes the arguments of torch's own function."""
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed: the plain data crosses the wire and becomes the arguments of torch's own function, with
+    the handle in the engine's form.
+    """
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     given = {
         "tensor_cls": torch.Tensor,
@@ -105,7 +114,7 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
         "storage_cls": torch.storage.TypedStorage,
         "dtype": torch.bfloat16,
         "storage_device": 3,
-        "storage_handle": bytes(range(64)),
+        "storage_handle": b"\x03c" + bytes(range(64)),
         "storage_size_bytes": 1 << 33,
         "storage_offset_bytes": 512,
         "requires_grad": False,
@@ -115,8 +124,8 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
         "event_sync_required": True,
     }
     assert names == list(given), "of the torch that trains"
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    entry = {**describe("a.weight", tensor), "ipc": plain_ipc(tuple(given.values()))}
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, tuple(given.values())))
+    entry = ipc_entry("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16).as_subclass(OnGpu))
     try:
         launch = launch_of(TrtllmSection(python="python"))
         install(Contract.load(FILES[0]), child_environment({}, "", launch.environment))
@@ -127,7 +136,8 @@ def test_gpu_handles_are_put_together_again_in_torchs_order() -> None:
     assert callable(function)
     assert names[DEVICE] == "storage_device"
     there = dict(zip(names, args, strict=True))
-    assert there == {**given, "storage_device": None}, "the engine puts its own device there"
+    older = b"\x02c" + bytes(range(64))
+    assert there == {**given, "storage_device": None, "storage_handle": older}, "the engine puts its own device there"
 
 
 def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() -> None:
