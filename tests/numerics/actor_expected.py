@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
-from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences
+from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences, with_routes
 
 TEMPERATURES = (1.0, 0.8)
 
@@ -31,10 +31,43 @@ def write_expected(root: Path, kind: str) -> None:
     loss = sum(_weighted_nll(model, s, 0.8) for s in every) / 250.0
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    torch.save(
-        {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients},
-        root / f"{kind}.pt",
-    )
+    found = {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients}
+    if kind == "qwen3_moe":
+        model.zero_grad(set_to_none=True)
+        routed_loss(model, with_routes(every, model.config.num_hidden_layers)).backward()
+        found["routed"] = {n: p.grad for n, p in model.named_parameters()}
+    torch.save(found, root / f"{kind}.pt")
+
+
+def routed_loss(model: Any, every: list[TrainSequence]) -> Tensor:
+    """The loss with the sequences' experts forced, and the routers' losses by the book: 0.1 of load balancing (Switch
+    Transformer), 0.01 of the z-loss, of all rows as one batch."""
+    now: list[Tensor] = []
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.model.layers]
+
+    def forced(place: int) -> Any:
+        def gate(_module: Any, _args: Any, output: Any) -> Any:
+            logits, _, own = output
+            ids = torch.cat([now[0][:, place], own[-1:]])  # the last token is not fed in training
+            ids = torch.where(ids >= 0, ids, own)
+            seen[place].append((logits[:-1], ids[:-1]))
+            return logits, logits.gather(1, ids).softmax(-1), ids
+
+        return gate
+
+    hooks = [layer.mlp.gate.register_forward_hook(forced(i)) for i, layer in enumerate(model.model.layers)]
+    total = torch.zeros(())
+    for sequence in every:
+        now[:] = [torch.from_numpy(sequence.routes).long()]
+        total = total + _weighted_nll(model, sequence, 0.8) / 250.0
+    for layer in seen:
+        logits, ids = (torch.cat(part) for part in zip(*layer, strict=True))
+        share = torch.nn.functional.one_hot(ids.flatten(), logits.shape[1]).float().mean(0)
+        balance = logits.shape[1] * (share * logits.softmax(-1).mean(0)).sum()
+        total = total + 0.1 * balance + 0.01 * logits.logsumexp(-1).square().mean()
+    for hook in hooks:
+        hook.remove()
+    return total
 
 
 def _token_stats(model: Any, sequence: TrainSequence, temperature: float) -> tuple[Tensor, Tensor]:

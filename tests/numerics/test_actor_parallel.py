@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_ep2": (4, {"pp": 2, "ep": 2, "recompute": "selective", "recompute_modules": ["mlp"]}),
     "tp2_sp_ep4": (4, {"tp": 2, "sequence_parallel": True, "ep": 4}),
     "dp2_zero_overlap": (2, {"distributed_optimizer": "on", "overlap": "on"}),
+    "pp2_recompute": (2, {"pp": 2, "recompute": "full"}),
     "cp2": (2, {"cp": 2}),
     "cp2_ep2": (2, {"cp": 2, "ep": 2}),
     # A sequence alone: of short answers a rank has no row.
@@ -52,13 +53,14 @@ SGD += [(name, "qwen3_moe") for name in ("ep2", "cp2_ep2", "tp2_sp", "tp2_sp_ep2
 SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [("tp2", "qwen3"), ("tp2_pp2_sp", "qwen3"), ("tp2_dp2_zero", "qwen3"), ("dp2_zero_overlap", "qwen3")]
 ADAM += [("cp2_zero", "qwen3")]
+ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
 WHOLE_ANSWERS = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]
 
 
 @functools.cache
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_ANSWERS, "gspo")
+    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_ANSWERS, "gspo"), (ROUTED, "routed")
     wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
     triples = json.dumps([[LAYOUTS[name][1], kind, variant] for name, kind, variant in mine])
@@ -81,6 +83,13 @@ def test_layout_equals_one_rank(name: str, kind: str, variant: str) -> None:
     outcome = found(name, kind, variant)
     assert outcome["exact"], "exported tensors must equal the source bit for bit"
     assert outcome["logprobs"] <= 1e-4
+    for what in ("gradients", "weights", "loss", "grad_norm"):
+        assert outcome[what] <= 1e-5, (what, outcome)
+
+
+@pytest.mark.parametrize(("name", "kind"), ROUTED)
+def test_replayed_experts_and_the_routers_losses_equal_one_rank(name: str, kind: str) -> None:
+    outcome = found(name, kind, "routed")
     for what in ("gradients", "weights", "loss", "grad_norm"):
         assert outcome[what] <= 1e-5, (what, outcome)
 

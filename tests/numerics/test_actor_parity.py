@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ def test_equals_transformers(kind: str) -> None:
     assert found["reference"] <= 1e-4
     assert found["gradients"] <= 1e-5, found
     assert found["loss"] <= 1e-5
+
+
+def test_replayed_experts_and_the_routers_losses_have_transformers_gradients() -> None:
+    found = case("routed")
+    assert found["gradients"] <= 1e-5
+    metrics = found["metrics"]
+    assert metrics["replayed_share"] == pytest.approx(found["known"])
+    # Two of eight experts at random are the router's in 1 of 28 cases.
+    assert metrics["replay_flips"] == pytest.approx(27 / 28, abs=0.02)
+    assert 1 < metrics["expert_load"] < 4 and 0 < metrics["router_entropy"] < math.log(8)
 
 
 def test_packing_changes_nothing() -> None:

@@ -115,6 +115,17 @@ def shortened(all_sequences: list[TrainSequence]) -> list[TrainSequence]:
     return made
 
 
+def with_routes(made: list[TrainSequence], layers: int) -> list[TrainSequence]:
+    """The sequences with recorded experts, of which the routers would choose few; every third's first are unknown."""
+    for sequence in made:
+        rng = np.random.default_rng(sequence.prompt_id)
+        shape = (sequence.length - 1, layers, _EXPERTS["num_experts"])
+        sequence.routes = rng.random(shape).argsort(-1)[..., : _EXPERTS["num_experts_per_tok"]].astype(np.int16)
+        if sequence.prompt_id % 3 == 0:
+            sequence.routes[:2] = -1
+    return made
+
+
 def share(all_sequences: list[TrainSequence], dp: int, at: int) -> list[TrainSequence]:
     """What data-parallel rank `at` of `dp` trains on."""
     return all_sequences[at::dp]

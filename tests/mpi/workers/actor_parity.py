@@ -25,10 +25,12 @@ from tests.mpi.workers.actor_common import (
     say,
     sequences,
     train_batch,
+    with_routes,
 )
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import (
     ADAM,
+    ROUTED,
     SGD,
     copy_of,
     make_policy,
@@ -68,6 +70,30 @@ def parity(world: World, root: Path, kind: str) -> None:
         gradients=gradients,
         where=where,
         loss=abs(out.metrics["loss"] - expected["loss"]),
+    )
+
+
+def routed(world: World, root: Path) -> None:
+    """Replayed experts and the routers' losses, all rows in one micro-batch: gradients against transformers."""
+    policy = make_policy(
+        world,
+        root / "qwen3_moe",
+        SGD.model_copy(update={"clip_grad": 0.0}),
+        WeightedNll(),
+        keep_reference=False,
+        micro_batch_tokens=100_000,
+        **ROUTED,
+    )
+    every = with_routes(sequences(18), 4)
+    metrics = policy.train_step(train_batch([every], [250.0], temperature=0.8)).metrics
+    expected = torch.load(root / "qwen3_moe.pt", weights_only=False)["routed"]
+    known = sum(int((s.routes[:, 0, 0] >= 0).sum()) for s in every if s.routes is not None)
+    say(
+        world,
+        case="routed",
+        gradients=relative_error(copy_of(named_gradients(policy)), expected)[0],
+        known=known / sum(s.length - 1 for s in every),
+        metrics={name: metrics[name] for name in ("replayed_share", "replay_flips", "expert_load", "router_entropy")},
     )
 
 
@@ -192,9 +218,10 @@ def main() -> None:
     for kind in (*KINDS, *MOE_KINDS):
         parity(world, root, kind)
         # Adam divides rounding noise, and a changed digit can flip a near tie of two experts.
-        names = ("sgd",) if kind in MOE_KINDS else ("sgd", "adam", "gspo")
+        names = ("sgd", "routed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
         outcome = {name: run_scenario(scenario_policy(world, root / kind, name)) for name in names}
         torch.save(outcome, root / f"{kind}.tp1.pt")
+    routed(world, root)
     packing(world, root)
     guards(world, root)
     nothing_trained(world, root)

@@ -20,10 +20,11 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.model import ModelSection
-from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch
+from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch, with_routes
 
 SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
 ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)
+ROUTED = {"router_replay": "rollout", "load_balancing_loss": 0.1, "router_z_loss": 0.01}
 
 
 def make_policy(
@@ -51,16 +52,22 @@ def make_policy(
 
 
 def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
-    """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole answers, and short ones."""
+    """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole answers, and short ones.
+
+    "routed": SGD, replayed experts, and the routers' losses.
+    """
+    if variant == "routed":
+        return make_policy(world, directory, SGD, **ROUTED, **layout)
     if variant != "gspo":
         return make_policy(world, directory, SGD if variant == "sgd" else ADAM, **layout)
     loss = build_algorithm(AlgorithmSection(name="gspo", ratio_clip_low=0.1, ratio_clip_high=0.1), 40)
     return make_policy(world, directory, SGD, loss, keep_reference=False, **layout)
 
 
-def scenario_batches(dp: int, at: int, with_short: bool = False) -> list[Any]:
+def scenario_batches(dp: int, at: int, with_short: bool = False, routed_layers: int = 0) -> list[Any]:
     """The two TrainBatches of the scenario for one data-parallel rank."""
     every = shortened(sequences(18)) if with_short else sequences(18)
+    every = with_routes(every, routed_layers) if routed_layers else every
     first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
     second = train_batch(
         [share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8
@@ -72,7 +79,8 @@ def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
     """Losses, gradient norms, the gradients of the first step and the weights after all three."""
     out: dict[str, Any] = {"loss": [], "grad_norm": [], "kl": []}
     with_short = isinstance(policy.loss, Algorithm)  # of "gspo"
-    for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp, with_short)):
+    routed = len(policy.config.moe_layers) if policy.actor.router_replay == "rollout" else 0
+    for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp, with_short, routed)):
         metrics = policy.train_step(batch).metrics
         for name in ("loss", "grad_norm", "kl"):
             out[name].append(metrics.get(name))
