@@ -88,7 +88,7 @@ def test_a_run_before_its_first_step(tmp_path):
 
 
 def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
-    folder = write_run(tmp_path / "big", ranks=512, steps=16)
+    folder = write_run(tmp_path / "big", ranks=512, steps=10)
     started = time.process_time()
     page = run_page(read_run(folder))
     html = page.html()
@@ -97,9 +97,9 @@ def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
     assert len(html) < plotly + 1_500_000
     assert len(charts(page)["Running requests"].choices) >= 10
     assert tables(page)["The slowest ranks"].rows[0][:2] == (f"rank {SLOW_RANK}", 0.0)
-    shares = charts(page)["What 512 ranks did"].choices["16"]
+    shares = charts(page)["What 512 ranks did"].choices["10"]
     assert [sum(trace["y"][i] for trace in shares) for i in (5, 80, 150)] == [512, 512, 512]
-    lanes = charts(page)["The slowest and the quickest of 512 ranks"].choices["16"]
+    lanes = charts(page)["The slowest and the quickest of 512 ranks"].choices["10"]
     assert len({name for trace in lanes for name in trace["y"]}) == 24
 
 

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
@@ -23,7 +22,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import HfDir
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
-from tests.helpers.mpi import ROOT, rank_environment
+from tests.helpers.mpi import ROOT, fork_command, rank_environment
 
 
 @pytest.fixture(scope="module")
@@ -227,12 +226,9 @@ raise SystemExit(convert_hf_to_megatron.main())
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)])
 def test_an_interrupted_conversion_never_looks_whole(source, tmp_path, number, left):
     arguments = ["--hf", str(source[0]), "--out", str(tmp_path / "out"), "--tp", "2"]
+    command = [*fork_command(), "-c", SLOW, *arguments]
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments],
-        cwd=ROOT,
-        env=rank_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
+        command, cwd=ROOT, env=rank_environment(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     for _ in range(5):
