@@ -41,9 +41,9 @@ def assert_equal(got: Recorded, want: Recorded) -> None:
         assert np.array_equal(routes, want[at][1])
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_every_fed_token_has_the_experts_of_transformers(kernels: str) -> None:
-    answers = recorded(engine(kernels))
+@pytest.mark.parametrize("how", [("native", "default"), ("torch", "default"), ("torch", "invariant")])
+def test_every_fed_token_has_the_experts_of_transformers(how: tuple[str, str]) -> None:
+    answers = recorded(engine(how[0], numerics=how[1]))
     for prompt_id, prompt, _, n in JOBS:
         for index in range(n):
             tokens, routes = answers[prompt_id, index]
