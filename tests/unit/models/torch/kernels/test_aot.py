@@ -21,12 +21,12 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_gated_silu": 40,
     "_attend": 255,
     "_combine": 32,
-    "_scores": 128,
-    "_choose": 64,
+    "_scores": 48,
+    "_choose": 40,
     "_group": 64,
-    "_gate_up": 255,
-    "_down": 255,
-    "_sum": 64,
+    "_gate_up": 136,
+    "_down": 104,
+    "_sum": 40,
 }
 
 
