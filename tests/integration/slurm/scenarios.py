@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.mpi import ROOT
+from tests.helpers.mpi import ROOT, forking_python
 from tests.helpers.runs import rows, write_config
 from tests.integration.slurm.cluster import ENDED, Cluster
 
@@ -48,6 +48,7 @@ class Scene:
             "" if template is None else (template / "tiny.yaml").read_text()
         )
         self.run_dir = self.folder / "run"
+        self.forking = forking_python(self.folder)
         self.recorder = self.folder / "python"
         self.recorder.write_text(RECORDER)
         self.recorder.chmod(0o755)
@@ -107,7 +108,7 @@ def whole(scene: Scene) -> Scene:
 
 def warned(scene: Scene) -> Scene:
     """The warning before the time limit, at once."""
-    scene.train()
+    scene.train(PYTHON=scene.forking)
     scene.after_steps(2)
     scene.cluster.run("scancel", "--signal=USR1", "--batch", scene.job)
     return scene.finish()
@@ -142,7 +143,7 @@ def killed(scene: Scene) -> Scene:
 
 def requeued(scene: Scene) -> Scene:
     """The job is requeued by an operator."""
-    scene.train(slow=0.1)
+    scene.train(slow=0.1, PYTHON=scene.forking)
     scene.after_steps(2)
     scene.cluster.run("scontrol", "requeue", scene.job)
     return scene.finish()
@@ -167,7 +168,7 @@ def node_down(scene: Scene) -> Scene:
 
 def preempted(scene: Scene) -> Scene:
     """A job of higher priority takes the node."""
-    scene.train(slow=0.1, options=(*ONE_NODE, "-wn6"))
+    scene.train(slow=0.1, PYTHON=scene.forking, options=(*ONE_NODE, "-wn6"))
     scene.after_steps(2)
     scene.cluster.run("srun", "-p", "high", "-w", "n6", "--exclusive", "sleep", "1")
     return scene.finish()
