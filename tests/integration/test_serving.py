@@ -32,6 +32,7 @@ from tests.helpers.tiny_models import random_weights
 PYTHON = find_python(VllmSection())
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,  # a minute: four starts of vLLM
     pytest.mark.skipif(PYTHON is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"),
 ]
 LENGTH, DRAFTED = 60, 4
