@@ -15,6 +15,8 @@ def body(world: World) -> None:
     for path, overrides in json.loads(Path(sys.argv[1]).read_text()):
         trainer = build_trainer(load_config(path, overrides, Config), world)
         trainer.run()
+        if trainer.drafter.trainer is not None:
+            assert trainer.backend.drafter_version == trainer.drafter.trainer.version, "the last one serves"
         trainer.close()
         world.barrier()
 
