@@ -20,6 +20,7 @@ SYNONYMS = {
     "tensor_parallel_size": "rollout.tp",
     "pipeline_model_parallel_size": "actor.pp",
     "context_parallel_size": "actor.cp",
+    "expert_model_parallel_size": "actor.ep",
     "learning_rate": "optimizer.lr",
     "num_samples": "rollout.samples_per_prompt",
     "num_generations": "rollout.samples_per_prompt",

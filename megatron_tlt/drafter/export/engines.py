@@ -80,7 +80,7 @@ def _check_engine(policy: ModelConfig, engine: Format) -> None:
 def _eagle_config(policy: ModelConfig, engine: Format, dtype: str) -> dict[str, Any]:
     """config.json; `to_hf` has both old and new rope keys."""
     out = (
-        policy.to_hf(dtype)
+        policy.dense_sibling.to_hf(dtype)  # drafters are dense
         | {
             "num_hidden_layers": 1,
             "tie_word_embeddings": False,  # both engines put the policy's tables in; a tied head would go with them

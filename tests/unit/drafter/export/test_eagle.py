@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.export.engines import Format
+from megatron_tlt.drafter.export.engines import Format, _eagle_config
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
 from megatron_tlt.models.eagle.config import DrafterConfig
@@ -166,3 +166,12 @@ def test_wrong_weights_are_named(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"drafter": "medusa"}')
     with pytest.raises(CheckpointError, match="drafter = 'medusa' must be"):
         export_drafter(tmp_path, tmp_path / "out", "hf")
+
+
+def test_a_drafter_of_a_mixture_of_experts_is_dense() -> None:
+    policy = ModelConfig(
+        "qwen2_moe", 64, 32, 2, 4, 2, 8, 48, qkv_bias=True, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, moe_layers=(0, 1),
+    )  # fmt: skip
+    written = _eagle_config(policy, "sglang", "float32")
+    assert ModelConfig.from_hf(written | {"architectures": ["Qwen2ForCausalLM"]}).num_experts == 0
