@@ -67,8 +67,8 @@ def g_test(tokens: np.ndarray, probs: np.ndarray) -> float:
 
 @pytest.mark.parametrize("masks", MASKS)
 def test_frequencies_are_the_masked_softmax(masks: tuple[int, float, float]):
-    """1,048,576 draws each; by chance a p-value falls below 1e-4 once in 10,000 seeds (the seed is fixed)."""
-    temperature, count = 0.8, 1 << 20
+    """2^20 draws, a quarter of them under masks; a p-value is below 1e-4 once in 10,000 seeds (it is fixed)."""
+    temperature, count = 0.8, 1 << (20 if masks == MASKS[0] else 18)
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4)) * 1.5
     probs = warped(logits, temperature, *masks)[0].double().softmax(-1).numpy()
     sampler = Sampler(CPU, partial(keyed_sample, threads=2))
@@ -90,7 +90,7 @@ def test_the_torch_sampler_draws_from_softmax():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("vocab", [7, 500, 20000])
+@pytest.mark.parametrize("vocab", [7, 500, 5000])
 def test_masks_are_those_of_transformers(vocab: int, temperature: float):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(16, vocab, generator=generator) * 3

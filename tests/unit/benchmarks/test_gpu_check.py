@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu.rl import merged, same_share
+from tests.helpers.mpi import forking_python
 
 
 @pytest.mark.slow
-def test_every_line_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_line_runs_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Equal kernels, the same answers with TLT on and off, a drafter that was trained: or there would be failures."""
     out = tmp_path / "r.json"
+    monkeypatch.setattr(sys, "executable", str(forking_python(tmp_path)))
     assert gpu_check.main(["--device", "cpu", "--smoke", "--out", str(out)]) == 0, capsys.readouterr().out
     record = json.loads(out.read_text())
     assert {row["part"] for row in record["rows"]} == {*gpu_check.PARTS} - {"versions"}
