@@ -120,7 +120,8 @@ def test_overlap_and_likely_tokens_by_hand() -> None:
     sums = np.zeros(4)
     for base in range(s.first_base, s.length - 1):
         pairs = s.token_ids[1 : base + 1].tolist(), s.hidden[:base]
-        logits = expected(CONFIG, random_weights(CONFIG), [*random_drafter(CONFIG).items()], *pairs, 1)[0][-1]
+        weights = random_weights(CONFIG), [*random_drafter(CONFIG).items()]
+        logits = expected(DrafterConfig.eagle(CONFIG), *weights, *pairs, 1)[0][-1]
         q, p = (logits / temperature).softmax(0), (head @ s.hidden[base] / temperature).softmax(0)
         best = q.argsort(descending=True)
         sums += [1, 1 - 0.5 * float((p - q).abs().sum()), float(p[best[0]]), float(p[best[:4]].sum())]

@@ -73,7 +73,7 @@ def test_sequences_do_not_see_each_other_and_prompts_are_no_targets() -> None:
         return torch.stack(t.model.unroll(embed, batch, layout, STEPS)), layout
 
     whole, layout = outputs(data)
-    other = [replace(random_sequence(t.model.config, 40, 5, seed=9)), *data[1:]]
+    other = [replace(random_sequence(t.model.config.policy, 40, 5, seed=9)), *data[1:]]
     changed, _ = outputs(other)
     torch.testing.assert_close(changed[:, -18:], whole[:, -18:], atol=1e-6, rtol=1e-5)
     starts, row = collate(data).starts, 0

@@ -30,7 +30,7 @@ def draft_one_by_one(
     hidden, out = s.hidden[:base], []
     for step in range(steps):
         tokens = s.token_ids[1 : base + step + 1].tolist()
-        out.append(expected(config, policy, drafter, tokens, hidden, s.offset + 1)[1][-1])
+        out.append(expected(DrafterConfig.eagle(config), policy, drafter, tokens, hidden, s.offset + 1)[1][-1])
         hidden = torch.cat([hidden, out[-1][None]])
     return out
 
