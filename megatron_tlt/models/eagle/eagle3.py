@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.eagle.model import START_SCALE, Attention, EagleModel, Mlp, Norm, PairModel
+from megatron_tlt.models.eagle.model import Attention, EagleModel, Mlp, Norm, PairModel
 from megatron_tlt.models.torch.layers import rms_norm
 
 
@@ -73,16 +73,10 @@ class Eagle3Model(PairModel):
 
         The layer's projections read embedding and features alike; what it adds is scaled down, as in EAGLE.
         """
-        policy, layer = self.config.policy, self.midlayer
-        source = f"model.layers.{min(1, policy.num_layers - 1)}."
+        self.take_layer(read)
         with torch.no_grad():
-            for name, p in layer.named_parameters():
-                given = read(source + name.replace("hidden_norm", "input_layernorm"))
-                p.copy_(torch.cat([given, given], dim=1) if p.shape != given.shape else given)
-            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                added.weight.mul_(START_SCALE)
             self.norm.weight.copy_(read("model.norm.weight"))
-        self.take_head(read(EMBED if policy.tie_word_embeddings else HEAD))
+        self.take_head(read(EMBED if self.config.policy.tie_word_embeddings else HEAD))
 
     def take_head(self, head: Tensor) -> None:
         """The head becomes the rows of the drafter's tokens in the policy's `head` [V, H]."""

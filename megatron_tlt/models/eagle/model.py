@@ -115,6 +115,22 @@ class PairModel(nn.Module, ABC):
         Face names.
         """
 
+    def take_layer(self, read: Callable[[str], Tensor]) -> None:
+        """The layer becomes the policy's second one, what it adds scaled down; inputs twice as wide are read alike.
+
+        A policy's layer with experts has no MLP of this form: the drafter's stays as it is.
+        """
+        policy, block = self.config.policy, self.block
+        index = min(1, policy.num_layers - 1)
+        with torch.no_grad():
+            for name, p in block.named_parameters():
+                if name.startswith("mlp.") and index in policy.moe_layers:
+                    continue
+                given = read(f"model.layers.{index}.{name.replace('hidden_norm', 'input_layernorm')}")
+                p.copy_(given if p.shape == given.shape else torch.cat([given, given], dim=1))
+            for added in (block.self_attn.o_proj, block.mlp.down_proj):
+                added.weight.mul_(START_SCALE)
+
     @abstractmethod
     def previous(self, states: Tensor) -> Tensor:
         """What a pair reads of the policy's states [T, W] of the position before: [T, H]."""
@@ -252,15 +268,11 @@ class EagleModel(PairModel):
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, which learn faster.
 
-        `read` gives the policy's tensors by their Hugging Face names. The layer reads the embedding beside the hidden
-        state; what it adds is scaled down, so that o_s is still close to h_{s-1}.
+        The layer reads the embedding beside the hidden state; what it adds is scaled down, so that o_s is still close
+        to h_{s-1}.
         """
-        source = f"model.layers.{min(1, self.config.policy.num_layers - 1)}."
+        self.take_layer(read)
         with torch.no_grad():
-            for name, p in self.layer.named_parameters():
-                p.copy_(read(source + name))
-            for added in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
-                added.weight.mul_(START_SCALE)
             h = self.config.policy.hidden_size
             self.fc.weight[:, :h] = torch.eye(h, device=self.fc.weight.device)
 

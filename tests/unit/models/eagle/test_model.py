@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
-from tests.helpers.tiny_models import random_tensors
+from tests.helpers.tiny_models import moe_config, random_tensors
 
 
 def model_of(config: ModelConfig) -> EagleModel:
@@ -101,6 +104,20 @@ def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_iden
     apart = model.join(token, torch.zeros_like(token)), model.join(torch.zeros_like(hidden), hidden)
     assert torch.equal(apart[0], token)  # the embedding as the policy's layers read it
     assert torch.cosine_similarity(apart[1], hidden).min() > 0.9
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_policys_layer_with_experts_gives_all_but_the_mlp(kind: str) -> None:
+    config = moe_config("qwen3_moe", 60)
+    policy = dict(random_tensors(config.parameter_shapes(), 3))
+    made = DrafterConfig.eagle(config)
+    model = build_model(made if kind == "eagle" else replace(made, kind="eagle3", aux_layers=(0, 0, 0)))
+    model.initialise(0)
+    before = model.block.mlp.up_proj.weight.clone()
+    model.start_from_policy(policy.__getitem__)
+    start = "model.layers.1.self_attn."
+    assert torch.equal(model.block.self_attn.k_proj.weight[:, : config.hidden_size], policy[f"{start}k_proj.weight"])
+    assert torch.equal(model.block.mlp.up_proj.weight, before)
 
 
 def test_tensors_that_do_not_fit_are_all_named() -> None:
