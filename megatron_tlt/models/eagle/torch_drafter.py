@@ -183,7 +183,7 @@ class TorchRowDrafter:
         if self._eagle.policy.paged is None:
             blocks |= {_FIRST_BLOCKS << n for n in range(16) if _FIRST_BLOCKS << n < self._max_blocks}
         shapes = [(b, m) for b in sorted(batches, reverse=True) if b <= most for m in sorted(blocks)]
-        return [(("eagle", *shape), partial(self._compute, *shape)) for shape in shapes]
+        return [self._static(*shape) for shape in shapes]
 
     @torch.inference_mode()
     def draft(
@@ -286,11 +286,15 @@ class TorchRowDrafter:
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step((self._eagle.config.kind, *shape), partial(self._compute, *shape))
+        self._eagle.run_step(*self._static(*shape))
         found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
             tp.broadcast(found)  # all ranks go on with the same tokens
         return found
+
+    def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
+        """The step of a padded shape, with its key."""
+        return ("drafter", batch, blocks), partial(self._compute, batch, blocks)
 
     def _compute(self, batch: int, blocks: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""

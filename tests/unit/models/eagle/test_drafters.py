@@ -119,13 +119,15 @@ def test_the_kernel_that_finds_candidates_gives_the_same_drafts() -> None:
     np.testing.assert_allclose(drafts[0].sibling_gaps, drafts[1].sibling_gaps, atol=2e-6)
 
 
-def test_steps_that_no_chain_can_reach_are_not_taken() -> None:
+@pytest.mark.parametrize("name", ["qwen2", "eagle3"])
+def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
     """With rates of a half, four tokens in a row are 1/16 likely: a limit of 0.1 ends every chain at the third."""
-    eagle, taken = loaded("qwen2", "torch"), list[object]()
+    eagle, taken = loaded(name, "torch"), list[object]()
     eagle.use_graphs(lambda key, step: (taken.append(key), step()))
-    rates = np.full((DEPTHS, BUCKETS), 0.5, np.float32)
-    assert rows_of(eagle, [40, 18]).draft(9, 1, rates, 0.1).counts.tolist() == [3, 3]
+    rows, rates = rows_of(eagle, [40, 18]), np.full((DEPTHS, BUCKETS), 0.5, np.float32)
+    assert rows.draft(9, 1, rates, 0.1).counts.tolist() == [3, 3]
     assert len(taken) == 3 and len(set(taken)) == 1
+    assert taken[0] in [key for key, _ in rows.drafts.steps()], "a step that was captured at the start"
 
 
 @both
