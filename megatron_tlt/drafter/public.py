@@ -81,8 +81,8 @@ def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
     named = {_name(name): tensor for name, tensor in given.items() if not _is_left_out(name, config)}
     if config.reduced and "d2t" in named:
         named["d2t"] = named["d2t"].long()
-        known = torch.zeros(config.policy.vocab_size, dtype=torch.bool)
-        known[torch.arange(len(named["d2t"])) + named["d2t"]] = True
+        ids = torch.arange(len(named["d2t"])) + named["d2t"]
+        known = torch.isin(torch.arange(config.policy.vocab_size), ids)
         named.setdefault("t2d", known)
         named["t2d"] = named["t2d"].bool()
     return {name: t.float() if t.is_floating_point() else t for name, t in named.items()}

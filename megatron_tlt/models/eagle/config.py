@@ -22,7 +22,6 @@ from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
 
 Kind = Literal["eagle", "eagle3"]
-_VOCABULARY = ("d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True)

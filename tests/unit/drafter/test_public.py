@@ -84,3 +84,11 @@ def test_other_forms_are_refused_by_name(ours: Path, entries: dict, says: str) -
     (out / "config.json").write_text(json.dumps(raw | entries))
     with pytest.raises(CheckpointError, match=says):
         check_drafter(out, POLICY, WANTED)
+
+
+def test_a_vocabulary_beyond_the_policys_is_refused(ours: Path) -> None:
+    out = rewritten(ours, "eagle")
+    tensors = torch.load(out / "pytorch_model.bin")
+    torch.save(tensors | {"d2t": tensors["d2t"] + POLICY.vocab_size}, out / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="does not name the tokens"):
+        load_drafter(out, POLICY, WANTED)
