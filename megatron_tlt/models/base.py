@@ -36,6 +36,11 @@ class KVCache:
         """Memory in bytes."""
         return self.data.nbytes
 
+    @property
+    def is_released(self) -> bool:
+        """Whether there is no memory until `resume`."""
+        return not (self.data.numel() if self.memory is None else self.memory.is_taken)
+
     def fix_address(self) -> None:
         """Moves to memory that keeps its address through `release` and `resume`; what is cached is lost. Mutates."""
         shape, dtype, device, size = self.data.shape, self.data.dtype, self.data.device, self.data.nbytes

@@ -75,7 +75,7 @@ class ModelRunner:
         assert like.shape[1], "a dense model"
         sizes = self.kv.num_blocks, self.kv.block_size, like.shape[1]
         self._routes = PagedHiddenStates(*sizes, like.dtype, self.device)
-        if not self.kv.data.numel():  # as released as the cache
+        if self.kv.is_released:
             self._routes.release()
         self._point_native_step()
 

@@ -196,7 +196,9 @@ def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> No
         for turn in range(3):
             if is_fixed:
                 engine.release()
+                assert runner.kv.is_released
                 engine.resume()
+            assert not runner.kv.is_released
             engine.add(tokens(20 + turn, turn), SamplingParams(max_tokens=20, seed=3), turn, num_samples=3)
             answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
         assert capturer.captured == captured and runner.decoder.pool.stats().replays > 20
