@@ -5,8 +5,9 @@ are all B up to the running requests, with the k that drafts can have, as far as
 
 Legend: B sequences, k rows of each, H hidden, F intermediate, V vocabulary, t = rollout.tp; e bytes of an element.
 
-* Buffers that all graphs write: `e*(V + H)` a row. Temporary memory, shared by all graphs: that of the largest one, of
-  each row what a forward has (`engine.rollout_step_bytes`), on several ranks its logits a second and a third time.
+* Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`. Temporary memory, shared
+  by all graphs: that of the largest one, of each row what a forward has (`engine.rollout_step_bytes`), on several ranks
+  its logits a second and a third time.
 * What a graph takes beside it (its nodes) is the driver's affair and is measured at each capture: what the budget
   (`rollout.graph_memory_mib`) has no room for runs without a graph.
 """
@@ -74,7 +75,8 @@ def least_graph_bytes(config: Config, shape: ModelShape) -> int:
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
-    buffers = shape.vocab_size + shape.hidden_size
+    parts = config.drafter.state_parts if rollout.speculation.uses_eagle else 1
+    buffers = shape.vocab_size + parts * shape.hidden_size
     return graph_rows(config) * (buffers + row + gathered) * element
 
 

@@ -6,6 +6,7 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
 from megatron_tlt.config.planning.engine import kv_bytes_per_token
+from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, check_memory, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB, active_parameters, total_parameters
 from megatron_tlt.config.planning.report import find_problems, render_check
@@ -194,6 +195,9 @@ def test_graphs_are_planned_shown_and_have_room_for_their_buffers():
     (problem,) = check_memory(config_of(*cuda, f"rollout.graph_memory_mib={least - 1}"), shape, 1)
     assert (problem.path, problem.value) == ("rollout.graph_memory_mib", least - 1)
     assert f">= {least}: buffers of 1536 rows" in problem.allowed
+    wider = config_of(*cuda, "rollout.speculation.drafter=eagle", "drafter.kind=eagle3")
+    states = least_graph_bytes(wider, shape) - least_graph_bytes(config_of(*cuda), shape)
+    assert states == 1536 * 2 * 3 * 3584, "those of three layers"
 
 
 def test_pinned_memory_is_counted_in_powers_of_two():
