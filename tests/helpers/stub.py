@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,8 +48,13 @@ def settle(path: str) -> None:
 def main() -> None:
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
     fork = Fork(sys.argv[1], sys.argv[2:], {file: file for file in files}, dict(os.environ), os.getcwd())
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended; its status is on its way
+            os.kill(fork.pid, number)
+
     for name in _PASSED_ON:
-        signal.signal(getattr(signal, name), lambda number, _: os.kill(fork.pid, number))
+        signal.signal(getattr(signal, name), pass_on)
     code = fork.wait()
     if code < 0:
         if -code != signal.SIGKILL:

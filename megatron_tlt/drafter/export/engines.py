@@ -3,7 +3,7 @@
 SGLang and vLLM run drafters of kind eagle (EAGLE-1) for Llama and Qwen2 policies; TensorRT-LLM's PyTorch backend runs
 EAGLE-3 only. Every engine runs eagle3. Engines leave a tensor that they do not find at its random start, or skip
 one that they do not know, without a message: so names and config keys follow each engine's own loader, and
-`docs/export_drafter.md` says where each rule was read. Nothing here has been run in a real engine yet.
+`docs/export_drafter.md` says where each rule was read. vLLM's CPU build has served both kinds; the others, none.
 
 A layer id i of eagle3 means the OUTPUT of policy layer i, from 0. SGLang's ids mean the same (it adds 1 itself), vLLM's
 count the layers before (i + 1), and TensorRT-LLM takes ours as an argument and not from a file.
