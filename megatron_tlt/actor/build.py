@@ -152,8 +152,11 @@ _NAMES_IN_CHECKPOINTS = {
 def _core_attention(config: ModelConfig, actor: ActorSection) -> type[SDPACoreAttention]:
     if actor.cp == 1:
         return SDPACoreAttention
-    by_heads = actor.cp_comm(config.num_kv_heads, engine=False) == "a2a"
-    return HeadExchangeAttention if by_heads else GatheredKeysAttention
+    kind = actor.cp_comm(config.num_kv_heads, engine=False)
+    if kind == "p2p":  # `check` may not know that Transformer Engine is missing where the run will be
+        allowed = "needs Transformer Engine, which is not used here; local layers take a2a, all_gather or auto"
+        raise ConfigError.of("actor.cp_comm_type", kind, allowed)
+    return HeadExchangeAttention if kind == "a2a" else GatheredKeysAttention
 
 
 def _local_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:

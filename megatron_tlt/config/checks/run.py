@@ -78,10 +78,17 @@ def check_sft(
         *pp_problems(shape, "actor.pp", config.actor.pp),
         *cp_problems(config, shape, device),
         *check_experts(config, num_ranks, shape),
+        *_check_replay(config),
         *check_architecture(config, shape),
         *check_positions(config.model.max_context, max_positions),
         *check_optimizer(config.optimizer, config.sft.num_steps),
     ]
+
+
+def _check_replay(config: SftConfig) -> Iterator[ConfigProblem]:
+    if config.actor.router_replay != "off":
+        allowed = "must be 'off' in fine-tuning: nothing is rolled out, so no experts are recorded"
+        yield ConfigProblem("actor.router_replay", config.actor.router_replay, allowed)
 
 
 def check_stop(config: Config) -> Iterator[ConfigProblem]:

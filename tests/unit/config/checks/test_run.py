@@ -198,3 +198,5 @@ def test_sft_checks_its_layout():
     values = {"model": {"path": "m"}, "sft": {"train_path": "a", "out": "b"}, "actor": {"pp": 3}}
     found = {p.path for p in check_sft(build_config(values, root=SftConfig), SHAPE, 3)}
     assert found == {"actor.pp"}
+    replays = build_config(values | {"actor": {"router_replay": "rollout"}}, root=SftConfig)
+    assert {p.path for p in check_sft(replays, None, 3)} == {"actor.router_replay"}, "no rollout recorded any"
