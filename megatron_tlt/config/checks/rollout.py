@@ -52,6 +52,7 @@ def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
     layers, states = shape.num_layers + has_eagle, has_eagle * config.drafter.state_parts * shape.hidden_size
     width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + states
     width *= 4 if rollout.dtype == "fp32" else 2
+    width += shape.num_experts_per_tok * len(shape.moe_layers)  # their numbers, of a byte each
     blocks = -(-longest_request(config) // rollout.block_size)
     needed = -(-blocks * rollout.block_size * width // 2**20)
     if rollout.kv_cache_mib < needed:

@@ -36,7 +36,7 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
     parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
     states = parts * shape.hidden_size
-    routes = shape.num_experts_per_tok * len(shape.moe_layers) * (config.actor.router_replay == "rollout")
+    routes = shape.num_experts_per_tok * len(shape.moe_layers)  # the cache has room for them, recorded or not
     return (keys_values + states) * element_bytes(config.rollout.dtype) + routes
 
 
@@ -98,14 +98,19 @@ def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the sampler takes.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
-    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
-    row += shape.num_experts_per_tok * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // rollout.tp)
-    forward = rollout.max_batched_tokens * row * element
+    forward = rollout.max_batched_tokens * row_elements(config, shape) * element
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
     each = element + 4 if rollout.tp == 1 else 8 + (element + 4) / rollout.tp
     return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
+
+
+def row_elements(config: Config, shape: ModelShape) -> int:
+    """Elements of a forward's temporaries that each of its rows has: see `rollout_step_bytes`."""
+    tp = config.rollout.tp
+    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // tp
+    return row + shape.num_experts_per_tok * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
 
 
 def verified_rows(config: Config) -> int:

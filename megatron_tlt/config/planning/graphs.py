@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.planning.engine import row_elements
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
@@ -73,11 +74,10 @@ def graph_bytes(config: Config, device: Device) -> int:
 def least_graph_bytes(config: Config, shape: ModelShape) -> int:
     """Output buffers and shared temporary memory: without room for them no large forward is captured."""
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
-    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // rollout.tp
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
     parts = config.drafter.state_parts if rollout.speculation.uses_eagle else 1
     buffers = shape.vocab_size + parts * shape.hidden_size
-    return graph_rows(config) * (buffers + row + gathered) * element
+    return graph_rows(config) * (buffers + row_elements(config, shape) + gathered) * element
 
 
 def graph_rows(config: Config) -> int:

@@ -95,7 +95,7 @@ def _policy_parts(
     element = element_bytes(config.actor.dtype)
     return {
         "weights": count * element,
-        **({"experts": experts * element} if experts else {}),
+        **({"experts": experts * element} if shape.num_experts else {}),
         "gradients": (count + experts) * 4,
         "optimizer": policy.optimizer_bytes(config, count, experts, dims, device),
         "activations": policy.activation_bytes(config, shape, dims, stage, device),

@@ -35,7 +35,8 @@ def find_problems(
         problems = check_sft(config, shape, num_ranks, device, max_positions)
     shape = shape if shape is not None else config.model.architecture
     actor = config.actor
-    if shape is not None and num_ranks % (actor.tp * actor.pp * actor.cp) == 0:
+    fits = num_ranks % (actor.tp * actor.pp * actor.cp) == 0 and num_ranks // actor.pp % actor.ep == 0
+    if shape is not None and fits:
         problems += check_memory(config, shape, num_ranks, device)
     return problems
 

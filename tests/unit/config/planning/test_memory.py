@@ -166,6 +166,29 @@ def test_problems_include_memory():
     assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}
 
 
+def test_layers_with_experts_may_be_on_one_stage_only():
+    shape = shape_of("qwen3-30b-a3b").model_copy(update={"dense_layers": tuple(range(24))})
+    config = config_of("actor.pp=2", "rollout.backend=embedded")
+    row = next(line for line in render_check(config, shape, 2).splitlines() if line.startswith("  experts "))
+    assert row.split()[1:] == ["0.00", f"{24 * 128 * 3 * 2048 * 768 * 2 / GIB:.2f}"]
+    assert {"actor.ep", "rollout.top_k"} <= {
+        p.path for p in find_problems(config_of("actor.ep=3", "rollout.top_k=999999"), shape, 2)
+    }
+
+
+def test_a_forward_and_the_cache_have_room_for_experts():
+    shape = shape_of("qwen3-30b-a3b")
+    cuda = ["distributed.device=cuda", "rollout.dtype=bf16", "cluster.host_memory_gib=999"]
+    assert kv_bytes_per_token(config_of(*cuda), shape) == 48 * (2 * 4 * 128 * 2 + 8)
+    row = 151936 + 2048 + 3 * 2048 + 4 * 6144 + 8 * (2 * 2048 + 4 * 768)
+    least = -(-1536 * 2 * row // 2**20)
+    paths = [
+        {p.path for p in check_memory(config_of(*cuda, f"rollout.graph_memory_mib={mib}"), shape, 1)}
+        for mib in (least, least - 1)
+    ]
+    assert paths == [set(), {"rollout.graph_memory_mib"}]
+
+
 def test_what_is_given_back_is_there_in_its_phase_only():
     shape, rollout = shape_of("qwen2.5-7b"), ["rollout.kv_cache_mib=4096", "rollout.dtype=bf16"]
     kept = estimate_memory(config_of(*rollout), shape, 1, "cuda")[0]
