@@ -158,8 +158,12 @@ class AgreedCapturer:
 
     def warm_up(self, step: Step) -> int:
         """See `Capturer`. Raises on all ranks where it fails on one."""
-        with self._alone():
-            self._together(lambda: self._inner.warm_up(step))
+
+        def rehearse() -> int:
+            with self._alone():  # not the agreement on how it went, which needs the others
+                return self._inner.warm_up(step)
+
+        self._together(rehearse)
         return self._together(lambda: self._inner.warm_up(step))
 
     def capture(self, step: Step) -> Captured:

@@ -26,10 +26,10 @@ NOW = "checkpoint.asynchronous=false"
 FAULTY = "tests/integration/workers/train_faulty.py"
 
 
-def faulty(fault, config, run_dir, *overrides):
+def faulty(fault, config, run_dir, *overrides, forks=True):
     """A run on two ranks in which something goes wrong."""
     arguments = [fault, str(config), f"train.run_dir={run_dir}", *overrides]
-    return run_ranks(2, FAULTY, *arguments, check=False)
+    return run_ranks(2, FAULTY, *arguments, check=False, forks=forks)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_
 
 def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, tmp_path):
     limit = "train.max_nonfinite_steps=2"
-    done = faulty("nan:2,3,4", whole / "tiny.yaml", tmp_path / "run", limit)
+    done = faulty("nan:2,3,4", whole / "tiny.yaml", tmp_path / "run", limit, forks=False)
     assert done.returncode == 1
     assert "TrainingError: updates of 2 steps in a row were not finite" in done.stdout
     assert "Traceback" not in done.stdout

@@ -103,8 +103,14 @@ def test_a_rank_that_fails_ends_all_and_leaves_none_in_a_collective(fails_in: st
         @contextmanager
         def by_itself():
             alone[rank] = True
-            yield
-            alone[rank] = False
+            try:
+                yield
+            finally:
+                alone[rank] = False
+
+        def agree(value: int) -> int:
+            assert not alone[rank], "of a collective that is left out only garbage comes back"
+            return largest(rank, value)
 
         def step() -> None:
             if fails_in == "rehearsal" and rank == 1:
@@ -114,7 +120,7 @@ def test_a_rank_that_fails_ends_all_and_leaves_none_in_a_collective(fails_in: st
 
         fake = Failing(temporary=10)
         fake.rank = rank
-        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank), by_itself))
+        cache = GraphCache(AgreedCapturer(fake, agree, by_itself))
         with pytest.raises((BackendError, torch.OutOfMemoryError)) as caught:
             cache.capture("a", step)
         return str(caught.value)
