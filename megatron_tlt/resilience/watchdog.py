@@ -277,6 +277,10 @@ class Watchdog:
 
     def _died(self, rank: Rank) -> None:
         """Names the rank, unless it ended with the others."""
+        with suppress(OSError):  # its death may be heard of before what it sent last
+            while data := rank.connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT):
+                if "outcome" not in (report := json.loads(data)):
+                    rank.report = report
         end = time.monotonic() + 1.0  # a process closes its files before the kernel knows how it ended
         while is_alive(rank.beat.pid) and time.monotonic() < end:
             time.sleep(0.005)

@@ -173,6 +173,21 @@ def test_the_first_to_die_is_named_even_if_the_watchdog_slept_through_it(tmp_pat
         assert beat(tmp_path, 1 - first, outcome="ended")
 
 
+def test_a_death_is_in_the_phase_that_was_reported_last(tmp_path):
+    """Reports wait in the queue when the death is heard of."""
+    dies = "watchdog.enter('reward', 4, 2); watchdog.enter('score', 5, 3); os.kill(os.getpid(), 9)"
+    with start(tmp_path, GO, WAIT + dies) as ranks:
+        for number in range(2):
+            beat(tmp_path, number, phase="rollout")
+        pid = watchdog_of(ranks[0])
+        os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        ranks[1].wait()
+        os.kill(pid, signal.SIGCONT)
+        assert beat(tmp_path, 1, outcome="killed").phase == "score"
+        assert "in phase score, step 5" in end_of(tmp_path).text
+
+
 HANGS = {
     "spin": "while True: pass",
     "gil": "import ctypes\nwhile True: ctypes.PyDLL(None).sleep(600)",
