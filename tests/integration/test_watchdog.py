@@ -178,7 +178,7 @@ def test_a_slow_phase_is_warned_of_with_its_rank(whole):
 def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
     """By the command, and by a storm of signals into computing, MPI, gloo and sleeping ranks."""
     run_dir = whole / "asked"
-    fault = {"rank": 0, "phase": "never", "step": 0, "kind": "spin"}
+    fault = {"rank": 0, "phase": "score", "step": 2, "kind": "slow"}  # it is still there when it is asked
     command = [*launcher(2), str(ROOT / WORKER), json.dumps(fault), "train"]
     command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
     env = rank_environment()
