@@ -135,7 +135,7 @@ def cancelled(scene: Scene) -> Scene:
 
 def killed(scene: Scene) -> Scene:
     """One rank dies of SIGKILL."""
-    scene.train(slow=1.0)
+    scene.train(slow=0.3)
     scene.after_steps(2)
     os.kill(scene.ranks()[-1].pid, signal.SIGKILL)
     return scene.finish()
