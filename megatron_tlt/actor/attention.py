@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ class PackedRows(PackedSeqParams):
     to_ranks: Tensor | None = None  # int64 [T]
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     routing: Any = None
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each sequence, padding included, then the number of all rows."""
+        return [0, *accumulate(length for count, length in self.runs for _ in range(count))]
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import swiglu
-from megatron_tlt.actor.experts import expert_fields, use_experts
+from megatron_tlt.actor.experts import expert_config, use_experts
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.actor.norm import RMSNorm
@@ -138,7 +138,7 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
         **_fusions(actor),
         **_recompute(actor),
-        **expert_fields(config, actor.ep, actor.load_balancing_loss, actor.router_z_loss),
+        **expert_config(config, actor.ep, actor.load_balancing_loss, actor.router_z_loss),
     )
 
 

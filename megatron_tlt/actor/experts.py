@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_tlt.actor.device import current_device
 from megatron_tlt.actor.elementwise import swiglu
+from megatron_tlt.actor.hf_names import expert_fields
 from megatron_tlt.actor.routing import Router
 from megatron_tlt.models.config import ModelConfig
 
@@ -33,7 +34,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
-def expert_fields(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) -> dict[str, Any]:
+def expert_config(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) -> dict[str, Any]:
     """What TransformerConfig says of the experts; nothing for a dense model.
 
     Auxiliary losses are the router's own (`Router`): megatron's are scaled for another divisor than ours.
@@ -41,18 +42,11 @@ def expert_fields(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) 
     if not config.num_experts:
         return {}
     return {
+        **expert_fields(config),
         "num_moe_experts": config.num_experts,
-        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        # softmax over the chosen logits = softmax over all, chosen, divided by their sum
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": aux_loss,
         "moe_z_loss_coeff": z_loss,
-        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size or None,
-        "moe_shared_expert_gate": bool(config.shared_expert_intermediate_size),
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,  # None would mean TP
     }

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,16 +47,18 @@ class Slot:
     @property
     def stacked_keys(self) -> tuple[str, ...]:
         """`paths` without the layer's number: keys of tensors that hold a parameter of all layers."""
-        if self.layer is None:
-            return self.paths
-        return tuple(f"decoder.layers.{path.split('.', 3)[3]}" for path in self.paths)
+        return self._below("decoder.layers")
 
     @property
     def global_paths(self) -> tuple[str, ...]:
         """`paths` with the layer's number in the whole model."""
+        return self._below(f"decoder.layers.{self.layer}")
+
+    def _below(self, prefix: str) -> tuple[str, ...]:
+        """`paths` with `prefix` in place of their layer; as they are outside layers."""
         if self.layer is None:
             return self.paths
-        return tuple(f"decoder.layers.{self.layer}.{path.split('.', 3)[3]}" for path in self.paths)
+        return tuple(f"{prefix}.{path.split('.', 3)[3]}" for path in self.paths)
 
 
 def slots(config: ModelConfig, pp: int) -> list[Slot]:
@@ -119,6 +121,23 @@ def _dense_parts(config: ModelConfig, has_experts: bool) -> list[tuple[str, str]
     if not has_experts:
         return [("mlp", "mlp")]
     return [("mlp.shared_expert", "mlp.shared_experts")] if config.shared_expert_intermediate_size else []
+
+
+def expert_fields(config: ModelConfig) -> dict[str, Any]:
+    """A model's experts for megatron, in TransformerConfig and in a checkpoint's arguments, which name only
+    their number differently.
+    """
+    shared = config.shared_expert_intermediate_size
+    return {
+        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        # softmax over the chosen logits = softmax over all, chosen, divided by their sum
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_shared_expert_gate": bool(shared),
+    }
 
 
 def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: int) -> Tensor:

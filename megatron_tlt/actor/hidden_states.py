@@ -117,9 +117,7 @@ class HiddenStateCollector:
         """Around the forward of one micro-batch; a recomputed one, in backward, is not read."""
         keys = [] if batch.is_filler else [_key(s) for s in batch.sequences]
         owners = [self._left.pop(key, None) for key in keys]
-        sizes = [length for count, length in batch.packing.runs for _ in range(count)]
-        starts = np.cumsum([0, *sizes]).tolist()
-        rows = zip(keys, owners, batch.sequences, starts, strict=False)
+        rows = zip(keys, owners, batch.sequences, batch.packing.starts, strict=False)
         self._places = [
             (key, start, start + sequence.length - 1)
             for key, owner, sequence, start in rows

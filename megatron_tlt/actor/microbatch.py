@@ -179,12 +179,10 @@ def with_routing(
 
     `loss_weight`: see `Routing`.
     """
-    sizes = [layout.padded(s.length - 1) for s in batch.sequences]
-    rows = sum(count * length for count, length in batch.packing.runs)
+    *starts, rows = batch.packing.starts
     recorded = [s.routes for s in batch.sequences if s.routes is not None] if replay else []
     is_token = np.zeros(rows, bool)
     ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16) if recorded else None
-    starts = np.concatenate([[0], np.cumsum(sizes)])
     for start, sequence in zip(starts, batch.sequences if batch.members else (), strict=False):
         here = slice(start, start + sequence.length - 1)
         is_token[here] = True

@@ -151,7 +151,7 @@ class AgreedCapturer:
         alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
         """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`). While `alone()`
-        is open, the step's collectives wait for nobody and compute nothing.
+        is open, the step's collectives return at once and compute nothing.
         """
         self._inner, self._largest, self._alone = inner, largest, alone
         self.pool_bytes = 0

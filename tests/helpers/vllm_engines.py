@@ -16,6 +16,7 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import Prompt
@@ -63,6 +64,7 @@ def running_vllm() -> VllmBackend:
             SyncSection(verify=True),
             device="cpu",
             tokenizer=tokenizer,
+            drafter=load_drafter(DRAFTER, SHAPE),
             keep_hidden_states=True,
             keeps_tables=True,
         )

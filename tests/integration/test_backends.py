@@ -206,7 +206,7 @@ def test_a_drafter_comes_with_a_push_or_not_at_all(served: Served) -> None:
     assert backend.drafter_version == first
     last = served.push(drafter=3)
     assert backend.drafter_version == last
-    assert served.answers() == one, "whoever drafts"
+    assert served.answers() == one, "answers do not depend on the drafter"
 
 
 @pytest.mark.parametrize("how", ["too long", "interrupted"])

@@ -16,7 +16,7 @@ from megatron_tlt.backends.transport import SharedDirectory, open_transport
 from megatron_tlt.backends.vllm.args import drafter_config, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
-from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
+from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
@@ -45,18 +45,14 @@ def build_vllm(
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
-    `drafter`: a trained drafter, instead of that in `rollout.speculation.drafter_path`.
+    `drafter`: the trained drafter, where `rollout.speculation` drafts with one.
     `keep_hidden_states`: those of answers will be collected. `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the
     cache of the memory plan. The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or
     BackendError.
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
-    if rollout.speculation.uses_eagle and drafter is None:
-        assert rollout.speculation.drafter_path is not None  # `config.checks`
-        drafter = load_drafter(rollout.speculation.drafter_path, policy)
-    if not rollout.speculation.uses_eagle:
-        drafter = None
+    assert (drafter is not None) == rollout.speculation.uses_eagle
     weights = ServedWeights(
         policy.parameter_shapes(), ("lm_head.weight",) if policy.tie_word_embeddings else (), sync.verify
     )

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of, sync
-from megatron_tlt.actor.hf_names import Slot, shard, slots
+from megatron_tlt.actor.hf_names import Slot, expert_fields, shard, slots
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
 from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, choose_dtype, config_with_dtype, dtype_name
@@ -270,18 +270,5 @@ def megatron_arguments(config: ModelConfig, tp: int, pp: int, dtype: torch.dtype
         "pipeline_model_parallel_size": pp,
         "params_dtype": dtype,
         "ckpt_format": "torch_dist",
-        **(_expert_arguments(config) if config.num_experts else {}),
-    }
-
-
-def _expert_arguments(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_experts": config.num_experts,
-        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
-        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size or None,
-        "moe_shared_expert_gate": config.shared_expert_intermediate_size > 0,
+        **({"num_experts": config.num_experts, **expert_fields(config)} if config.num_experts else {}),
     }

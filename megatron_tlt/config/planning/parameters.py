@@ -31,6 +31,12 @@ def _attention_parameters(shape: ModelShape) -> int:
     return attention + 2 * shape.hidden_size
 
 
+def _unrouted_parameters(shape: ModelShape) -> int:
+    """Of a layer with experts, all but the experts that the router chooses from."""
+    router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
+    return _attention_parameters(shape) + router
+
+
 def expert_parameters(shape: ModelShape, experts: float) -> int:
     """Parameters of so many experts of one layer."""
     return int(3 * experts * shape.hidden_size * shape.moe_intermediate_size)
@@ -39,8 +45,7 @@ def expert_parameters(shape: ModelShape, experts: float) -> int:
 def decoder_parameters(shape: ModelShape, experts: float | None = None) -> int:
     """Parameters of all layers. `experts`: count so many of each layer with experts; default: all."""
     routed = shape.num_experts if experts is None else experts
-    router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
-    sparse = _attention_parameters(shape) + router + expert_parameters(shape, routed)
+    sparse = _unrouted_parameters(shape) + expert_parameters(shape, routed)
     dense = shape.num_layers - len(shape.moe_layers)
     return dense * layer_parameters(shape) + len(shape.moe_layers) * sparse
 
@@ -65,9 +70,7 @@ def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> tuple[int, in
     per_stage = shape.num_layers // dims.pp
     sparse = [layer for layer in shape.moe_layers if layer // per_stage == stage]
     experts = len(sparse) * expert_parameters(shape, shape.num_experts)
-    router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
-    count = (per_stage - len(sparse)) * layer_parameters(shape)
-    count += len(sparse) * (_attention_parameters(shape) + router)
+    count = (per_stage - len(sparse)) * layer_parameters(shape) + len(sparse) * _unrouted_parameters(shape)
     embedding = shape.vocab_size * shape.hidden_size
     first, last = stage == 0, stage == dims.pp - 1
     count += embedding * first

@@ -96,7 +96,7 @@ class FixedMemory:
         count_outside(self._device, self._size)
 
     def release(self) -> None:
-        """Gives the memory back once the device has done what was asked of it. Whoever reads it then, faults."""
+        """Gives the memory back once the device has done its work. A read then is a fault of the device."""
         assert self.is_taken
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
