@@ -106,6 +106,8 @@ def _child(request: dict[str, Any], files: list[int]) -> NoReturn:
             os.close(file)
         os.environ.clear()
         os.environ.update(request["env"])
+        wanted = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in wanted if path and path not in sys.path]  # mpi4py replaces the first
         os.chdir(request["cwd"])
         random.seed()
         np.random.seed()

@@ -178,7 +178,8 @@ def test_a_slow_phase_is_warned_of_with_its_rank(whole):
 def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
     """By the command, and by a storm of signals into computing, MPI, gloo and sleeping ranks."""
     run_dir = whole / "asked"
-    fault = {"rank": 0, "phase": "score", "step": 2, "kind": "slow"}  # it is still there when it is asked
+    release = whole / "asked.release"  # until then it is still there
+    fault = {"rank": 0, "phase": "score", "step": 2, "kind": str(release)}
     command = [*launcher(2), str(ROOT / WORKER), json.dumps(fault), "train"]
     command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
     env = rank_environment()
@@ -191,6 +192,7 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
         for _ in range(20):
             stormed += send_storm(run_dir)
             time.sleep(0.03)
+        release.touch()
         output, _ = job.communicate(timeout=280)
     assert job.returncode == 0, output
     assert "stacks of 2 of 2 running ranks are in" in asked.stderr, asked.stderr

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
+from tests.helpers.once import once
 from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences, with_routes
 
 TEMPERATURES = (1.0, 0.8)
@@ -95,7 +96,7 @@ def expected_root() -> Path:
     return root
 
 
-@functools.cache
+@once
 def one_rank_results() -> list[dict[str, Any]]:
     """What the one-rank worker found. It also leaves the outcome that the parallel tests compare with."""
     done = run_ranks(1, "tests/mpi/workers/actor_parity.py", str(expected_root()))

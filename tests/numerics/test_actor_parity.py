@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.mpi import ROOT, run_ranks
 from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results
-from tests.mpi.workers.actor_layouts import FORWARDS
+from tests.mpi.workers.actor_layouts import HIDDEN
 from tests.numerics.actor_expected import one_rank_results
 
 
@@ -51,8 +51,7 @@ def test_packing_changes_nothing() -> None:
     assert found["recompute_same_bits"]
 
 
-@pytest.mark.parametrize("layout", [{}, {"recompute": "full"}], ids=str)
-@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize(("layout", "forward"), HIDDEN[1], ids=str)
 def test_its_hidden_states_are_the_engines(layout: dict[str, Any], forward: str) -> None:
     found = case("hidden_states", layout=layout, forward=forward)
     assert found["error"] <= 1e-4

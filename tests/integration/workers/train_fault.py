@@ -43,6 +43,9 @@ class Fault:
             world.comm.recv(source=world.rank, tag=77)
         elif self.kind == "slow":
             time.sleep(15)
+        elif self.kind.startswith("/"):  # until this file is there
+            while not os.path.exists(self.kind):
+                time.sleep(0.05)
         else:
             raise ValueError(self.kind)
 

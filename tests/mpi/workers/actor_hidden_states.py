@@ -14,7 +14,7 @@ from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.whole_texts import read_hidden_states
 from tests.mpi.workers.actor_common import WeightedNll, say, sequences, share, train_batch
-from tests.mpi.workers.actor_layouts import FORWARDS
+from tests.mpi.workers.actor_layouts import HIDDEN
 from tests.mpi.workers.actor_scenario import copy_of, make_policy
 
 LAYERS = (0, 2)  # of four: with two stages, one on each
@@ -30,12 +30,11 @@ def of_engine(directory: Path) -> dict[int, Tensor]:
     return dict(enumerate(read_hidden_states(decoder, texts, 16, 4096)))
 
 
-def hidden_states(world: Any, root: Path, layouts: list[dict[str, Any]], kind: str = "qwen3") -> None:
-    """In the update's forward, in that of the old log-probs, and in one that scores answers, at each layout."""
+def hidden_states(world: Any, root: Path, kind: str = "qwen3") -> None:
+    """In the update's forward, in that of the old log-probs, and in one that scores answers: `HIDDEN`."""
     wanted = of_engine(root / kind)
-    for layout in layouts:
-        for forward in FORWARDS:
-            _collect(world, root / kind, wanted, layout, forward)
+    for layout, forward in HIDDEN[world.size]:
+        _collect(world, root / kind, wanted, layout, forward)
     if world.size == 1:
         _within_budget(world, root / kind)
 

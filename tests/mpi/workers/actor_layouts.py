@@ -1,12 +1,20 @@
-"""Layouts by ranks. Imports nothing: tests read it, too."""
+"""Cases by ranks. Imports neither torch nor megatron: tests read it, too."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
+
+from megatron_tlt.config.algorithm import AlgorithmName
 
 _SP = {"tp": 2, "sequence_parallel": True}
-HIDDEN: dict[int, list[dict[str, Any]]] = {
-    2: [{"tp": 2}, {**_SP, "recompute": "full"}, {"pp": 2}, {"cp": 2}, {}],
-    4: [{**_SP, "pp": 2}, {**_SP, "cp": 2}],
-}
 FORWARDS = ("update", "old log-probs", "scoring")
+# Which forward hands the states out, and how a layout gathers them, are independent: four ranks try one forward.
+HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
+    1: [(layout, forward) for layout in ({}, {"recompute": "full"}) for forward in FORWARDS],
+    2: [(layout, f) for layout in ({**_SP, "recompute": "full"}, {"pp": 2}, {"cp": 2}, {}) for f in FORWARDS],
+    4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
+}
+ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {
+    2: get_args(AlgorithmName),
+    4: ("grpo", "reinforce_pp"),  # one that leaves answers out, one that does not
+}

@@ -16,7 +16,6 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_hidden_states import hidden_states
-from tests.mpi.workers.actor_layouts import HIDDEN
 from tests.mpi.workers.actor_scenario import copy_of, make_policy, run_scenario, scenario_policy
 from tests.mpi.workers.actor_zero_advantages import zero_advantages
 
@@ -70,8 +69,8 @@ def main() -> None:
     for layout, kind, variant in json.loads(sys.argv[2]):
         compare(world, root, kind, layout, variant)
     skip_everywhere(world, root)
-    zero_advantages(world, root, {} if world.size == 2 else {"pp": 2})
-    hidden_states(world, root, HIDDEN[world.size])
+    zero_advantages(world, root)
+    hidden_states(world, root)
     world.close()
 
 

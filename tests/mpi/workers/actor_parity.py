@@ -228,7 +228,7 @@ def main() -> None:
     decay(world, root)
     precision(world, root)
     syncs(world, root, root / "syncs")
-    hidden_states(world, root, [{}, {"recompute": "full"}])
+    hidden_states(world, root)
     world.close()
 
 
