@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import DraftSequence, windows
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafter.batching import DraftSequence, collate, windows
+from megatron_tlt.drafter.loss import draft_loss
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftingRows, Pairs
 from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.keys import request_key
 from tests.helpers.pairs import expected
-from tests.helpers.tiny_drafters import FAMILIES, random_drafter, random_sequence
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = replace(FAMILIES["qwen3"], vocab_size=3)  # few tokens: drafts match by chance
@@ -88,8 +93,7 @@ def draft_from(
     return drafted
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-@pytest.mark.parametrize("window", [512, 16])
+@pytest.mark.parametrize(("temperature", "window"), [(1.0, 512), (0.6, 16), (0.0, 16)])
 def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float, window: int) -> None:
     sequences = answers((40, 6), (12, 1), (60, 20), (3, 2))
     got = run(sequences, temperature, window)
@@ -127,3 +131,18 @@ def test_overlap_and_likely_tokens_by_hand() -> None:
         sums += [1, 1 - 0.5 * float((p - q).abs().sum()), float(p[best[0]]), float(p[best[:4]].sum())]
     np.testing.assert_allclose(got.sums[0, :4], sums, rtol=1e-5)
     assert got.to_json()["p_top4_q"][0] == pytest.approx(sums[3] / sums[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_overlap_of_a_reduced_vocabulary_is_the_losses(temperature: float) -> None:
+    """Two ways to 1 - TV over the whole vocabulary: scattered logits, and sums over the drafter's tokens."""
+    shape = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=70)
+    sequences = [random_sequence3(shape, n, 3, seed=n) for n in (12, 20, 26)]
+    (embed, head), model = lookup_tables(shape.policy), Eagle3Model(shape)
+    model.load_full(random_drafter(shape).items())
+    sizes = {"steps": 3, "temperature": temperature, "batch_tokens": 64, "window": 512}
+    got, batch = measure(model, embed, head, sequences, **sizes), collate(sequences)
+    with torch.no_grad():
+        outputs = model.unroll(embed, batch, PairLayout(batch), 3)
+        _, parts = draft_loss(model, outputs, batch, PairLayout(batch), head, DrafterSection().loss, temperature)
+    assert got.overlap == pytest.approx([float(x) for x in parts["accept"]], abs=1e-5)

@@ -10,43 +10,41 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
+from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
 
 STEPS = 4
-SHAPES = (
-    (9, 4),
-    (4, 1),
-    (61, 2),
-    (6, 4),
-    (3, 2),
-    (30, 17),
-    (17, 17),
-    (18, 17),
-)  # (L, prompt); some teach nothing
+SHAPES = ((9, 4), (4, 1), (61, 2), (6, 4), (3, 2), (30, 17), (17, 17), (18, 17))  # (L, prompt); some teach nothing
+DRAFTERS = {name: DrafterConfig.eagle(policy) for name, policy in FAMILIES.items()}
+DRAFTERS["eagle3"] = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=40)
 
 
-def sequences(family: str) -> list[DraftSequence]:
-    made = [random_sequence(FAMILIES[family], n, p, seed=p) for n, p in SHAPES]
+def sequences(name: str) -> list[DraftSequence]:
+    shape = DRAFTERS[name]
+    if shape.kind == "eagle3":
+        made = [random_sequence3(shape, n, p, seed=p) for n, p in SHAPES]
+    else:
+        made = [random_sequence(shape.policy, n, p, seed=p) for n, p in SHAPES]
     return [replace(s, offset=7 * i) for i, s in enumerate(made)]
 
 
-def trainer(family: str, **loss) -> DrafterTrainer:
-    model = EagleModel(FAMILIES[family])
-    model.initialise(3)
+def trainer(name: str, **loss) -> DrafterTrainer:
+    model = build_model(DRAFTERS[name])
+    model.load_full(random_drafter(DRAFTERS[name], 3).items())
     section = DrafterSection(draft_steps=STEPS, loss=loss)
-    return DrafterTrainer(model, *lookup_tables(FAMILIES[family]), section)
+    return DrafterTrainer(model, *lookup_tables(DRAFTERS[name].policy), section)
 
 
 def gradient(t: DrafterTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in t.model.parameters()])
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("kind", ["mix", "lk"])
-def test_packed_equals_one_at_a_time(family: str, kind: str) -> None:
-    data, t = sequences(family), trainer(family, kind=kind)
+@pytest.mark.parametrize(("drafter", "kind"), [*((d, "mix") for d in DRAFTERS), ("qwen3", "lk")])
+def test_packed_equals_one_at_a_time(drafter: str, kind: str) -> None:
+    data, t = sequences(drafter), trainer(drafter, kind=kind)
     counts = bases_by_step(data, STEPS)
     assert counts == [sum(max(0, n - 1 - max(1, p - 1) - j) for n, p in SHAPES) for j in range(STEPS)]
     packed = t.backward(collate(data))

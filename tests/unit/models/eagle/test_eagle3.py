@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: its layers, its vocabulary, packing, gradients. Its arithmetic against the engines' readings is
+"""The EAGLE-3 drafter: its layers, its vocabulary. Its arithmetic against the engines' readings is
 in tests/unit/drafter/export/test_eagle3.py.
 """
 
@@ -9,21 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import collate
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.config import DrafterConfig, default_layers
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
-from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import lookup_tables, random_drafter
-from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
+from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_eagle3 import POLICIES
 
 CONFIG = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=40)
-
-
-def model_of(config: DrafterConfig) -> Eagle3Model:
-    model = Eagle3Model(config)
-    model.load_full(random_drafter(config).items())
-    return model
 
 
 def test_default_layers_are_the_engines_and_can_be_collected() -> None:
@@ -68,25 +60,3 @@ def test_the_head_begins_with_the_policys_rows_of_the_vocabulary() -> None:
             model.set_vocabulary(wrong)
     with pytest.raises(ConfigError, match="draft vocabulary"):
         whole.set_vocabulary(torch.arange(101))
-
-
-def test_outputs_and_gradients_do_not_depend_on_the_packing() -> None:
-    sequences = [random_sequence3(CONFIG, n, 3, seed=n) for n in (9, 14, 30)]
-    embed, _ = lookup_tables(CONFIG.policy)
-
-    def run(groups) -> tuple[torch.Tensor, torch.Tensor]:
-        model, rows = model_of(CONFIG), []
-        for group in groups:
-            batch = collate(group)
-            layout = PairLayout(batch)
-            for step, out in enumerate(model.unroll(embed, batch, layout, 3)):
-                logits = model.full_logits(out[layout.valid(step)])[:, model.token_ids()]
-                logits.square().sum().backward(retain_graph=True)
-                rows.append(logits.detach().sum(0))
-        grad = torch.cat([p.grad.flatten() for p in model.parameters()])
-        return torch.stack(rows).view(len(groups), 3, -1).sum(0), grad
-
-    alone, packed = run([[s] for s in sequences]), run([sequences])
-    torch.testing.assert_close(alone[0], packed[0], atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(alone[1], packed[1], atol=1e-2, rtol=1e-3)
-    assert (alone[1] != 0).float().mean() > 0.9

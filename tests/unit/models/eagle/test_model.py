@@ -70,24 +70,6 @@ def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
     assert row == len(layout.bases) == sum(s.num_bases for s in sequences)
 
 
-def test_gradients_do_not_depend_on_the_packing() -> None:
-    config = FAMILIES["qwen3"]
-    sequences = [random_sequence(config, n, 3) for n in (9, 14, 30)]
-    embed, _ = lookup_tables(config)
-
-    def gradient(groups: list[list[DraftSequence]]) -> torch.Tensor:
-        model = model_of(config)
-        for group in groups:
-            batch = collate(group)
-            layout = PairLayout(batch)
-            for step, out in enumerate(model.unroll(embed, batch, layout, 3)):
-                out[layout.valid(step)].square().sum().backward(retain_graph=True)
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    alone, packed = gradient([[s] for s in sequences]), gradient([sequences])
-    torch.testing.assert_close(alone, packed, atol=1e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_identity(family: str) -> None:
     config = FAMILIES[family]
