@@ -31,6 +31,10 @@ class ThreadRank:
         """Sums in place."""
         tensor.copy_(self.all_gather(tensor).sum(0))
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first rank's values, in place."""
+        tensor.copy_(self.all_gather(tensor)[0])
+
 
 def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:
     """`work` on every rank of a group of `size` threads; what it returned, by rank."""

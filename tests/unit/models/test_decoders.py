@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,46 +123,12 @@ def test_strongly_closed_gates_are_closed() -> None:
     torch.testing.assert_close(*got, atol=1e-3, rtol=1e-3)
 
 
-class LocalGroup:
-    """Tensor parallelism between threads of one process; sums in rank order."""
-
-    def __init__(self, size: int):
-        self.size, self.barrier, self.slots = size, threading.Barrier(size), [None] * size
-
-    def member(self, rank: int):
-        group = self
-
-        class Member:
-            size = group.size
-
-            def all_gather(self, tensor):
-                group.slots[rank] = tensor
-                group.barrier.wait()
-                out = torch.stack(list(group.slots))
-                group.barrier.wait()
-                return out
-
-            def all_reduce(self, tensor):
-                tensor.copy_(self.all_gather(tensor.clone()).sum(0))
-
-        member = Member()
-        member.rank = rank
-        return member
-
-
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
 def test_torch_tensor_parallel_equals_one_rank(config: ModelConfig) -> None:
     """101 tokens do not divide: the last shard is short."""
-    kernels, size = "torch", 2
-    want = Driver(loaded(kernels, config)).step([(0, list(range(30)))]).logits
-    group, got = LocalGroup(size), [None] * size
-
-    def run(rank: int) -> None:
-        got[rank] = Driver(loaded(kernels, config, tp=group.member(rank))).step([(0, list(range(30)))]).logits
-
-    ranks = [threading.Thread(target=run, args=(r,)) for r in range(size)]
-    [t.start() for t in ranks]
-    [t.join() for t in ranks]
+    batch = [(0, list(range(30)))]
+    want = Driver(loaded("torch", config)).step(batch).logits
+    got = on_ranks(2, lambda rank: Driver(loaded("torch", config, tp=rank)).step(batch).logits)
     for logits in got:
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
         assert torch.equal(logits, got[0])

@@ -15,7 +15,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle import model as eagle
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.pairs import PairBatch
-from tests.helpers.meta_bytes import MetaBytes
+from tests.helpers.ledger import Ledger
 
 GIB = 1 << 30
 QWEN = {"qkv_bias": True, "max_position_embeddings": 32768}
@@ -54,17 +54,17 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str)
     tokens = sizes.micro_step_tokens
     assert (sizes.dtype, tokens) == ("bf16", 4096)
     monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
-    with torch.device("meta"):
-        model = build_model(drafter_shape(config.drafter, shape))
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
-    with MetaBytes() as live:
+    with Ledger(1 << 50) as live:
+        with torch.device("meta"):
+            model = build_model(drafter_shape(config.drafter, shape))
         trainer = OnlineDrafterTrainer(model, section, tp=FirstRank(tp), device="meta")
         state, training = trainer._state, trainer._trainer
-        held = live.now
+        held = live.live
         assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05)
 
         table = meta(shape.vocab_size, shape.hidden_size)
-        engine = live.now - held if tp == 1 else 0  # with several ranks the head is a copy of its own
+        engine = live.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
         training.set_policy(table, table)
         hidden = meta(tokens, config.drafter.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
@@ -79,15 +79,15 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str)
 
         training.set_policy(meta(0, 0), meta(0, 0))
         del table, hidden, ids, norm
-        left = live.now
+        left = live.live
         assert left - held < 1 << 24, "nothing but the rotary table is left of a micro-step"
-        live.reset_peak()
+        live.phase("next")
         state.merge(0.5, lambda flat: None)
         assert live.peak - left == pytest.approx(plan.drafter_merge_bytes(config, shape), rel=0.05)
-        live.reset_peak()
+        live.phase("next")
         mean = state.mean()
         assert len(mean) == len(list(model.parameters()))
-        pushed = live.now - left if tp > 1 else 0
+        pushed = live.live - left if tp > 1 else 0
         assert pushed == pytest.approx(plan.drafter_push_bytes(config, shape, "cuda"), rel=0.05)
 
 

@@ -16,9 +16,9 @@ from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from tests.helpers.pairs import Rows, check_row, of_row, states
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
-from tests.unit.models.test_decoders import LocalGroup
 
 
 def drafter_config(config: ModelConfig) -> DrafterConfig:
@@ -203,12 +203,6 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=4, head_dim=16)
     weights = random_weights(config), eagle_weights(config)
 
-    class Group(LocalGroup):
-        def member(self, rank: int):
-            member = super().member(rank)
-            member.broadcast = lambda tensor: tensor.copy_(member.all_gather(tensor.clone())[0])
-            return member
-
     def run(kernels: str, tp) -> Chains:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
@@ -216,19 +210,12 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
         eagle.load_weights(weights[1])
         return rows_of(eagle, [21, 33]).draft([5, 3], 2)
 
-    group, got = Group(size), [None] * size
-    ranks = [
-        threading.Thread(target=lambda r: got.__setitem__(r, run("torch", group.member(r))), args=(r,))
-        for r in range(size)
-    ]
-    [t.start() for t in ranks]
-    [t.join() for t in ranks]
     want, native = run("torch", None), run("native", None)
-    for chains in got:
+    for chains in on_ranks(size, lambda rank: run("torch", rank)):
         np.testing.assert_array_equal(chains.tokens, want.tokens)
         np.testing.assert_allclose(chains.sibling_gaps, want.sibling_gaps, atol=1e-3)
     for rank in range(size):  # no collective: no rank waits for another
-        assert_same(run("native", group.member(rank)), native)
+        assert_same(run("native", ThreadRank(rank, [None] * size, threading.Barrier(size, timeout=20))), native)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -44,10 +44,12 @@ def chain_logits(driver: Driver, seq: int, ids: list[int]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-def test_each_node_equals_its_path_as_a_chain(invariant: bool) -> None:
-    """Trees of unequal size beside a sequence with a root only, across block borders."""
-    decoder, lengths = make(invariant=invariant), [1, 15, 31, 40]
+@pytest.mark.parametrize(
+    ("invariant", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
+def test_each_node_equals_its_path_as_a_chain(invariant: bool, dtype: torch.dtype) -> None:
+    """Trees of unequal size beside a sequence with a root only, across borders of blocks and of chunks (64 keys)."""
+    decoder, lengths = make(invariant=invariant, dtype=dtype), [1, 15, 31, 60]
     driver = prefilled(decoder, lengths, 20)
     trees = [random_tree(n, 101, n) for n in (9, 17, 9, 1)]
     batch = tree_input(trees, lengths, [driver.tables[s] for s in range(4)])
