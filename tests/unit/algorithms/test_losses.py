@@ -269,7 +269,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -> None:

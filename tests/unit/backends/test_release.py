@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
     "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
 )
 PROMPTS = [Prompt(i, f"q{i}", tuple(range(4 + i)), "d") for i in range(4)]
-PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,13 @@ def held(backend: EmbeddedBackend) -> int:
     return sum(c.untyped_storage().nbytes() for c in caches)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("drafter", ["none", "eagle", "hybrid"])
+@pytest.mark.parametrize(
+    ("kernels", "drafter"), [("native", "none"), ("native", "hybrid"), ("torch", "eagle")]
+)
 def test_answers_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
     kept, released = (backend_of(model_dir, on, kernels, drafter) for on in (False, True))
     assert held(released) == 0 < held(kept)
-    for _ in range(3):
+    for _ in range(2):
         assert answers(released) == answers(kept)
         assert held(released) == 0
     if drafter != "none":

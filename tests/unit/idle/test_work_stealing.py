@@ -260,7 +260,7 @@ def assert_answered(replicas: list[Replica], requests: list[list[tuple[int, int]
 
 @pytest.mark.parametrize("heartbeat", [1.0, 0.02])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_request_is_answered_once_and_every_rank_leaves(size, seed, heartbeat):
     net, replicas = world(size, seed, heartbeat)
     moved = 0
@@ -275,7 +275,7 @@ def test_every_request_is_answered_once_and_every_rank_leaves(size, seed, heartb
         assert (moved > 0) == (size > 1)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_drops_its_rollout_does_not_delay_the_others(seed):
     """As after a signal: what it had is gone, what was stolen from it is answered, every rank leaves."""
     net, replicas = world(5, seed, heartbeat=0.02)
@@ -291,7 +291,7 @@ def test_a_rank_that_drops_its_rollout_does_not_delay_the_others(seed):
     assert dropped
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_rank_may_be_a_window_ahead(seed):
     """Ranks do not wait for each other between windows here; a request of a rank ahead is kept by those behind."""
     net, replicas = world(4, seed)

@@ -76,7 +76,7 @@ def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list
 @pytest.mark.parametrize(("max_running", "num_blocks"), [(1, 60), (3, 60), (8, 120), (8, 26)])
 def test_one_by_one_equals_arrays(monkeypatch: pytest.MonkeyPatch, max_running: int, num_blocks: int) -> None:
     reasons = set()
-    for seed in range(8):
+    for seed in range(4):
         got = []
         for few in (0, 100):
             monkeypatch.setattr(rows_module, "FEW_ROWS", few)

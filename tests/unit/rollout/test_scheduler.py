@@ -111,13 +111,12 @@ def test_alone_equals_the_definition(jobs: list[Job], reference: Answers):
     assert checked > 5
 
 
-@pytest.mark.parametrize("max_running", [1, 3, 8, 64])
-@pytest.mark.parametrize("budget", [1, 5, 64])
+@pytest.mark.parametrize(("max_running", "budget"), [(1, 5), (3, 64), (8, 1), (64, 5), (64, 64)])
 def test_any_batch_and_chunk_size(jobs: list[Job], reference: Answers, max_running: int, budget: int):
     assert answers(make_engine(max_running=max_running, budget=budget), jobs) == reference
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_and_arrival(jobs: list[Job], reference: Answers, seed: int):
     rng = random.Random(seed)
     shuffled = rng.sample(jobs, len(jobs))

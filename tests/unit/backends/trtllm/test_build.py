@@ -60,7 +60,10 @@ def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]
     return rollout, ModelSection(path=str(folder), max_context=64)
 
 
-def test_it_is_built_pushed_to_and_answers(tmp_path: Path) -> None:
+def test_it_is_built_pushed_to_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = list[str](), trtllm_build.EngineProcess.call
+    noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
+    monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
     backend = build_trtllm(
         *settings(tmp_path, speculation="ngram", engine={"attn_backend": "FLASHINFER"}),
         SyncSection(verify=True),
@@ -68,6 +71,7 @@ def test_it_is_built_pushed_to_and_answers(tmp_path: Path) -> None:
         tokenizer=CharTokenizer(),
     )
     assert backend.policy_version == -1
+    assert calls == ["start", "release"], "the policy is built next, on the same GPU"
     backend.begin_update(4)
     weights = [(n, torch.zeros(s)) for n, s in CONFIG.parameter_shapes().items()]
     backend.update_weights(WeightBucket(4, weights))
@@ -108,11 +112,12 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each push brings all tensors."""
-    shape, seen = DrafterConfig.eagle3(replace(CONFIG, num_layers=4), (0, 1, 2), 20), {}
+    shape, seen, calls = DrafterConfig.eagle3(replace(CONFIG, num_layers=4), (0, 1, 2), 20), {}, []
     drafter = SavedDrafter(shape, random_drafter(shape))
     real = trtllm_build.EngineProcess.call
 
     def call(self: Any, kind: str, **fields: Any) -> Any:
+        calls.append(kind)
         if kind == "start":
             given = fields["llm"]["speculative_config"]
             folder = Path(given["speculative_model"])
@@ -121,13 +126,14 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
         return real(self, kind, **fields)
 
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", call)
-    rollout, model = settings(tmp_path, draft_len=3)
+    rollout, model = settings(tmp_path, draft_len=3, sleep="none")
     rollout = rollout.model_copy(update={"speculation": SpeculationSection(drafter="eagle")})
     backend = build_trtllm(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter)
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
     assert seen["tensors"].keys() == drafter.weights.keys() >= {"lm_head.weight", "d2t", "t2d"}
     assert not Path(seen["speculative_model"]).exists(), "it has read it"
+    assert calls == ["start"], "without sleep nothing is released"
     backend.begin_update(1)
     backend.update_weights(WeightBucket(1, [(n, torch.zeros(s)) for n, s in CONFIG.parameter_shapes().items()]))
     with pytest.raises(SyncError, match="not the tensors it was started with: d2t"):
@@ -174,21 +180,6 @@ def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(
         with pytest.raises(ConfigError, match=why) as raised:
             visible_device(torch.device("cuda:0"), "vllm")
         assert str(raised.value).startswith("rollout.backend = 'vllm': ") and repr(name) in str(raised.value)
-
-
-@pytest.mark.parametrize(("sleep", "calls"), [("kv_cache", ["start", "release"]), ("none", ["start"])])
-def test_the_kv_cache_is_released_right_after_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str, calls: list[str]
-) -> None:
-    """The policy is built next, on the same GPU."""
-    made: list[str] = []
-    real = trtllm_build.EngineProcess.call
-    monkeypatch.setattr(
-        trtllm_build.EngineProcess, "call", lambda self, kind, **f: made.append(kind) or real(self, kind, **f)
-    )
-    backend = build_trtllm(*settings(tmp_path, sleep=sleep), SyncSection(), device="cpu")
-    assert made == calls
-    backend.close()
 
 
 def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_path: Path) -> None:

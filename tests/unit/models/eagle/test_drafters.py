@@ -80,8 +80,7 @@ def assert_same(a: Chains, b: Chains) -> None:
 
 
 @both
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "topk"), [*((name, 3) for name in CONFIGS), ("qwen2", 1), ("eagle3", 1)])
 def test_drafts_equal_plain_pytorch(kernels: str, name: str, topk: int) -> None:
     """Prompts fed before, in pieces or not at all; rows that want nothing; drafts across blocks; greedy rows."""
     rows = rows_of(loaded(name, kernels), [40, 515, 3, 2, 18], temperature=[1.0, 0.7, 0.0, 1.0, 0.0])
@@ -186,7 +185,7 @@ def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 40])
+@pytest.mark.parametrize("window", [1, 16, 17])
 def test_native_drafts_read_nothing_that_was_not_cached(window: int, dtype: torch.dtype) -> None:
     results = []
     for fill in (0.0, float("nan")):

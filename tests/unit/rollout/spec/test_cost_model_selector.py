@@ -41,8 +41,7 @@ def best_fixed(name, running):
     return max(fixed_speeds(running, LENGTHS, **WORLDS[name]).values())
 
 
-@pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("running", [1, 4, 16, 64])
+@pytest.mark.parametrize(("name", "running"), [*((n, r) for n in WORLDS for r in (1, 16)), ("cpu", 4), ("gpu", 64)])
 def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
     selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **WORLDS[name])
     world.run(selector, 1500, running)
@@ -50,10 +49,10 @@ def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
 
 
 @pytest.mark.parametrize("name", LOSING)
-@pytest.mark.parametrize("running", [1, 4, 32])
+@pytest.mark.parametrize("running", [1, 32])
 def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
     selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **LOSING[name])
-    first, later = world.run(selector, 3000, running), world.run(selector, 6000)
+    first, later = world.run(selector, 3000, running), world.run(selector, 3000)
     assert first >= 0.95 * world.plain_speed()  # with the price of finding out
     assert later >= 0.95 * world.plain_speed()
 
@@ -62,7 +61,7 @@ def test_trials_of_losing_drafts_become_rare_with_their_budget():
     shares = {}
     for exploration in (0.02, 0.002):
         selector, world = CostModelSelector("eagle", 8, exploration=exploration), SpecWorld(quality=0.02)
-        world.run(selector, 20000, 4)
+        world.run(selector, 12000, 4)
         shares[exploration] = 1 - world.tokens / world.clock / world.plain_speed()
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
 
@@ -84,7 +83,7 @@ def test_whole_rollouts_with_a_long_tail():
         assert plain / engine.clock > least
 
 
-@pytest.mark.parametrize("running", [1, 4, 16])
+@pytest.mark.parametrize("running", [1, 16])
 def test_of_a_hybrid_drafter_the_better_kind_is_chosen(running):
     """The eagle part alone drafts better in one world, and costs much more in the other."""
 

@@ -23,9 +23,9 @@ def traced(tree: bool, spoil: float, prompt_ids=None, **options):
     return engine, expected, engine.speculator.traced
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("spoil", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("blocks", [200, 24], ids=["roomy", "preempting"])
+@pytest.mark.parametrize(
+    ("tree", "spoil", "blocks"), [(False, 0.4, 200), (True, 0.4, 24), (False, 1.0, 24), (True, 0.0, 200)]
+)
 def test_runs_account_for_every_accepted_token(tree, spoil, blocks):
     engine, expected, runs = traced(tree, spoil, num_blocks=blocks)
     stats = engine.take_stats()

@@ -24,7 +24,7 @@ HEATS = np.array([0.0, 0.7, 1.0, 1.5], np.float32)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several blocks, the last one not full, without the time that the interpreter takes for large ones."""
-    monkeypatch.setattr(sampling, "_BLOCK", 512)
+    monkeypatch.setattr(sampling, "_BLOCK", 128)
 
 
 def rows_of(count: int, top_k=0, top_p=1.0, min_p=0.0, seed: int = 0) -> SamplingRows:
@@ -39,11 +39,12 @@ def logits_of(rows: int, vocab: int, step: float = 0.0) -> torch.Tensor:
     return (torch.round(made / step) * step if step else made).to(DEVICE)
 
 
-def assert_same(logits: torch.Tensor, rows: SamplingRows) -> None:
+def assert_same(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     want, score = Sampler(DEVICE).sample(logits, rows)
     got, logprob = Sampler(DEVICE, kernel=sampling.draw).sample(logits, rows)
     assert got.tolist() == want.tolist()
     torch.testing.assert_close(logprob, score, atol=2e-6, rtol=1e-6)
+    return got
 
 
 @triton.jit
@@ -62,55 +63,53 @@ def test_noise_is_the_samplers_within_its_logarithms_rounding() -> None:
     torch.testing.assert_close(got, want, atol=3e-7, rtol=5e-7)
 
 
-@pytest.mark.parametrize("vocab", [1, 511, 1100])
+@pytest.mark.parametrize("vocab", [1, 127, 300])
 def test_tokens_are_those_of_the_sampler(vocab: int) -> None:
-    assert_same(logits_of(64, vocab), rows_of(64))
+    assert_same(logits_of(16, vocab), rows_of(16))
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(1, 1.0, 0.0), (40, 1.0, 0.0), (699, 1.0, 0.0), (900, 1.0, 0.0), (0, 0.9, 0.0), (0, 1e-6, 0.0),
+    [(1, 1.0, 0.0), (40, 1.0, 0.0), (199, 1.0, 0.0), (900, 1.0, 0.0), (0, 0.9, 0.0), (0, 1e-6, 0.0),
      (0, 1 - 1e-12, 0.0), (0, 1.0, 0.2), (0, 1.0, 1.0), (50, 0.7, 0.05)],
 )  # fmt: skip
 def test_masks_leave_the_same_tokens(top_k: int, top_p: float, min_p: float) -> None:
     """In the last rows most scores at a bound have equals, of which top-p drops those of the lowest ids."""
-    logits = torch.cat([logits_of(3, 700), logits_of(3, 700, step=0.5)])
-    assert_same(logits, rows_of(6, top_k, top_p, min_p))
+    logits = torch.cat([logits_of(2, 200), logits_of(2, 200, step=0.5)])
+    assert_same(logits, rows_of(4, top_k, top_p, min_p))
 
 
 def test_among_equal_scores_top_p_drops_the_lowest_ids() -> None:
-    """Of 600 equal tokens all but six weigh too little: every id drawn is one of the last ones, in a later block."""
-    logits, rows = torch.zeros(6, 600, device=DEVICE), rows_of(6, top_p=0.01)
+    """Of 200 equal tokens all but two weigh too little: every id drawn is one of the last ones, in a later block."""
+    logits, rows = torch.zeros(4, 200, device=DEVICE), rows_of(4, top_p=0.01)
     rows.temperature[:] = 1
-    assert_same(logits, rows)
-    drawn, _ = Sampler(DEVICE, kernel=sampling.draw).sample(logits, rows)
-    assert int(drawn.min()) >= 593
+    assert int(assert_same(logits, rows).min()) >= 197
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_ends_of_the_range_of_logits() -> None:
     """Forbidden tokens, zeros of both signs, and what a broken policy gives: never a token that does not exist."""
-    logits = logits_of(4, 300)
+    logits = logits_of(4, 200)
     logits[:, 100:] = float("-inf")
     logits[1:3, :100] = -0.0
     logits[2, 50:60] = 0.0
     assert_same(logits, rows_of(4))
     assert_same(logits, rows_of(4, top_k=7, top_p=0.8))
-    broken = torch.full((2, 300), float("nan"), device=DEVICE)
+    broken = torch.full((2, 200), float("nan"), device=DEVICE)
     token, logprob = Sampler(DEVICE, kernel=sampling.draw).sample(broken, rows_of(2, top_k=5))
-    assert bool(((token >= 0) & (token < 300)).all()) and bool(logprob.isnan().all())
+    assert bool(((token >= 0) & (token < 200)).all()) and bool(logprob.isnan().all())
 
 
 def test_a_row_depends_on_itself_only() -> None:
-    logits, rows = logits_of(6, 700), rows_of(6, 30, 0.9, 0.01)
+    logits, rows = logits_of(4, 200), rows_of(4, 30, 0.9, 0.01)
     sampler = Sampler(DEVICE, kernel=sampling.draw)
     token, logprob = (t.clone() for t in sampler.sample(logits, rows))
-    for i in (0, 5):
+    for i in (0, 3):
         alone = sampler.sample(logits[i : i + 1], rows.part(slice(i, i + 1)))
         assert torch.equal(alone[0], token[i : i + 1]) and torch.equal(alone[1], logprob[i : i + 1])
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(3, 3), (4, 1), (700, 4)])
+@pytest.mark.parametrize(("vocab", "count"), [(3, 3), (4, 1), (300, 4)])
 def test_candidates_of_a_drafter_are_the_largest_scores(vocab: int, count: int) -> None:
     rows = rows_of(8)
     keys, heat = key_tensor(rows.keys, DEVICE), torch.from_numpy(rows.temperature).to(DEVICE)
@@ -129,7 +128,7 @@ def test_among_equal_candidates_the_lowest_ids_come_first() -> None:
 
 
 def test_half_precision_logits_are_read_as_they_are() -> None:
-    logits, rows = logits_of(16, 300).bfloat16(), rows_of(16)
+    logits, rows = logits_of(8, 300).bfloat16(), rows_of(8)
     sampler = Sampler(DEVICE, kernel=sampling.draw)
     assert (
         sampler.sample(logits, rows)[0].tolist() == Sampler(DEVICE).sample(logits.float(), rows)[0].tolist()
