@@ -19,6 +19,7 @@ from megatron_tlt.cli.sft import add_sft
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
 from megatron_tlt.cli.train import add_train
+from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, DataError, TltError
 from megatron_tlt.observe.attempt import note_exit
@@ -34,6 +35,7 @@ _COMMANDS = (
     add_status,
     add_doctor,
     add_report,
+    add_watch,
     add_simulate,
 )
 

@@ -1,8 +1,7 @@
-"""`megatron-tlt report`, `timeline` and `watch`: looking at a run's directory. They start no ranks."""
+"""`megatron-tlt report` and `timeline`: looking at a run's directory. They start no ranks."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_report(commands: Any) -> None:
-    """Adds the three commands to the parser."""
+    """Adds the two commands to the parser."""
     text = "write a run's report, or the comparison of two runs, as one HTML file"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="one run, or two to compare")
@@ -31,19 +30,11 @@ def add_report(commands: Any) -> None:
         "--out",
         type=Path,
         default=Path("trace.json.gz"),
-        help="default: trace.json.gz; .json: not compressed",
+        help="default: trace.json.gz",
     )
     timeline.add_argument("--steps", metavar="FIRST-LAST", help="only these steps, from 1 (default: all)")
     timeline.add_argument("--ranks", metavar="A-B,C", help="only these ranks (default: all)")
     timeline.set_defaults(run=_timeline)
-    text = "show a run in progress on the terminal"
-    watch = commands.add_parser("watch", help=text, description=text)
-    watch.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    watch.add_argument("--once", action="store_true", help="print the present state and leave")
-    watch.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
-    )
-    watch.set_defaults(run=_watch)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -99,12 +90,3 @@ def _numbers(name: str, text: str | None) -> set[int] | None:
             raise ConfigError.of(f"--{name}", text, "must be numbers and ranges of them, such as 1-3,7")
         chosen.update(range(int(first), int(last or first) + 1))
     return chosen
-
-
-def _watch(args: argparse.Namespace) -> int:
-    from megatron_tlt.observe.live import watch
-
-    if not 0 < args.every < math.inf:
-        raise ConfigError.of("--every", args.every, "must be a number of seconds above 0")
-    watch(args.run_dir, once=args.once, every=args.every)
-    return OK

@@ -73,9 +73,6 @@ class ObserveSection(Section):
     """Also log to this Weights & Biases project."""
     samples_per_step: NonNegativeInt = 2
     """Sample rollouts written to run_dir/samples.jsonl each step, with what was drafted for them; 0: none."""
-    live: bool = True
-    """Write to run_dir/events when a phase begins and how a rollout goes on, for `megatron-tlt watch`; off: what was
-    done, at the end of each step."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto: a live table on a terminal, plain lines elsewhere."""
 

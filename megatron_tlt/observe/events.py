@@ -3,8 +3,8 @@
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
 IDLE, TRAINING) divide the rollout and idle spans. Lines are buffered and written at the end of a step, when a span ends
-in an error, and at exit; with `observe.live` also when a phase begins (`enter`) and now and then in a rollout
-(`running`), for `megatron-tlt watch`. A resumed run appends, after a new `open` instant: steps done again are repeated.
+in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. What a rank
+does now is in RUN_DIR/status (`resilience/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.observe.jsonl import LineFile, Row, read_rows, to_line
 
 _BUFFERED_LINES = 512
-_RUNNING_EVERY_S, _RUNNING_SHARE = (
-    2.0,
-    0.05,
-)  # least time between two `running`: seconds, and share of the rollout
 
 
 def events_path(run_dir: str | Path, rank: int) -> Path:
@@ -40,7 +36,6 @@ class EventLog:
         self.phase_totals: dict[str, float] = defaultdict(float)  # seconds by span name since the start
         self._step_totals: dict[str, float] = defaultdict(float)
         self._lines: list[str] = []
-        self._phase_began = self._running_written = 0.0
         self._file = LineFile(events_path(run_dir, rank))
         atexit.register(self.close)
         self.instant("open", None)
@@ -69,20 +64,6 @@ class EventLog:
     def instant(self, name: str, step: int | None, **attrs: Any) -> None:
         """Logs something that happened now."""
         self._add(wall_seconds(), step, "instant", name, attrs)
-
-    def enter(self, name: str, step: int | None) -> None:
-        """Logs that phase `name` begins, and writes everything out: its span is written only when it ends."""
-        self._phase_began = self._running_written = time.perf_counter()
-        self.instant("enter", step, phase=name)
-        self.flush()
-
-    def running(self, step: int | None, running: int, waiting: int, tokens: int) -> None:
-        """Logs and writes out how far a rollout is; most calls do nothing, so that long rollouts add few lines."""
-        now = time.perf_counter()
-        if now - self._running_written >= max(_RUNNING_EVERY_S, _RUNNING_SHARE * (now - self._phase_began)):
-            self._running_written = now
-            self.instant("running", step, running=running, waiting=waiting, tokens=tokens)
-            self.flush()
 
     def state(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
         """Logs that the rank was in state `name` for `seconds`, from `started` (seconds since the epoch) on.

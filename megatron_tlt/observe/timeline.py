@@ -3,7 +3,7 @@
 The format is the JSON object of the Trace Event Format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 A process is a rank, its threads are phases and states, its counters are running requests and the share of steps that
-draft. One more process has counters by step: reward, accepted length and strategies. Memory holds one rank's events.
+draft. Memory holds one rank's events.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron_tlt.errors import ConfigError, shortened
 from megatron_tlt.observe.jsonl import Row
@@ -26,7 +26,7 @@ PHASES, STATES = 1, 2  # threads of a rank
 def write_timeline(
     run: RunData, out: Path, steps: Collection[int] | None = None, ranks: Collection[int] | None = None
 ) -> int:
-    """Writes the trace (gzip unless `out` ends in .json); returns the number of events.
+    """Writes the trace, gzip; returns the number of events.
 
     `steps` (from 1) and `ranks` choose; None: all. Raises ConfigError, before anything is written, where there is
     nothing to draw or none of it can be read.
@@ -36,15 +36,10 @@ def write_timeline(
     if not starts:
         found = "; ".join(run.warnings) or "the event logs are empty"
         raise ConfigError.of("RUN_DIR", str(run.run_dir), f"no event could be read: {found}")
-    pid = max(run.ranks) + 1
-    events = chain(
-        *(_rank_events(run, rank, min(starts), steps) for rank in chosen),
-        _names(pid, f"run {run.name}", {}),
-        _run_counters(run, pid, min(starts), steps),
-    )
+    events = chain(*(_rank_events(run, rank, min(starts), steps) for rank in chosen))
     out.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with _opened(out) as file:
+    with gzip.open(out, "wt", encoding="utf-8", compresslevel=6) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for event in events:
             file.write(",\n" if count else "\n")
@@ -67,12 +62,6 @@ def _chosen(run: RunData, steps: Collection[int] | None, ranks: Collection[int] 
         allowed = f"must be among the run's ranks: {shortened(run.ranks, 20)}"
         raise ConfigError.of("--ranks", shortened(sorted(ranks or [])), allowed)
     return chosen
-
-
-def _opened(out: Path) -> IO[str]:
-    if out.suffix == ".json":
-        return out.open("w", encoding="utf-8")
-    return gzip.open(out, "wt", encoding="utf-8", compresslevel=6)
 
 
 def _names(pid: int, process: str, threads: dict[int, str]) -> Iterator[Event]:
@@ -98,9 +87,7 @@ def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] 
             slices[thread].append({"ph": "X", **base, **times, "args": args})
         elif name == "curve":
             yield from _curve(rank, attrs, origin)
-        elif name == "running":
-            yield _counter(rank, "waiting requests", base["ts"], waiting=attrs.get("waiting", 0))
-        elif name != "enter":  # the span has it
+        else:
             yield {"ph": "i", "s": "t", "tid": PHASES, "cat": "instant", **base, "args": attrs}
     for rows in slices.values():
         yield from one_after_the_other(rows)
@@ -125,21 +112,6 @@ def _curve(rank: int, attrs: Row, origin: float) -> Iterator[Event]:
     width = points[-1][0] / 1e3 / max(1, len(shares))
     for part, share in enumerate([*shares, 0] if shares else []):
         yield _counter(rank, "steps that draft", _micros(start + part * width), share=share)
-
-
-def _run_counters(run: RunData, pid: int, origin: float, steps: Collection[int] | None) -> Iterator[Event]:
-    ends = {
-        row["step"]: _micros(row["time"] - origin)
-        for row in run.steps
-        if steps is None or row["step"] in steps
-    }
-    for row in run.steps:
-        for name in ("reward/mean", "spec/accept_length"):
-            if row["step"] in ends and row.get(name) is not None:
-                yield _counter(pid, name, ends[row["step"]], value=row[name])
-    for row in run.rollouts:
-        if row["step"] in ends and row.get("strategies"):
-            yield _counter(pid, "steps by strategy", ends[row["step"]], **row["strategies"])
 
 
 def _counter(pid: int, name: str, ts: int, **args: float) -> Event:

@@ -72,8 +72,6 @@ class RunMetrics:
         """Times a phase and measures its memory; log lines and the progress display name it."""
         enter_phase(name, step)
         self._progress.phase(name, step)
-        if self._config.observe.live:
-            self._events.enter(name, step)
         with self._peaks.phase(name), self._events.span(name, step) as attrs:
             yield attrs
 
@@ -84,8 +82,6 @@ class RunMetrics:
     def on_rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Progress of this rank's engine: requests, and tokens since the rollout began."""
         self._progress.rollout(running, waiting, generated_tokens)
-        if self._config.observe.live:
-            self._events.running(self._world.step, running, waiting, generated_tokens)
 
     def note(self, text: str) -> None:
         """A line of the progress display (rank 0)."""

@@ -103,7 +103,6 @@ def _rank_step(
     def add(kind: str, name: str, at: float, dur: float | None = None, **attrs: Any) -> None:
         out.append(_event(rank, step, kind, name, now + at, dur, **attrs))
 
-    add("instant", "enter", 0.0, phase="rollout")
     add("span", "rollout", 0.0, busy)
     add("state", "BUSY", 0.0, busy)
     wait = longest - busy
@@ -112,7 +111,6 @@ def _rank_step(
         add("state", "TRAINING", busy + 0.3 * wait, 0.7 * wait)
     add("span", "idle", busy, wait)
     for name, at, dur in UPDATE_PHASES:
-        add("instant", "enter", longest + at, phase=name)
         add("span", name, longest + at, dur)
     if curves:
         points = [[round(1e3 * busy * i / 31), 64 - 2 * i if i < 31 else 0] for i in range(32)]

@@ -20,7 +20,6 @@ TORCH_FREE = [
     "megatron_tlt.observe.report",
     "megatron_tlt.observe.report_compare",
     "megatron_tlt.observe.timeline",
-    "megatron_tlt.observe.live",
     "megatron_tlt.observe.summary",
     "megatron_tlt.config.dims",
     "megatron_tlt.distributed.launch",

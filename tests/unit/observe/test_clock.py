@@ -39,7 +39,7 @@ def test_an_interruption_between_the_two_readings_does_not_count(monkeypatch: py
 
 
 # Who must compare times of several processes, or shows them to a person; nothing that a run computes depends on them.
-READERS = {"cli/status.py", "observe/clock.py", "observe/live.py"}
+READERS = {"observe/clock.py"}
 
 
 def test_nobody_else_reads_the_wall_clock() -> None:

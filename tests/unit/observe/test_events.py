@@ -69,32 +69,3 @@ def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):
     assert cut_back(path, 0) == 4
     assert path.read_text() == ""
     assert cut_back(tmp_path / "none.jsonl", 1) == 0
-
-
-def test_a_phase_is_on_disk_when_it_begins(tmp_path):
-    log = EventLog(tmp_path, 1)
-    log.enter("update", 4)
-    assert read_events(tmp_path, 1)[-1] | {"ts": 0} == {
-        "ts": 0,
-        "rank": 1,
-        "step": 4,
-        "kind": "instant",
-        "name": "enter",
-        "attrs": {"phase": "update"},
-    }
-    assert log.end_step() == {}, "entering is no phase's time"
-    log.close()
-
-
-def test_counts_of_a_rollout_are_written_seldom(tmp_path, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr("megatron_tlt.observe.events.time.perf_counter", lambda: clock[0])
-    log = EventLog(tmp_path, 0)
-    log.enter("rollout", 0)
-    for _ in range(36000):  # an hour, asked ten times a second
-        clock[0] += 0.1
-        log.running(0, 5, 6, 7)
-    rows = [row for row in read_events(tmp_path, 0) if row["name"] == "running"]
-    assert 50 < len(rows) < 150
-    assert rows[0]["attrs"] == {"running": 5, "waiting": 6, "tokens": 7}
-    log.close()

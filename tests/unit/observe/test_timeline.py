@@ -58,15 +58,9 @@ def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
         assert len(slices) == len(spans)
         assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * sum(e["dur"] for e in spans), abs=100)
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert names == {"rank 0", "rank 1", "rank 2", "run r"}
+    assert names == {"rank 0", "rank 1", "rank 2"}
     counters = {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"}
-    assert counters == {
-        "running requests",
-        "steps that draft",
-        "reward/mean",
-        "spec/accept_length",
-        "steps by strategy",
-    }
+    assert counters == {"running requests", "steps that draft"}
     assert min(e["ts"] for e in trace["traceEvents"] if "ts" in e) == 0
 
 
@@ -98,5 +92,5 @@ def test_torn_logs_are_named_and_unreadable_ones_are_an_error(tmp_path):
     for rank in range(2):
         events_path(folder, rank).write_bytes(b"\x00\xff\n{}\n")
     with pytest.raises(ConfigError, match=r"no event could be read: .*rank-00000.*skipped 2 lines"):
-        write_timeline(read_run(folder), tmp_path / "none.json")
-    assert not (tmp_path / "none.json").exists()
+        write_timeline(read_run(folder), tmp_path / "none.json.gz")
+    assert not (tmp_path / "none.json.gz").exists()

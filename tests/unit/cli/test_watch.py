@@ -1,0 +1,49 @@
+"""The live view: the last steps from the metrics, the ranks from their heartbeats; it ends with the run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_tlt.cli import watch
+from megatron_tlt.cli.main import main
+from megatron_tlt.resilience.heartbeat import Heartbeat, StatusFiles, write_status
+from tests.helpers.synthetic_run import write_run
+
+BEAT = Heartbeat("a", 0, 2, "n0", 10, phase="rollout", step=10, state="BUSY", running=12, queued=5, longest=340)
+
+
+def beat(run_dir: Path, **more: object) -> None:
+    files = StatusFiles(run_dir)
+    files.clear()
+    for rank in range(2):
+        heartbeat = replace(BEAT, rank=rank, written_at=time.time(), **more)
+        write_status(files.heartbeat(rank), heartbeat)
+
+
+def test_the_last_steps_and_what_the_ranks_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    folder = write_run(tmp_path / "r", ranks=2, steps=11)
+    beat(folder)
+    assert main(["watch", str(folder), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "held-out accuracy after step  0: 0.500  11: 0.700" in shown
+    rows = [row for line in shown.splitlines() if (row := line.replace("│", " ").split()) and row[0].isdigit()]
+    assert [row[0] for row in rows] == [*map(str, range(4, 12)), "0", "1"]
+    assert rows[-1][3:6] == ["running", "rollout", "(BUSY)"] and rows[-1][-4:-1] == ["12", "5", "340"]
+
+
+def test_watching_ends_with_the_run(tmp_path, capsys, monkeypatch):
+    folder = write_run(tmp_path / "r")
+    beat(folder)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            beat(folder, outcome="done")
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert main(["watch", str(folder)]) == 0
+    assert len(looks) == 3 and "finished" in capsys.readouterr().out
