@@ -58,8 +58,8 @@ gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without 
 	rm .wheels.txt
 
 docs: setup  ## Regenerate docs/config.md and docs/recipes.md (a minute: it simulates every recipe)
-	$(BIN)/python -m megatron_tlt.config.docs > docs/config.md
-	$(BIN)/python -m megatron_tlt.sim.recipes configs/recipes/*.yaml > docs/recipes.new && mv docs/recipes.new docs/recipes.md
+	$(BIN)/python tools/docs_config.py > docs/config.md
+	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/recipes.new && mv docs/recipes.new docs/recipes.md
 
 # Other engines pin other versions of torch and transformers, so each has an environment of its own. torch is pinned in
 # each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build

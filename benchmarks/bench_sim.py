@@ -114,7 +114,7 @@ def main() -> None:
         MEASURED.write_text(json.dumps(measure(args.measure), indent=1) + "\n", encoding="utf-8")
         print(f"wrote {MEASURED}")
         return
-    from megatron_tlt.sim.validation import render_points, validate
+    from lib.sim_points import render_points, validate
 
     started = time.process_time()
     text = render_points(validate())

@@ -19,19 +19,17 @@ def add_simulate(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "simulate RL steps on a cluster: step time, speed-up, idle GPU-hours"
     parser = commands.add_parser("simulate", help=text, description=text)
-    parser.add_argument("config", type=Path, nargs="?", help="YAML file, as configs/sim/paper-7b.yaml, or a run's")
+    parser.add_argument("config", type=Path, help="YAML file, as configs/sim/paper-7b.yaml, or a run's")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
     parser.add_argument(
         "--compare",
         metavar="MODES",
+        default=_MODES,
         help=f"some of off, suffix, frozen, tlt; the first is the baseline (default: {_MODES})",
     )
     parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")
     parser.add_argument("--report", type=Path, help="also write an HTML page with charts")
-    parser.add_argument(
-        "--validate", action="store_true", help="hold the simulator against published and measured figures"
-    )
     parser.set_defaults(run=_run)
 
 
@@ -40,15 +38,11 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_tlt.sim.report import write_report
     from megatron_tlt.sim.tables import render
 
-    if args.validate:
-        return _validate(args)
     written = output_file_problems("--out", args.out) + output_file_problems("--report", args.report)
     if written:
         raise ConfigError(written)
-    if args.config is None:
-        raise ConfigError.of("config", None, "is required: a YAML file, as configs/sim/paper-7b.yaml")
     config = _load(args.config, args.overrides)
-    result = simulate(config, parse_modes(args.compare or _MODES), parse_sweep(args.sweep))
+    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))
     print(render(result))
     if args.out is not None:
         result.write(args.out)
@@ -65,24 +59,13 @@ def _load(path: Path, overrides: list[str]) -> SimConfig:
     from megatron_tlt.config.yaml_reader import read_config_file
 
     if "actor" in read_config_file(path):  # a run's configuration: its machines, its engine, usual lengths
-        from megatron_tlt.sim.recipes import simulation_of
+        from megatron_tlt.sim.from_run import simulation_of
 
         return simulation_of(load_config(path, overrides))
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)
     return config
-
-
-def _validate(args: argparse.Namespace) -> int:
-    from megatron_tlt.sim.validation import render_points, validate
-
-    given = {"config": args.config, "--sweep": args.sweep, "--compare": args.compare}
-    for name, value in {**given, "--out": args.out, "--report": args.report}.items():
-        if value is not None:
-            raise ConfigError.of(name, str(value), "--validate has set-ups of its own and only prints")
-    print(render_points(validate()))
-    return 0
 
 
 def parse_modes(text: str) -> list[str]:

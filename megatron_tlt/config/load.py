@@ -33,6 +33,7 @@ REMOVED_KEYS = {
     "rollout.speculation.verify": "is gone: verification is always coupled, answers are those of plain decoding",
     "idle.sub_leaders_above": "is gone: the leaders of all replicas report to rank 0",
     "engine": "is gone: the simulator has one engine",
+    "workload.lengths.kind": "is gone: answers are drawn from workload.lengths.path or values where one is set",
     "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -41,16 +40,6 @@ SYNONYMS = {
     "max_steps": "train.num_steps",
     "output_dir": "train.run_dir",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One setting: dotted path, what it allows, default (`...` when required), documentation."""
-
-    path: str
-    allowed: str
-    default: Any
-    doc: str
 
 
 def strip_optional(annotation: Any) -> tuple[Any, list[Any], bool]:
@@ -118,16 +107,14 @@ def field_allowed(field: FieldInfo) -> str:
     return allowed_text(field.annotation, field.metadata)
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
-    """Every setting below `model` that is not itself a section, depth first, in the order of definition."""
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Path of every setting below `model` that is not itself a section, depth first, in the order of definition."""
     for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
         section = section_of(field.annotation)
         if section is not None:
-            yield from leaves(section, f"{path}.")
+            yield from leaves(section, f"{prefix}{name}.")
         else:
-            default = ... if field.is_required() else field.get_default(call_default_factory=True)
-            yield Leaf(path, field_allowed(field), default, " ".join((field.description or "").split()))
+            yield f"{prefix}{name}"
 
 
 def _one_level_down(root: type[BaseModel]) -> dict[str, str]:
@@ -142,7 +129,7 @@ def _one_level_down(root: type[BaseModel]) -> dict[str, str]:
 
 def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) -> str | None:
     """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one."""
-    everywhere = [leaf.path for leaf in leaves(root)]
+    everywhere = list(leaves(root))
     if SYNONYMS.get(key) in everywhere:
         return SYNONYMS[key]
     below = {} if parent else _one_level_down(root)

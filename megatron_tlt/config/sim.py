@@ -38,20 +38,18 @@ class SimClusterSection(Section):
 class LengthSection(Section):
     """How long answers are. The generator of a step is seeded: every mode and node count gets the same answers."""
 
-    kind: Literal["lognormal", "empirical"] = "lognormal"
-    """lognormal: median and sigma. empirical: drawn from `values` or `path`, one of which must be given."""
     median: PositiveFloat = 3500.0
-    """Median tokens (lognormal)."""
+    """Median tokens of a lognormal distribution; not read with `values` or `path`."""
     sigma: NonNegativeFloat = 1.0
-    """Standard deviation of the logarithm (lognormal)."""
+    """Standard deviation of its logarithm."""
     prompt_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the logarithm's variance that is the prompt's: answers to one prompt are alike."""
     growth: float = Field(default=0.0, ge=-0.5, le=0.5)
     """Relative growth of all lengths from step to step."""
     values: tuple[PositiveInt, ...] = ()
-    """Lengths to draw from (empirical)."""
+    """Lengths to draw from, instead of the lognormal distribution."""
     path: str | None = None
-    """Only with `kind: empirical`. A run's directory (median, 95th percentile and maximum of every step in its
+    """Where lengths to draw from are: a run's directory (median, 95th percentile and maximum of every step in its
     metrics.jsonl); or a text file with a length a line, or JSON lines with `tokens` or `token_ids`. A relative path
     counts from the working directory, not from the configuration's."""
 
@@ -208,7 +206,9 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "idle.work_stealing", True, "must be false: simulated replicas know nothing of each other's queues"
         )
-    yield from _check_lengths(config.workload.lengths)
+    if config.workload.lengths.path is not None and config.workload.lengths.values:
+        allowed = "not with workload.lengths.values: one of them must be null or []"
+        yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)
     for name in ("suffix", "eagle", "hybrid"):
         section: AcceptanceSection = getattr(config.drafters, name)
         for field in ("rates", "stale_rates"):
@@ -217,18 +217,3 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(
                     f"drafters.{name}.{field}", list(rates), "must be numbers >= 0 and < 1, one at least"
                 )
-
-
-def _check_lengths(lengths: LengthSection) -> Iterator[ConfigProblem]:
-    """Lengths that are given are drawn from, and there is one source of them."""
-    values, where = list(lengths.values), "workload.lengths"
-    if lengths.kind == "lognormal":
-        for name, value in (("path", lengths.path), ("values", values)):
-            if value not in (None, []):
-                allowed = f"is not read with {where}.kind = 'lognormal': set {where}.kind=empirical"
-                yield ConfigProblem(f"{where}.{name}", value, allowed)
-    elif lengths.path is None and not values:
-        yield ConfigProblem(f"{where}.values", [], "empirical lengths need values or a path")
-    elif lengths.path is not None and values:
-        allowed = f"not with {where}.values: set {where}.values=[] or {where}.path=null"
-        yield ConfigProblem(f"{where}.path", lengths.path, allowed)

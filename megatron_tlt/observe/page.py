@@ -78,7 +78,6 @@ class Chart:
     choices: Mapping[str, Sequence[Trace]] = field(default_factory=dict)
     chosen: str = ""
     """The choice shown first; default: the first one."""
-    choice_label: str = "step"
     layout: dict[str, Any] = field(default_factory=dict)
     """plotly layout on top of the page's own."""
     height: int = 300

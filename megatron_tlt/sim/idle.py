@@ -42,8 +42,6 @@ class Waits:
 
     ends: np.ndarray  # float64 [R], when each ran dry
     trains: np.ndarray  # float64 [R], seconds inside micro-steps
-    starts: np.ndarray  # float64 [R], when training began; inf: never
-    stops: np.ndarray  # float64 [R], when it ended
     micro_steps: int
     done: float  # the slowest replica ran dry
     late: float  # seconds that the last micro-step made all ranks wait
@@ -60,9 +58,8 @@ class IdleTime:
         """Of one step. `usual` are the lengths of the step before, ascending; None: there was none."""
         ends = np.array([r.seconds for r in rollouts])
         done, first = float(ends.max()), float(ends.min())
-        never = np.full(len(ends), math.inf)
         if done <= first or not self._policy.train_drafter:
-            return Waits(ends, np.zeros(len(ends)), never, ends.copy(), 0, done, 0.0)
+            return Waits(ends, np.zeros(len(ends)), 0, done, 0.0)
         looks = done - (done - first) * np.linspace(1.0, 0.0, _LOOKS, endpoint=False) ** 2
         edges = np.append(looks, done)
         tails = [self._tail(rollouts, ends, float(at), usual) for at in looks]
@@ -122,18 +119,7 @@ class IdleTime:
         )  # the last of so many that end evenly spread
         steps += to_the_end  # what runs is finished
         trains = np.minimum(steps * step, np.where(begins < done, done + late - begins, 0.0))
-        starts = np.where(steps > 0, begins, math.inf)
-        stops = np.where(steps > 0, np.minimum(begins + trains, done + late), ends)
-        return Waits(ends, np.maximum(trains, 0.0), starts, stops, int(steps.sum()), done, late)
-
-
-def spans_of(waits: Waits, replica: int) -> list[tuple[str, float, float]]:
-    """The states of a replica through the rollout phase."""
-    end, start, stop = waits.done + waits.late, float(waits.starts[replica]), float(waits.stops[replica])
-    idle = float(waits.ends[replica])
-    edges = [0.0, idle, min(start, end), min(stop, end) if start < end else end, end]
-    names = ("BUSY", "IDLE", "TRAINING", "IDLE")
-    return [(name, a, b) for name, a, b in zip(names, edges, edges[1:], strict=False) if b > a]
+        return Waits(ends, np.maximum(trains, 0.0), int(steps.sum()), done, late)
 
 
 class DrafterModel:

@@ -93,10 +93,10 @@ def assumptions(config: SimConfig) -> list[str]:
     """What is not known but taken to be, in words."""
     lengths, training = config.workload.lengths, config.training
     said = []
-    if lengths.kind == "lognormal":
-        answers = f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
-    else:
+    if lengths.path is not None or lengths.values:
         answers = f"answers are as long as in {lengths.path or 'the given values'}"
+    else:
+        answers = f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     cut, count = Lengths(config).cut(config.workload.steps)
     at = f"rollout.max_tokens, {config.rollout.max_tokens}"
     said.append(f"{answers}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")

@@ -11,7 +11,6 @@ from megatron_tlt.sim.tables import decision_tables, largest, nodes_text, point_
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
 _OF_MODE = {"off": "@3", "suffix": "@2", "frozen": "@4", "tlt": "@1"}  # the same in every chart
-_STATES = {"BUSY": "@busy", "IDLE": "@idle", "TRAINING": "@training"}
 
 
 def write_report(result: SimResult, path: Path) -> None:
@@ -99,7 +98,6 @@ def _stacked(
 
 def _rollout(points: Sequence[Point]) -> list[Part]:
     traces: list[Trace] = []
-    lanes: dict[str, list[Trace]] = {}
     for p in largest(points):
         x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
         traces.append(line(p.mode, x, y, _OF_MODE[p.mode], mode="lines"))
@@ -110,45 +108,5 @@ def _rollout(points: Sequence[Point]) -> list[Part]:
             name = f"{p.mode}: most replicas speculate"
             dot = {"type": "scatter", "mode": "markers", "name": name, "x": [since], "marker": mark}
             traces.append({**dot, "y": [running[-1] if running else y[0]]})
-        lanes[p.mode] = _lanes(p)
-    curve = Chart(
-        "Running requests", traces, "seconds since the rollout began", "requests", log_switch=True, wide=True
-    )
-    layout = {"barmode": "stack", "yaxis": {"title": {"text": "replica"}}}
-    replicas = Chart(
-        "Replicas: busy, idle, training",
-        [],  # every mode has its own
-        "seconds since the rollout began",
-        "replica",
-        "At most 64 replicas, evenly chosen, the slowest among them.",
-        choices=lanes,
-        chosen=list(lanes)[-1],
-        choice_label="mode",
-        layout=layout,
-        height=420,
-        wide=True,
-    )
-    return [curve, replicas]
-
-
-def _lanes(point: Point) -> list[Trace]:
-    """Bars from start to end, one trace a state."""
-    traces: list[Trace] = []
-    for state, colour in _STATES.items():
-        spans = [
-            (lane.replica, a, b) for lane in point.shown.lanes for name, a, b in lane.spans if name == state
-        ]
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": state,
-                "y": [replica for replica, _, _ in spans],
-                "base": [start for _, start, _ in spans],
-                "x": [end - start for _, start, end in spans],
-                "marker": {"color": colour, "line": {"width": 0}},
-                "offset": -0.45,
-                "width": 0.9,
-            }
-        )
-    return traces
+    axis = "seconds since the rollout began"
+    return [Chart("Running requests", traces, axis, "requests", log_switch=True, wide=True)]

@@ -48,14 +48,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """One replica in the shown step: (state, start, end), states BUSY, IDLE and TRAINING, seconds of the rollout."""
-
-    replica: int
-    spans: list[tuple[str, float, float]]
-
-
-@dataclass(frozen=True, slots=True)
 class ShownStep:
     """One step in detail: the last, when selector and drafter have settled."""
 
@@ -64,8 +56,6 @@ class ShownStep:
     """The curve: (seconds since the rollout's start, running requests of all replicas)."""
     speculation_from: float | None
     """Seconds from which at least half of the replicas that still decode speculate; None: never."""
-    lanes: list[Lane]
-    """Of at most 64 replicas, evenly chosen, the slowest among them."""
 
 
 @dataclass(frozen=True, slots=True)

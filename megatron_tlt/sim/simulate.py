@@ -14,12 +14,11 @@ from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
 from megatron_tlt.sim.decisions import Decider, shares
-from megatron_tlt.sim.idle import DrafterModel, IdleTime, Waits, spans_of
-from megatron_tlt.sim.result import PHASES, Lane, Point, ShownStep, StepRecord, Strategy
+from megatron_tlt.sim.idle import DrafterModel, IdleTime
+from megatron_tlt.sim.result import PHASES, Point, ShownStep, StepRecord, Strategy
 from megatron_tlt.sim.rollout import ReplicaRollout
 from megatron_tlt.sim.trace import Lengths
 
-_LANES = 64
 _CURVE = 512  # points of the running-requests curve
 
 
@@ -45,9 +44,9 @@ class Simulation:
         steps = self._config.workload.steps
         records = []
         for step in range(steps):
-            record, rollouts, waits = self._step(step)
+            record, rollouts = self._step(step)
             records.append(record)
-        return self._point(mode, records, show(steps, rollouts, waits))
+        return self._point(mode, records, show(steps, rollouts))
 
     def _rollouts(self, step: int) -> list[ReplicaRollout]:
         lengths, replicas = self._lengths.of(step), self._cluster.replicas
@@ -56,7 +55,7 @@ class Simulation:
         table = self._decider.table(self._drafter.quality)
         return [self._bulk.run(groups, table) for groups in dealt]
 
-    def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout], Waits]:
+    def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout]]:
         cluster, training = self._cluster, self._config.training
         quality = self._drafter.quality
         rollouts = self._rollouts(step)
@@ -93,7 +92,7 @@ class Simulation:
             quality,
             sum(r.preemptions for r in rollouts),
         )
-        return record, rollouts, waits
+        return record, rollouts
 
     def _point(self, mode: str, records: list[StepRecord], shown: ShownStep) -> Point:
         cluster, steps = self._cluster, len(records)
@@ -130,8 +129,8 @@ class Simulation:
         return rows
 
 
-def show(step: int, rollouts: Sequence[ReplicaRollout], waits: Waits) -> ShownStep:
-    """The running-requests curve, when speculation begins, and the lanes."""
+def show(step: int, rollouts: Sequence[ReplicaRollout]) -> ShownStep:
+    """The running-requests curve, and when speculation begins."""
     moments = np.unique(np.concatenate([r.times for r in rollouts]))
     if len(moments) > _CURVE:
         moments = moments[np.linspace(0, len(moments) - 1, _CURVE).astype(int)]
@@ -142,13 +141,10 @@ def show(step: int, rollouts: Sequence[ReplicaRollout], waits: Waits) -> ShownSt
         speculates += rollout.speculates[at]
         busy += rollout.running[at] > 0
     begins = np.flatnonzero((speculates * 2 >= busy) & (busy > 0))
-    chosen = np.unique(np.linspace(0, len(rollouts) - 1, min(_LANES, len(rollouts))).astype(int))
-    chosen = np.unique(np.append(chosen[: _LANES - 1], int(waits.ends.argmax())))
     return ShownStep(
         step,
         list(zip(moments.tolist(), running.tolist(), strict=True)),
         float(moments[begins[0]]) if len(begins) else None,
-        [Lane(int(replica), spans_of(waits, int(replica))) for replica in chosen],
     )
 
 

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from megatron_tlt.observe.page import Cell, Table
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDTH = 48  # characters of the longest rollout's curve
 _SHOWN = 0.005  # share of a step from which on a phase has a column
 
 
 def render(result: SimResult) -> str:
-    """Verdict, points, running-requests curves, decisions, recommended settings and assumptions."""
-    tables = [point_table(result), *decision_tables(result)]
-    parts = [result.name, verdict(result), _text(tables[0]), _curves(result.points), *map(_text, tables[1:])]
+    """Verdict, points, decisions, recommended settings and assumptions."""
+    parts = [result.name, verdict(result), *map(_text, [point_table(result), *decision_tables(result)])]
     parts.append("assumed:\n" + "\n".join(f"  - {text}" for text in result.assumptions))
     return "\n\n".join(part for part in parts if part)
 
@@ -82,25 +79,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _curves(points: Sequence[Point]) -> str:
-    """The running-requests curve of each point's last step, as a line of blocks."""
-    lines = ["running requests over the rollout of the last step (| where most replicas speculate):"]
-    longest = max((p.shown.running[-1][0] for p in points), default=0.0)
-    for p in points:
-        top, end = max(n for _, n in p.shown.running), p.shown.running[-1][0]
-        cells = []
-        for i in range(max(1, round(_WIDTH * end / max(longest, 1e-12)))):
-            at = longest * i / _WIDTH
-            running = [n for t, n in p.shown.running if t <= at][-1]
-            cells.append(_BLOCKS[min(7, 8 * running // max(1, top + 1))] if running else " ")
-        start = p.shown.speculation_from
-        if start is not None and longest:
-            cells.insert(min(len(cells), round(_WIDTH * start / longest)), "|")
-        name = f"{nodes_text(p.nodes)}, {p.mode}"
-        lines.append(f"{name:>18s} {''.join(cells)}  {top} requests, {end:.3g} s")
-    return "\n".join(lines)
 
 
 def verdict(result: SimResult) -> str:

@@ -32,7 +32,8 @@ class Lengths:
         self._section, self._seed = workload.lengths, workload.seed
         self._shape = workload.prompts_per_step, rollout.samples_per_prompt
         self._most = rollout.max_tokens
-        self._quantiles = None if self._section.kind == "lognormal" else np.log(quantiles_of(self._section))
+        is_given = bool(self._section.values) or self._section.path is not None
+        self._quantiles = np.log(quantiles_of(self._section)) if is_given else None
 
     def of(self, step: int) -> np.ndarray:
         """Tokens of every answer of `step` (from 0), int64 [P, n], 1 to max_tokens."""

@@ -9,7 +9,6 @@ TORCH_FREE = [
     "megatron_tlt.interfaces",
     "megatron_tlt.config.load",
     "megatron_tlt.config.planning.report",
-    "megatron_tlt.config.docs",
     "megatron_tlt.observe.events",
     "megatron_tlt.observe.jsonl",
     "megatron_tlt.observe.log",
@@ -41,7 +40,6 @@ TORCH_FREE = [
     "megatron_tlt.sim.modes",
     "megatron_tlt.sim.report",
     "megatron_tlt.sim.tables",
-    "megatron_tlt.sim.validation",
     "megatron_tlt.cli.simulate",
 ]
 

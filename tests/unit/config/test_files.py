@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from docs_config import render
 
-from megatron_tlt.config.docs import render
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB

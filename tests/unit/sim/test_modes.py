@@ -37,7 +37,6 @@ def test_truncated_answers_are_reported(tmp_path):
     path = tmp_path / "l.txt"
     path.write_text("100\n" * 3 + "9000\n")
     empirical = (
-        "workload.lengths.kind=empirical",
         f"workload.lengths.path={path}",
         "workload.lengths.median=1",
     )

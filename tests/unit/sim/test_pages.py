@@ -25,7 +25,7 @@ def test_tables_show_every_point(result):
         assert re.search(rf"^{point.nodes} +{point.gpus} +{point.mode} ", text, re.M)
     for comparison in result.comparisons:
         assert f"{comparison.e2e:.3g}" in text
-    for part in ("running requests over", "Recommended:", "assumed:", "eagle_"):
+    for part in ("Recommended:", "assumed:", "eagle_"):
         assert part in text
 
 
@@ -44,9 +44,8 @@ def test_the_page_is_alone_and_its_charts_hold_the_result(result, tmp_path):
     for at, point in enumerate(result.points):
         hours = sum(trace["x"][at] for trace in idle)
         assert hours == pytest.approx(point.idle_gpu_hours * 100 / len(point.steps), rel=1e-4, abs=1e-9)
-    lanes = charts[5]["choices"]
-    assert set(lanes) == {"off", "tlt"}
-    assert {trace["name"] for trace in lanes["tlt"]} == {"BUSY", "IDLE", "TRAINING"}
+    curves = {trace["name"]: trace["y"] for trace in charts[4]["traces"] if trace.get("mode") == "lines"}
+    assert {name: y[0] for name, y in curves.items()} == {"off": 128, "tlt": 128}
 
 
 def test_the_verdict_names_the_best_mode_on_the_most_nodes(result):

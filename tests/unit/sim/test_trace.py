@@ -41,7 +41,7 @@ def test_lengths_depend_on_seed_and_step_only():
 
 def test_empirical_lengths_are_distributed_like_their_values():
     values = np.random.default_rng(0).integers(5, 400, 500)
-    lengths = drawn(kind="empirical", values=tuple(values.tolist()))
+    lengths = drawn(values=tuple(values.tolist()))
     for q in (0.1, 0.5, 0.9):
         assert np.quantile(lengths, q) == pytest.approx(np.quantile(values, q), rel=0.06)
     assert lengths.min() >= values.min() and lengths.max() <= values.max()
@@ -54,7 +54,7 @@ def test_lengths_come_from_files(tmp_path):
     section = sim_config().workload.lengths
 
     def of(path):
-        return quantiles_of(section.model_copy(update={"kind": "empirical", "path": str(path)}))
+        return quantiles_of(section.model_copy(update={"path": str(path)}))
 
     assert of(plain).tolist() == [5, 6, 7]
     assert of(rows).tolist() == [2, 3, 9]
@@ -65,7 +65,7 @@ def test_lengths_come_from_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "\n".join(json.dumps({"step": i, **row}) for i in range(3)) + "\n"
     )
-    section = sim_config().workload.lengths.model_copy(update={"kind": "empirical", "path": str(tmp_path)})
+    section = sim_config().workload.lengths.model_copy(update={"path": str(tmp_path)})
     lengths = quantiles_of(section)
     assert np.median(lengths) == pytest.approx(50, rel=0.02)
     assert np.quantile(lengths, 0.95) == pytest.approx(220, rel=0.03)

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from megatron_tlt.sim import validation
-from megatron_tlt.sim.validation import Check, figure13, figure14, render_points, table2, table4
+from benchmarks.lib import sim_points
+from benchmarks.lib.sim_points import Check, figure13, figure14, render_points, table2, table4
 
 
 def errors(checks, kind="prediction"):
@@ -29,7 +29,7 @@ def test_the_case_study_of_128_requests():
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_speed_up_by_nodes():
-    checks = [c for c in validation.steps_by_nodes() if c.kind == "prediction"]
+    checks = [c for c in sim_points.steps_by_nodes() if c.kind == "prediction"]
     seven = [c for c in checks if c.source == "table 3" and c.what.startswith("7B")]
     assert len(seven) == 4 and max(errors(seven)) < 0.20
     assert [c.simulated for c in seven] == sorted(c.simulated for c in seven)
@@ -37,7 +37,7 @@ def test_speed_up_by_nodes():
 
 
 def test_the_quickstart_within_15_percent():
-    checks = validation.quickstart()
+    checks = sim_points.quickstart()
     steps = [c for c in checks if c.what.endswith("step")]
     assert len(steps) == 3 and max(errors(steps)) < 0.15
     (recovered,) = [c for c in checks if c.source == "idle windows"]

@@ -1,4 +1,4 @@
-"""The simulator held against figures that others published and against the quickstart as measured here. Torch-free.
+"""The simulator held against figures that others published and against the quickstart as measured here.
 
 One set of assumptions for all points: `config.sim`'s defaults and configs/sim/*.yaml. Three constants were set by
 published figures, and the points they come from are marked "input": `bandwidth_efficiency` and `step_ms` by TLT's table

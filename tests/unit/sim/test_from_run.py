@@ -1,13 +1,14 @@
 from pathlib import Path
 
 import pytest
+from docs_recipes import memory_cells, seconds
 
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import cache_tokens
-from megatron_tlt.sim.recipes import memory_cells, seconds, simulation_of
+from megatron_tlt.sim.from_run import simulation_of
 from tests.helpers.sim import few_steps  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
