@@ -34,6 +34,7 @@ REMOVED_KEYS = {
     "idle.sub_leaders_above": "is gone: the leaders of all replicas report to rank 0",
     "engine": "is gone: the simulator has one engine",
     "workload.lengths.kind": "is gone: answers are drawn from workload.lengths.path or values where one is set",
+    "rollout_cache.sync_seconds": "is gone: finished answers are written at once",
     "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 
 from megatron_tlt.config.base import Section
 
@@ -14,7 +14,5 @@ class RolloutCacheSection(Section):
     enabled: bool = True
     """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
     trtllm) do not, with one warning."""
-    sync_seconds: NonNegativeFloat = 1.0
-    """Seconds between syncs to disk. A finished answer survives the process at once, the machine once it is synced."""
     max_mib: PositiveInt = 4096
     """Disk space of one rollout replica; answers beyond it are not kept."""

@@ -22,10 +22,9 @@ import logging
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -95,83 +94,54 @@ def prompt_crc(prompt: Prompt) -> int:
 
 
 class AnswerWriter:
-    """Appends answers to one file a step from a thread; its methods return at once: the engine never waits for a disk.
+    """Appends finished answers to one file a step. A written line survives the process.
 
-    A written line survives the process, a synced one the machine. A disk error ends the writing, not the run.
+    A disk error ends the writing, not the run.
     """
 
-    def __init__(self, sync_seconds: float, max_bytes: int, fsync: Callable[[int], None] = os.fsync):
+    def __init__(self, max_bytes: int):
         """At most `max_bytes` are written into steps that were not removed; answers beyond are not kept."""
-        self._sync_seconds, self._max_bytes, self._fsync = sync_seconds, max_bytes, fsync
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-cache")
+        self._max_bytes = max_bytes
         self._path: Path | None = None
         self._key: Mapping[str, Any] = {}
         self._file: BinaryIO | None = None
-        self._synced_at = 0.0
         self._sizes: dict[Path, int] = {}  # bytes of this writer in each step's directory
-        self.failure: str | None = None
+        self.has_failed = False
 
     def begin(self, path: Path, key: Mapping[str, Any]) -> None:
         """From now on answers go to `path`, which is created with the first of them."""
-        self._submit(self._begin, path, key)
-
-    def add(self, sample: Sample, prompt_crc: int) -> None:
-        """Appends a finished answer, which must not change any more."""
-        self._submit(self._append, sample, prompt_crc)
-
-    def remove(self, directory: Path) -> None:
-        """Deletes a directory with its files."""
-        self._submit(shutil.rmtree, directory, True)
-
-    def end(self) -> Future[None]:
-        """Syncs and closes the step's file."""
-        return self._submit(self._close_file)
-
-    def close(self) -> None:
-        """Finishes what was submitted and ends the thread."""
-        self.end().result()
-        self._executor.shutdown()
-
-    def _submit(self, task: Callable[..., object], *args: Any) -> Future[None]:
-        return self._executor.submit(self._run, task, *args)
-
-    def _run(self, task: Callable[..., object], *args: Any) -> None:
-        try:
-            task(*args)
-        except Exception as error:  # noqa: BLE001  a full disk or a mistake in here must not end the run
-            self.failure = f"{type(error).__name__}: {error}"
-            _log.warning("the rollout cache is off, a restart generates these answers again: %s", error)
-            self._path, self._file = None, None
-
-    def _begin(self, path: Path, key: Mapping[str, Any]) -> None:
-        self._close_file()
+        self.end()
         self._path, self._key = path, key
 
-    def _append(self, sample: Sample, crc: int) -> None:
-        if self._path is None or self.failure is not None:
+    def add(self, sample: Sample, prompt_crc: int) -> None:
+        """Appends a finished answer."""
+        if self._path is None or self.has_failed:
             return
-        data = encode_answer(sample, crc)
+        try:
+            self._append(self._path, encode_answer(sample, prompt_crc))
+        except OSError as error:
+            self.has_failed = True
+            _log.warning("the rollout cache is off, a restart generates these answers again: %s", error)
+
+    def _append(self, path: Path, data: bytes) -> None:
         if self._file is None:
             data = encode_line(self._key) + data
-        folder = self._path.parent
         if sum(self._sizes.values()) + len(data) > self._max_bytes:
             # Rank 0 removes what a checkpoint covers, for all writers.
             self._sizes = {step: size for step, size in self._sizes.items() if step.exists()}
         if sum(self._sizes.values()) + len(data) > self._max_bytes:
             return
         if self._file is None:
-            self._file, self._synced_at = _create_private(self._path), time.monotonic()
-        self._sizes[folder] = self._sizes.get(folder, 0) + len(data)
+            self._file = _create_private(path)
+        self._sizes[path.parent] = self._sizes.get(path.parent, 0) + len(data)
         self._file.write(data)
         self._file.flush()
-        if time.monotonic() - self._synced_at >= self._sync_seconds:
-            self._fsync(self._file.fileno())
-            self._synced_at = time.monotonic()
 
-    def _close_file(self) -> None:
+    def end(self) -> None:
+        """Closes the step's file. A second call does nothing."""
         if self._file is not None:
-            self._fsync(self._file.fileno())
-            self._file.close()
+            with suppress(OSError):  # what a full disk did not take was reported when it was written
+                self._file.close()
         self._path, self._file = None, None
 
 
@@ -189,49 +159,6 @@ class Fingerprint(Protocol):
     def take(self) -> str: ...
 
 
-class NoRolloutCache:
-    """The same methods without a cache."""
-
-    def __init__(
-        self, backend: RolloutBackend, params: SamplingParams, num_samples: int, reason: str | None = None
-    ):
-        """`reason`: why there is none although it is enabled; logged."""
-        self._backend, self._params, self._num_samples = backend, params, num_samples
-        if reason is not None:
-            _log.info("no rollout cache, a restart generates an unfinished step again: %s", reason)
-
-    def start(self, steps_done: int) -> None:
-        """Does nothing."""
-
-    def fingerprint(self, weights: Weights) -> Weights:
-        """Returns `weights`."""
-        return weights
-
-    def begin_step(self, step: int, policy_version: int) -> None:
-        """Does nothing."""
-
-    def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
-        """The backend's answers."""
-        return self._backend.generate(prompts, self._params, self._num_samples, on_progress)
-
-    def writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
-        """None: answers are not kept."""
-        return None
-
-    def end_step(self) -> dict[str, float]:
-        """No metrics."""
-        return {}
-
-    def remove_until(self, step: int | None) -> None:
-        """Does nothing."""
-
-    def clear(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class RolloutCache:
     """One rank's part; the first rank of a replica writes, all of them read. Its errors never end a run."""
 
@@ -240,7 +167,8 @@ class RolloutCache:
         section: RolloutCacheSection,
         run_dir: Path,
         world: World,
-        engine: KeyedEngine,
+        backend: RolloutBackend,
+        keyed: KeyedEngine | None,
         params: SamplingParams,
         num_samples: int,
         weights: Fingerprint,
@@ -249,15 +177,20 @@ class RolloutCache:
         tp: int,
         fresh: bool,
     ):
-        """`identity`: what an answer depends on besides prompt and weights, JSON-able. `fresh`: ignore old answers."""
+        """`keyed`: `backend`, if its answers can be kept; None: nothing is kept or reused.
+
+        `identity`: what an answer depends on besides prompt and weights, JSON-able. `fresh`: ignore old answers.
+        """
         self._directory, self._world = run_dir / "rollout_cache", world
-        self._engine, self._params, self._num_samples = engine, params, num_samples
+        self._backend, self._keyed, self._params, self._num_samples = backend, keyed, params, num_samples
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
         self._replica, self._is_first = world.rank // tp, world.rank % tp == 0
         self._start_id = os.urandom(4).hex()
         self._writer: AnswerWriter | None = None
-        if self._is_first:
-            self._writer = AnswerWriter(section.sync_seconds, section.max_mib * _MIB)
+        if self._is_first and keyed is not None:
+            self._writer = AnswerWriter(section.max_mib * _MIB)
+        if section.enabled and keyed is None and world.is_main:
+            _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with answers of earlier starts, seen by any rank
         self._old_files: list[Path] | None = None  # those of the present step; None: no rank has any
         self._key: dict[str, Any] = {}
@@ -265,6 +198,8 @@ class RolloutCache:
 
     def start(self, steps_done: int) -> None:
         """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
+        if self._keyed is None:
+            return
         if self._world.is_main:
             for step, directory in self._steps().items():
                 if self._fresh or step <= steps_done:
@@ -274,16 +209,14 @@ class RolloutCache:
 
     def fingerprint(self, weights: Weights) -> Weights:
         """Yields a push's weights unchanged; their checksum becomes part of the key."""
-        return self._weights.watch(weights)
+        return weights if self._keyed is None else self._weights.watch(weights)
 
     def begin_step(self, step: int, policy_version: int) -> None:
         """Begins the rollouts of `step` (1-based) with the weights of the last `fingerprint`. Collective."""
         self._reused = 0
-        self._key = {
-            **self._identity,
-            "policy_version": policy_version,
-            "weights": self._weights.take(),
-        }
+        if self._keyed is None:
+            return
+        self._key = {**self._identity, "policy_version": policy_version, "weights": self._weights.take()}
         directory = self._directory / f"step-{step:06d}"
         self._old_files = sorted(directory.glob("replica-*.jsonl")) if step in self._old_steps else None
         if self._writer is not None:
@@ -295,10 +228,12 @@ class RolloutCache:
 
         Collective while there may be answers of an earlier start.
         """
+        if self._keyed is None:
+            return self._backend.generate(prompts, self._params, self._num_samples, on_progress)
         cached = (
             {} if self._old_files is None else self._same_in_replica(self._read(self._old_files, prompts))
         )
-        made = self._engine.generate(
+        made = self._keyed.generate(
             prompts, self._params, self._num_samples, on_progress, cached.keys(), self.writer_for(prompts)
         )
         self._reused += len(cached)
@@ -318,28 +253,27 @@ class RolloutCache:
         self._writer.end()
         return {
             "rollout_cache/reused": float(self._reused),
-            "rollout_cache/disabled": float(self._writer.failure is not None),
+            "rollout_cache/disabled": float(self._writer.has_failed),
         }
 
     def remove_until(self, step: int | None) -> None:
-        """Removes the steps up to `step`, that of this run's newest complete checkpoint, in the background."""
+        """Removes the steps up to `step`, that of this run's newest complete checkpoint."""
         if self._world.is_main and self._writer is not None and step is not None:
             for number, directory in self._steps().items():
                 if number <= step:
-                    self._writer.remove(directory)
+                    shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes everything: the run has done its last step. Collective."""
-        if self._writer is not None:
-            self._writer.end().result()
+        self.close()
         self._world.barrier()  # every file is closed
         if self._world.is_main:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Writes what was submitted and ends the writer."""
+        """Closes the step's file."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.end()
 
     def _steps(self) -> dict[int, Path]:
         found = [path for path in self._directory.glob("step-*") if _STEP.fullmatch(path.name)]

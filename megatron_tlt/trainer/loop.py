@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-    from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
@@ -72,7 +72,7 @@ class RLTrainer:
     checkpoints: CheckpointManager
     metrics: RunMetrics
     idle_figures: IdleFigures
-    rollout_cache: RolloutCache | NoRolloutCache
+    rollout_cache: RolloutCache
     nonfinite: NonFiniteGuard
     shutdown: GracefulShutdown
     progress: Progress = field(default_factory=Progress)

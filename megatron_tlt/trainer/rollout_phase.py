@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import ProgressCallback, RolloutBackend
-    from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.trainer.stolen_requests import StolenRequests
     from megatron_tlt.types import Prompt, Sample
@@ -43,7 +43,7 @@ class RolloutPhase:
         self,
         world: World,
         backend: RolloutBackend,
-        rollout_cache: RolloutCache | NoRolloutCache,
+        rollout_cache: RolloutCache,
         drafter: OnlineDrafterController,
         idle_window: IdleWindow,
         shutdown: GracefulShutdown,

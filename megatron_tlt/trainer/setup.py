@@ -39,7 +39,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
+from megatron_tlt.resilience.rollout_cache import RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.resilience.watchdog_client import start_watchdog
@@ -394,15 +394,10 @@ def _gpu_monitor(world: World) -> GpuMonitor:
 
 def _rollout_cache(
     config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
-) -> RolloutCache | NoRolloutCache:
-    """The cache of finished answers; without keyed sampling there is none, which is logged once."""
+) -> RolloutCache:
+    """The cache of finished answers; without keyed sampling nothing is kept."""
     rollout = config.rollout
-    num_samples = rollout.samples_per_prompt
-    if not config.rollout_cache.enabled:
-        return NoRolloutCache(backend, params, num_samples)
-    if not isinstance(backend, EmbeddedBackend | VllmBackend):
-        why = f"rollout.backend = {rollout.backend} has no keyed sampling"
-        return NoRolloutCache(backend, params, num_samples, why if world.is_main else None)
+    keyed = backend if isinstance(backend, EmbeddedBackend | VllmBackend) else None
     identity = {
         **asdict(params),
         "eos": list(tokenizer.eos_token_ids),
@@ -416,8 +411,9 @@ def _rollout_cache(
         Path(config.train.run_dir),
         world,
         backend,
+        keyed if config.rollout_cache.enabled else None,
         params,
-        num_samples,
+        rollout.samples_per_prompt,
         WeightFingerprint(world),
         identity=identity,
         tp=rollout.tp,

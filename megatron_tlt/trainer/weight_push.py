@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.interfaces import Policy, WeightSync
-    from megatron_tlt.resilience.rollout_cache import NoRolloutCache, RolloutCache
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
 
 
 class WeightPush:
@@ -20,7 +20,7 @@ class WeightPush:
         self,
         policy: Policy,
         drafter: OnlineDrafterController,
-        rollout_cache: RolloutCache | NoRolloutCache,
+        rollout_cache: RolloutCache,
         sync: WeightSync,
     ):
         self._policy, self._drafter, self._cache, self._sync = policy, drafter, rollout_cache, sync

@@ -29,7 +29,6 @@ def main(argv):
         add(self, sample, prompt_crc)
         seen["answers"] += 1
         if seen == {"rank": rank, "step": step, "answers": answers}:
-            self._submit(int).result()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def body(world):

@@ -9,9 +9,8 @@ from typing import Any
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
-from megatron_tlt.resilience.rollout_cache import NoRolloutCache
 from megatron_tlt.trainer.loop import RLTrainer
-from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
+from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(3)]
 
@@ -81,7 +80,7 @@ def test_answers_that_are_not_trained_on_are_remembered_too() -> None:
         algorithm=build_algorithm(section, max_tokens=8),
         metrics=SimpleNamespace(span=lambda *_: nullcontext()),
         idle_figures=SimpleNamespace(gpu_measured=nullcontext, add=lambda report: None),
-        rollout_cache=NoRolloutCache(backend, SamplingParams(), 2),
+        rollout_cache=SimpleNamespace(begin_step=lambda *_: None),
         shutdown=SimpleNamespace(sync=lambda *_: None),
         **dict.fromkeys(unused),
     )  # type: ignore[arg-type]
