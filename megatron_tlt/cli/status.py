@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.resilience.status import read_status, render, request_stacks
+from megatron_tlt.resilience.status import read_status, render
 
 if TYPE_CHECKING:
     import argparse
 
 _SHOWN = 32  # ranks without --all: a screen
-_STACKS_S = 30.0  # for ranks to write their stacks
 
 
 def add_status(commands: Any) -> None:
@@ -26,17 +24,12 @@ def add_status(commands: Any) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="train.run_dir of the run")
     command.add_argument("--json", action="store_true", help="as JSON, all ranks")
     command.add_argument("--all", action="store_true", help=f"all ranks, not the {_SHOWN} worst")
-    command.add_argument(
-        "--stacks", action="store_true", help="first have all ranks write their stacks; the run goes on"
-    )
     command.set_defaults(run=_status)
 
 
 def _status(args: argparse.Namespace) -> int:
     if not args.run_dir.is_dir():
         raise ConfigError.of("RUN_DIR", str(args.run_dir), "must be the directory of a run")
-    if args.stacks:
-        print(request_stacks(args.run_dir, _STACKS_S), file=sys.stderr)
     status = read_status(args.run_dir)
     if args.json:
         print(json.dumps(status.as_json(), indent=2))

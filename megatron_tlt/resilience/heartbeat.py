@@ -2,7 +2,6 @@
 
     RUN_DIR/status/rank-00003.json    what a rank did when its host's watchdog last looked (`Heartbeat`)
     RUN_DIR/status/end.json           why the job ends (`JobEnd`): written once, by the watchdog that finds out first
-    RUN_DIR/status/stacks.json        an operator's request for stacks (`StackRequest`)
     RUN_DIR/stacks/rank-3.txt         stacks, appended
 
 Files of another start of the job (`start_id`) are ignored.
@@ -55,8 +54,8 @@ class Heartbeat:
     """Tokens of the longest running answer."""
     left: float = 0.0
     """Tokens still expected of this replica."""
-    stacks: str = ""
-    """Id of the last request for stacks that was answered."""
+    stacks: bool = False
+    """Whether it has written its stacks, because the job hangs."""
     heartbeat_s: float = 5.0
     hang_s: float = 0.0
     written_at: float = 0.0
@@ -85,15 +84,7 @@ class JobEnd:
     """The ranks at fault."""
 
 
-@dataclass(frozen=True)
-class StackRequest:
-    """A request for stacks of all ranks."""
-
-    start_id: str
-    id: str
-
-
-StatusFile = TypeVar("StatusFile", Heartbeat, JobEnd, StackRequest)
+StatusFile = TypeVar("StatusFile", Heartbeat, JobEnd)
 
 
 class StatusFiles:
@@ -103,7 +94,6 @@ class StatusFiles:
         self.stacks = Path(run_dir) / "stacks"
         self.status = Path(run_dir) / "status"
         self.end = self.status / "end.json"
-        self.request = self.status / "stacks.json"
 
     def heartbeat(self, rank: int) -> Path:
         """The file of a rank's heartbeat."""
@@ -137,14 +127,14 @@ class StatusFiles:
 
     def read_end(self, start_id: str) -> JobEnd | None:
         """Why this start of the job ends; None while it runs."""
-        return _of_start(self.end, JobEnd, start_id)
+        try:
+            end = _read(self.end, JobEnd)
+        except (ValueError, TypeError):  # damaged
+            return None
+        return end if end is not None and end.start_id == start_id else None
 
-    def read_request(self, start_id: str) -> StackRequest | None:
-        """The newest request for stacks of this start."""
-        return _of_start(self.request, StackRequest, start_id)
 
-
-def write_status(path: Path, value: Heartbeat | JobEnd | StackRequest, *, only_first: bool = False) -> bool:
+def write_status(path: Path, value: Heartbeat | JobEnd, *, only_first: bool = False) -> bool:
     """Writes a status file atomically; with `only_first`, False if there is one already. Raises OSError."""
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # 0600
     try:
@@ -168,11 +158,3 @@ def _read(path: Path, kind: type[StatusFile]) -> StatusFile | None:
     except FileNotFoundError:
         return None
     return kind(**tree)
-
-
-def _of_start(path: Path, kind: type[StatusFile], start_id: str) -> StatusFile | None:
-    try:
-        value = _read(path, kind)
-    except (ValueError, TypeError):  # damaged
-        return None
-    return value if value is not None and value.start_id == start_id else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-STACK_SIGNAL = signal.SIGQUIT  # writes the main thread's stack
+STACK_SIGNAL = signal.SIGQUIT  # writes the main thread's stack; sent by people
 ALL_STACKS_SIGNAL = signal.SIGRTMIN  # every thread's: it reads frames that change meanwhile, and may crash the process
 _WAIT_S = 5.0  # for the stacks of a process that is to write them
 _QUIET_S = 0.2  # without another byte: the stacks are whole
@@ -49,10 +49,8 @@ def _stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()  # the process name before it may hold anything
 
 
-def write_stacks(
-    files: Mapping[int, Path], headings: Mapping[int, str], signal_number: int = STACK_SIGNAL
-) -> set[int]:
-    """Has processes (by pid) append their stacks to files; returns those that did within seconds. Raises OSError.
+def write_stacks(files: Mapping[int, Path], headings: Mapping[int, str]) -> set[int]:
+    """Has processes (by pid) append all threads' stacks to files; returns those that did so in time. Raises OSError.
 
     They have registered the signal with `faulthandler`: its handler is C and needs no GIL, so it works in a process
     that spins in C or waits inside MPI. A stopped process is continued, gets the signal first, and is stopped again.
@@ -64,7 +62,7 @@ def write_stacks(
             file.write(f"\n==== {headings[pid]}\n")
         sizes[pid] = path.stat().st_size
         with suppress(ProcessLookupError):
-            os.kill(pid, signal_number)
+            os.kill(pid, ALL_STACKS_SIGNAL)
             if pid in stopped:
                 os.kill(pid, signal.SIGCONT)
     now = time.monotonic()

@@ -1,4 +1,4 @@
-"""A run's state as text and as JSON, from its status files; the request for stacks. Stdlib only."""
+"""A run's state as text and as JSON, from its status files. Stdlib only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_tlt.errors import shortened
 from megatron_tlt.resilience import hang_detector as detector
-from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StackRequest, StatusFiles, write_status
+from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles
 
 _HEADINGS = (
     "rank", "host", "pid", "condition", "phase", "step", "for", "limit", "silent", "running", "queued", "longest",
@@ -102,25 +102,6 @@ def render(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | No
         folder = StatusFiles(run_dir).stacks
         lines += ["", f"stacks of {count} of {beats[0].size} ranks: {folder}/rank-N.txt"]
     return "\n".join([*lines, *status.problems])
-
-
-def request_stacks(run_dir: Path, wait_s: float) -> str:
-    """Has the ranks of a running job append their stacks to RUN_DIR/stacks. Returns who did within `wait_s` seconds."""
-    live = [beat for beat, _ in read_status(run_dir).rows if beat.is_running]
-    if not live:
-        return f"no rank of {run_dir} runs: there are no stacks to write"
-    files = StatusFiles(run_dir)
-    request = StackRequest(live[0].start_id, f"request-{time.time():.3f}")
-    write_status(files.request, request)
-    end = time.monotonic() + max(wait_s, 3 * live[0].heartbeat_s)
-    while True:
-        beats, _ = files.read_heartbeats(request.start_id)
-        late = [b.rank for b in beats.values() if b.is_running and b.stacks != request.id]
-        if not late or time.monotonic() > end:
-            break
-        time.sleep(0.1)
-    lacking = f"; none came from rank {shortened(late)}" if late else ""
-    return f"stacks of {len(live) - len(late)} of {len(live)} running ranks are in {files.stacks}{lacking}"
 
 
 def _headline(run_dir: str | Path, status: RunStatus, now: float) -> str:

@@ -5,7 +5,7 @@ decoding. It gets its ranks' reports from a socket and their deaths from the ker
 the job when a rank dies or others wait for one in vain. The one of rank 0's host also warns of slow phases.
 
     ranks --- socket ----> watchdog --- RUN_DIR/status ---> other hosts' watchdogs, `megatron-tlt status`
-          <-- SIGQUIT ---           <-- end, request ---
+          <-- signals ---           <-- end of the job ---
 
 One epoll set holds all ranks of the host, and the kernel queues its events in the order in which they happen: even a
 watchdog that wakes up late on a busy host sees which rank died first and which ones were only ended with the job.
@@ -30,8 +30,6 @@ from megatron_tlt.errors import shortened
 from megatron_tlt.resilience import hang_detector as detector
 from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles, write_status
 from megatron_tlt.resilience.processes import (
-    ALL_STACKS_SIGNAL,
-    STACK_SIGNAL,
     exit_status,
     is_alive,
     process_state,
@@ -197,7 +195,7 @@ class Watchdog:
             os.close(rank.pidfd)
 
     def _look(self) -> None:
-        """Once a heartbeat: writes, reads what other hosts and operators have written, looks for hangs."""
+        """Once a heartbeat: writes, reads what other hosts have written, looks for hangs."""
         now = time.monotonic()
         if now >= self._kill_at:
             for rank in self._running():
@@ -214,8 +212,6 @@ class Watchdog:
                 self._write(rank, self._now(rank))
             if (end := self._files.read_end(self._o.start_id)) is not None:
                 self._end_job(end)
-            elif request := self._files.read_request(self._o.start_id):
-                self._write_stacks(request.id, "asked by an operator")
             self._detect(now)
 
     # -- detection ----------------------------------------------------------------------------------------------
@@ -307,7 +303,7 @@ class Watchdog:
         """The job ends for a reason found on another host."""
         self._end = end
         if end.outcome == "hung":
-            self._write_stacks(end.text, end.text, ALL_STACKS_SIGNAL)
+            self._write_stacks(end.text)
         # Launchers mostly do it; of a job that hangs, the author does when all stacks are there.
         self._kill_at = time.monotonic() + _LAUNCHER_S + (_STACKS_S if end.outcome == "hung" else 0)
 
@@ -317,9 +313,9 @@ class Watchdog:
             rank.beat = self._now(rank)
         if not self._claim("hung", text, hung):
             return
-        self._write_stacks(text, text, ALL_STACKS_SIGNAL)
+        self._write_stacks(text)
         end = time.monotonic() + max(_STACKS_S, 3 * self._o.heartbeat_s)
-        while (missing := self._without_stacks(text)) and time.monotonic() < end:
+        while (missing := self._without_stacks()) and time.monotonic() < end:
             time.sleep(0.1)
         size, which = self._o.size, f"{self._o.size - len(missing)} of" if missing else "all"
         lacking = f"; none came from rank {shortened(missing)}" if missing else ""
@@ -328,24 +324,24 @@ class Watchdog:
         )
         self._kill_at = time.monotonic()
 
-    def _write_stacks(self, request: str, reason: str, signal_number: int = STACK_SIGNAL) -> None:
-        """Has the ranks that have not answered this request write their stacks: all threads' if the job ends anyway."""
-        ranks = {r.beat.pid: r for r in self._running() if r.beat.stacks != request}
+    def _write_stacks(self, reason: str) -> None:
+        """Has the ranks write the stacks of all their threads: the job ends."""
+        ranks = {r.beat.pid: r for r in self._running()}
         clock = time.strftime("%Y-%m-%d %H:%M:%S")
         headings = {pid: f"{clock} {detector.describe([r.beat])}; {reason}" for pid, r in ranks.items()}
         try:
             done = write_stacks(
-                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings, signal_number
+                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings
             )
         except OSError as error:
             _print(f"megatron-tlt: stacks cannot be written: {error}")
             return
         for pid in done:
-            self._write(ranks[pid], replace(ranks[pid].beat, stacks=request))
+            self._write(ranks[pid], replace(ranks[pid].beat, stacks=True))
 
-    def _without_stacks(self, request: str) -> list[int]:
+    def _without_stacks(self) -> list[int]:
         beats, _ = self._files.read_heartbeats(self._o.start_id)
-        done = {number for number, beat in beats.items() if beat.stacks == request or not beat.is_running}
+        done = {number for number, beat in beats.items() if beat.stacks or not beat.is_running}
         return [number for number in range(self._o.size) if number not in done]
 
 

@@ -176,7 +176,7 @@ def test_a_slow_phase_is_warned_of_with_its_rank(whole):
 
 
 def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
-    """By the command, and by a storm of signals into computing, MPI, gloo and sleeping ranks."""
+    """By a storm of signals into computing, MPI, gloo and sleeping ranks."""
     run_dir = whole / "asked"
     release = whole / "asked.release"  # until then it is still there
     fault = {"rank": 0, "phase": "score", "step": 2, "kind": str(release)}
@@ -187,7 +187,6 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
     with subprocess.Popen(command, env=env, cwd=ROOT, **pipes) as job:
         while job.poll() is None and not (run_dir / "metrics.jsonl").exists():
             time.sleep(0.05)
-        asked = status(run_dir, "--stacks")
         stormed = 0
         for _ in range(20):
             stormed += send_storm(run_dir)
@@ -195,11 +194,10 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
         release.touch()
         output, _ = job.communicate(timeout=280)
     assert job.returncode == 0, output
-    assert "stacks of 2 of 2 running ranks are in" in asked.stderr, asked.stderr
     assert stormed > 2
     for rank in range(2):
         text = (run_dir / f"stacks/rank-{rank}.txt").read_text()
-        assert "asked by an operator" in text and "most recent call first" in text
+        assert "most recent call first" in text
     assert_same_weights(whole / "run", run_dir)
 
 

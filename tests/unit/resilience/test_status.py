@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_tlt.cli.main import main
-from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StackRequest, StatusFiles, write_status
-from megatron_tlt.resilience.status import read_status, render, request_stacks
+from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles, write_status
+from megatron_tlt.resilience.status import read_status, render
 
 NOW = 1000.0
 BEAT = Heartbeat("a", 0, 3, "n0", 10, 1, phase="rollout", step=4, order=9, running=3, queued=1, longest=70, left=99.6,
@@ -36,9 +36,7 @@ def test_status_files_come_back_are_private_and_belong_to_one_start(tmp_path):
     assert write_status(files.end, KILLED, only_first=True)
     assert not write_status(files.end, replace(KILLED, text="later"), only_first=True)
     assert files.read_end("a") == KILLED and files.read_end("b") is None
-    write_status(files.request, StackRequest("a", "1"))
-    assert files.read_request("a") == StackRequest("a", "1") and files.read_request("b") is None
-    assert len(list(files.status.iterdir())) == 4  # nothing temporary is left
+    assert len(list(files.status.iterdir())) == 3  # nothing temporary is left
     files.clear()
     assert list(files.status.iterdir()) == []
 
@@ -111,12 +109,3 @@ def test_a_start_under_way_hides_the_one_before(tmp_path):
     status = read_status(tmp_path, NOW + 51)
     assert [beat.start_id for beat, _ in status.rows] == ["b"] and status.missing == [0, 2]
     assert status.condition == "running"
-
-
-def test_ranks_that_do_not_write_their_stacks_are_named(tmp_path):
-    files = write(tmp_path, {"outcome": "done"})
-    assert "there are no stacks to write" in request_stacks(tmp_path, 0.2) and not files.request.exists()
-    files = write(tmp_path, *[{"heartbeat_s": 0.1, "written_at": 1e12}] * 2)
-    text = request_stacks(tmp_path, 0.2)
-    assert "stacks of 0 of 2 running ranks" in text and text.endswith("none came from rank 0, 1")
-    assert files.read_request("a") is not None
