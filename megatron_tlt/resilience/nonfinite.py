@@ -1,15 +1,14 @@
 """Updates that are not finite: the policy skips them; here they are counted, and at last the run ends.
 
     run_dir/nonfinite/step-000012/rank-00000.npz     the sequences of one data parallel replica, as arrays
-                                  about.json         step, policy version, divisors, metrics
 
 `numpy.load` reads the arrays without unpickling: sequence i of mini-batch `mini_batch[i]` has `lengths[i]` tokens, of
-which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the answers.
+which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the answers;
+`denominators` divide the mini-batches' losses. The step's metrics are in metrics.jsonl.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tlt.errors import TrainingError
-from megatron_tlt.observe.jsonl import to_line
 
 if TYPE_CHECKING:
     from megatron_tlt.config.dims import Dims
@@ -59,7 +57,7 @@ class NonFiniteGuard:
         else:
             self._count += 1
             try:
-                self._keep(step, batch, out)
+                self._keep(step, batch)
             except OSError as error:
                 _log.warning("the batch of step %d cannot be kept: %s", step, error)
         return {"policy/nonfinite_in_a_row": float(self._count)}
@@ -72,7 +70,7 @@ class NonFiniteGuard:
                 f"and skipped; no checkpoint was written since. Their batches are in {self._directory}"
             )
 
-    def _keep(self, step: int, batch: TrainBatch, out: TrainOutput) -> None:
+    def _keep(self, step: int, batch: TrainBatch) -> None:
         directory = self._directory / f"step-{step:06d}"
         if self._writes:
             for folder in (self._directory, directory):  # `parents` would not be private
@@ -80,15 +78,6 @@ class NonFiniteGuard:
             np.savez(directory / f"rank-{self._world.rank:05d}.npz", allow_pickle=False, **as_arrays(batch))
         if not self._world.is_main:
             return
-        about = {
-            "step": step,
-            "policy_version": out.policy_version,
-            "temperature": batch.temperature,
-            "denominators": batch.denominators,
-            "metrics": {**batch.metrics, **out.metrics},
-        }
-        text = json.dumps(json.loads(to_line(about)), indent=1)
-        (directory / "about.json").write_text(text + "\n", encoding="utf-8")
         kept = sorted(self._directory.glob("step-*"))
         later = [old for old in kept if old.name > directory.name]  # of a run that went on from before them
         for old in later + kept[: len(kept) - len(later)][: -max(1, self._limit)]:
@@ -104,6 +93,7 @@ def as_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
         return np.concatenate(arrays) if arrays else np.zeros(0, kind)
 
     return {
+        "denominators": np.array(batch.denominators, np.float64),
         "mini_batch": np.array([i for i, _ in pairs], np.int64),
         "prompt_ids": np.array([s.prompt_id for s in sequences], np.int64),
         "sample_indices": np.array([s.sample_index for s in sequences], np.int64),
