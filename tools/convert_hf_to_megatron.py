@@ -12,9 +12,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import conversion as command
+
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert import to_megatron
-from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.distributed.together import Ranks, together
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import conversion as command
+
 from megatron_tlt.checkpoint.convert.inspection import (
     check_same_model,
     checksums,
@@ -18,7 +20,6 @@ from megatron_tlt.checkpoint.convert.inspection import (
     is_saved_again,
     open_checkpoint,
 )
-from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.together import Ranks
 

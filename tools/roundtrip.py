@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import conversion as command
+
 from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
-from megatron_tlt.cli import convert as command
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.together import Ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from megatron_tlt.config.base import Section
 
@@ -17,13 +17,9 @@ class IdleSection(Section):
     rollout.tp = 1 and keyed sampling (the embedded engine)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""
-    max_steps_per_window: NonNegativeInt = 0
-    """Most training micro-steps of one wait; 0: no limit."""
     min_steps_per_window: NonNegativeInt = 0
     """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
     so much longer. For runs of one rollout replica, where no rank ever waits."""
-    min_samples: PositiveInt = 1
-    """Fewest kept sequences that a rank trains on."""
     poll_ms: float = Field(default=2.0, ge=0.1, le=1000)
     """Sleep between two looks of a waiting rank that does not train, in milliseconds."""
     report_change: float = Field(default=0.2, gt=0, le=1)

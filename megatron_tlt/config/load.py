@@ -35,6 +35,8 @@ REMOVED_KEYS = {
     "engine": "is gone: the simulator has one engine",
     "workload.lengths.kind": "is gone: answers are drawn from workload.lengths.path or values where one is set",
     "rollout_cache.sync_seconds": "is gone: finished answers are written at once",
+    "idle.max_steps_per_window": "is gone: a wait is trained in until its end",
+    "idle.min_samples": "is gone: a rank trains on any answer that it has kept",
     "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
 }
 

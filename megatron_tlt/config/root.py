@@ -14,17 +14,17 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.config.rollout_cache import RolloutCacheSection
 from megatron_tlt.config.run import (
     CheckpointSection,
     ClusterSection,
     DistributedSection,
     EvalSection,
     ObserveSection,
+    RolloutCacheSection,
+    ShutdownSection,
     TrainSection,
+    WatchdogSection,
 )
-from megatron_tlt.config.shutdown import ShutdownSection
-from megatron_tlt.config.watchdog import WatchdogSection
 from megatron_tlt.types import CAPABILITIES
 
 

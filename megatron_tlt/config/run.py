@@ -1,10 +1,10 @@
-"""The run: length, evaluation, checkpoints, observation, cluster."""
+"""The run: length, evaluation, checkpoints, what a signal and a restart do, observation, cluster."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
 
@@ -55,6 +55,28 @@ class CheckpointSection(Section):
     """auto: from `latest` in run_dir when there is one; never; or the path of one checkpoint."""
 
 
+class ShutdownSection(Section):
+    """SIGUSR1 (a warning) and SIGTERM: the step is finished or dropped, a checkpoint written, exit code 75."""
+
+    warning_s: PositiveFloat = 150.0
+    """Seconds from SIGUSR1 until every rank must be gone; less than the lead time of `sbatch --signal`."""
+    term_s: PositiveFloat = 20.0
+    """Seconds from SIGTERM until every rank must be gone; less than the site's KillWait (30 by default)."""
+    save_s: NonNegativeFloat = 10.0
+    """Seconds to allow for the checkpoint: a step that would leave less is dropped."""
+
+
+class RolloutCacheSection(Section):
+    """Finished answers in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
+    run would generate the same answers again, so it reads them instead."""
+
+    enabled: bool = True
+    """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
+    trtllm) do not, with one warning."""
+    max_mib: PositiveInt = 4096
+    """Disk space of one rollout replica; answers beyond it are not kept."""
+
+
 class DistributedSection(Section):
     """The world."""
 
@@ -75,6 +97,20 @@ class ObserveSection(Section):
     """Sample rollouts written to run_dir/samples.jsonl each step, with what was drafted for them; 0: none."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto: a live table on a terminal, plain lines elsewhere."""
+
+
+class WatchdogSection(Section):
+    """Heartbeats, and what happens without them (docs/operations.md, "What is a stuck or slow job doing")."""
+
+    heartbeat_s: float = Field(default=5.0, ge=0.05, le=600)
+    """Every rank's state is written to run_dir/status so often, in seconds."""
+    hang_s: NonNegativeFloat = 1800.0
+    """A rank that others wait for and that shows no sign of life for so many seconds ends the job, with the stacks of
+    all ranks in run_dir/stacks; 0: never. Longer than the longest checkpoint load, update and write."""
+    slow_factor: float = Field(default=3.0, gt=1)
+    """Rank 0 warns of a phase that takes so many times the median of its earlier durations."""
+    slow_min_s: NonNegativeFloat = 30.0
+    """Shorter phases are never called slow."""
 
 
 class ClusterSection(Section):

@@ -70,23 +70,13 @@ class IdlePolicy:
     """Train at all."""
     min_tail_seconds: float = 0.05
     """Shortest wait that is trained in."""
-    max_steps_per_window: int = 0
-    """Most micro-steps of one window; 0: no limit."""
-    min_samples: int = 1
-    """Fewest sequences worth training on."""
     min_steps_per_window: int = 0
     """Micro-steps of one window even where no rank is waited for."""
 
     @classmethod
     def of(cls, section: IdleSection) -> IdlePolicy:
         """The policy of a configuration."""
-        return cls(
-            section.train_drafter,
-            section.min_tail_seconds,
-            section.max_steps_per_window,
-            section.min_samples,
-            section.min_steps_per_window,
-        )
+        return cls(section.train_drafter, section.min_tail_seconds, section.min_steps_per_window)
 
     def decide(self, view: IdleView) -> Action:
         """TRAIN where a micro-step is possible and due, or worth it; STOP when every rank is done; else WAIT."""
@@ -101,9 +91,7 @@ class IdlePolicy:
         """Whether this rank can train at all, however long the wait."""
         if view.state is RankState.BUSY or not self.train_drafter or view.is_disabled:
             return False
-        if self.max_steps_per_window and view.steps >= self.max_steps_per_window:
-            return False
-        return view.samples_available is None or view.samples_available >= self.min_samples
+        return view.samples_available is None or view.samples_available > 0
 
     def _is_wait_long_enough(self, view: IdleView) -> bool:
         """Whether a micro-step is expected to end before the wait does.

@@ -36,7 +36,7 @@ from megatron_tlt.types import Prompt, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.config.rollout_cache import RolloutCacheSection
+    from megatron_tlt.config.run import RolloutCacheSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import KeyedEngine, ProgressCallback, RolloutBackend
     from megatron_tlt.types import SamplingParams

@@ -27,7 +27,7 @@ from megatron_tlt.errors import BackendError, TltError
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.shutdown import ShutdownSection
+    from megatron_tlt.config.run import ShutdownSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Sample

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.shutdown import ShutdownSection
+    from megatron_tlt.config.run import ShutdownSection
 
 WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
 ECHO_S = (

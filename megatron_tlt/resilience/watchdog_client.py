@@ -24,7 +24,7 @@ from megatron_tlt.resilience.processes import ALL_STACKS_SIGNAL, STACK_SIGNAL
 from megatron_tlt.resilience.watchdog import Options
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.watchdog import WatchdogSection
+    from megatron_tlt.config.run import WatchdogSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RankOutcome
 

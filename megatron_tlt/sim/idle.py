@@ -104,15 +104,12 @@ class IdleTime:
             at_once[np.clip(np.searchsorted(edges, ends, side="right") - 1, 0, len(at_once) - 1)], 0.0, 1.0
         )
         begins = ends + least * policy.min_tail_seconds
-        begins[[len(r.lengths) < policy.min_samples for r in rollouts]] = math.inf
+        begins[[not len(r.lengths) for r in rollouts]] = math.inf
         low, high = edges[:-1], edges[1:]
         spans = np.clip(high - np.maximum(low, begins[:, None]), 0.0, None) * patient
         trains = spans.sum(axis=1)
         steps = np.floor(trains / step)
         to_the_end = patient[-1] & (begins < done)
-        if policy.max_steps_per_window:
-            to_the_end &= steps < policy.max_steps_per_window
-            steps = np.minimum(steps, policy.max_steps_per_window)
         running = int(np.count_nonzero(to_the_end))
         late = (
             step * running / (running + 1) if running else 0.0

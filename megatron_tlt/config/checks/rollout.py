@@ -88,10 +88,6 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
     yield from _check_hidden_states(config)
-    idle = config.idle
-    if 0 < idle.max_steps_per_window < idle.min_steps_per_window:
-        allowed = f"must be <= idle.max_steps_per_window ({idle.max_steps_per_window})"
-        yield ConfigProblem("idle.min_steps_per_window", idle.min_steps_per_window, allowed)
     if online.fp8 in ("te", "torchao") and device == "cpu":
         allowed = "must be 'off' or 'emulate' on CPU"
         yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)

@@ -16,7 +16,7 @@ from megatron_tlt.idle.policy import (
 )
 from megatron_tlt.idle.state import RankState
 
-POLICY = IdlePolicy(min_tail_seconds=0.1, max_steps_per_window=5, min_samples=2)
+POLICY = IdlePolicy(min_tail_seconds=0.1)
 GOOD = IdleView(
     RankState.IDLE, seconds_idle=1.0, expected_wait=2.0, micro_step_seconds=0.05, samples_available=9
 )
@@ -32,10 +32,9 @@ WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
         ({"is_over": True}, STOP),
         ({"is_over": True, "is_disabled": True}, STOP),
         ({"is_disabled": True}, WAIT),
-        ({"steps": 4}, TRAIN),
-        ({"steps": 5}, WAIT),
-        ({"samples_available": 2}, TRAIN),
-        ({"samples_available": 1}, WAIT),
+        ({"steps": 10**6}, TRAIN),
+        ({"samples_available": 1}, TRAIN),
+        ({"samples_available": 0}, WAIT),
         ({"samples_available": None}, TRAIN),
         # an expectation counts within max(min_tail, micro-step) of its time, before and after
         ({"expected_wait": 0.1}, TRAIN),
@@ -62,7 +61,7 @@ def test_decisions(change, action):
         ({"is_over": True, "steps": 1}, TRAIN),
         ({"is_over": True, "steps": 2}, STOP),
         ({"is_over": True, "is_disabled": True}, STOP),
-        ({"is_over": True, "samples_available": 1}, STOP),
+        ({"is_over": True, "samples_available": 0}, STOP),
         ({"expected_wait": 0.0}, TRAIN),  # too short a wait for more than what is due
         ({"expected_wait": 0.0, "steps": 2}, WAIT),
     ],
@@ -75,13 +74,10 @@ def test_the_policy_of_a_configuration():
     section = IdleSection(
         train_drafter=True,
         min_tail_seconds=0.3,
-        max_steps_per_window=7,
-        min_samples=3,
         min_steps_per_window=2,
     )
-    assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 7, 3, 2)
+    assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 2)
     assert IdlePolicy.of(IdleSection()).decide(GOOD) is WAIT  # training is off
-    assert IdlePolicy(max_steps_per_window=0).decide(replace(GOOD, steps=10**6)) is TRAIN
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,7 @@ def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
 
 def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
     sink = []
-    policy = IdlePolicy(min_tail_seconds=0.0, max_steps_per_window=2)
-    window = make(
-        FakeCoordinator(clock, over_at=12.0), clock, policy, on_span=lambda *span: sink.append(span)
-    )
+    window = make(FakeCoordinator(clock, over_at=11.12), clock, on_span=lambda *span: sink.append(span))
     window.begin()
     clock.time += 1.0
     report = window.run(stepper(clock))
@@ -203,7 +200,7 @@ def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock
 
 def test_samples_are_counted_before_a_step(clock):
     counts = iter([0] * 50 + [5] * 10_000)
-    policy = IdlePolicy(min_tail_seconds=0.0, min_samples=5)
+    policy = IdlePolicy(min_tail_seconds=0.0)
     window = make(FakeCoordinator(clock, over_at=11.0), clock, policy, num_samples=lambda: next(counts))
     calls = []
     run(window, stepper(clock, calls=calls))

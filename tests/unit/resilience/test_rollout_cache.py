@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_tlt.config.rollout_cache import RolloutCacheSection
+from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.models.keys import row_key
 from megatron_tlt.resilience.rollout_cache import (
     AnswerWriter,

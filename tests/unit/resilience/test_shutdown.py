@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.config.shutdown import ShutdownSection
+from megatron_tlt.config.run import ShutdownSection
 from megatron_tlt.errors import BackendError
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown, RolloutInterrupted
 from megatron_tlt.resilience.signals import ECHO_S, TERM, WARNING, StopSignals

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron_tlt.config.shutdown import ShutdownSection
+from megatron_tlt.config.run import ShutdownSection
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.resilience.signals import ECHO_S, TERM, WARNING, StopSignals
 

@@ -17,7 +17,7 @@ from tests.helpers.mpi import ROOT, rank_environment
 
 PRELUDE = """
     import os, signal, sys, time
-    from megatron_tlt.config.watchdog import WatchdogSection
+    from megatron_tlt.config.run import WatchdogSection
     from megatron_tlt.resilience.watchdog import Options
     from megatron_tlt.resilience.watchdog_client import WatchdogClient, launch
     run_dir, hang_s, rank, size, address = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:5]), sys.argv[5]

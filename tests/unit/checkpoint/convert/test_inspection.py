@@ -19,7 +19,6 @@ from megatron_tlt.checkpoint.convert.inspection import (
     is_saved_again,
     open_checkpoint,
 )
-from megatron_tlt.cli.convert import comparison_report, description
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
@@ -30,6 +29,7 @@ import convert_hf_to_megatron
 import convert_megatron_to_hf
 import inspect_checkpoint
 import roundtrip
+from conversion import comparison_report, description
 
 
 @pytest.fixture(scope="module")
