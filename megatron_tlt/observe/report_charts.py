@@ -128,13 +128,7 @@ def time(run: RunData) -> Section:
         wide=True,
         height=340,
     )
-    return Section("Time", [chart, *speed([run])])
-
-
-def speed(runs: Sequence[RunData]) -> list[Part]:
-    """Tokens a second, by step."""
-    metrics = [("engine/tokens_per_s", "tokens/s", "@1")]
-    return metric_chart(runs, "Rollout speed", "tokens/s, all ranks", metrics, wide=len(runs) == 1)
+    return Section("Time", [chart])
 
 
 def lengths(runs: Sequence[RunData]) -> Section:

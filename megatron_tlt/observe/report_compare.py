@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tlt.observe import report_charts as charts
-from megatron_tlt.observe.page import Chart, Page, Section, Table, Tile, bar
+from megatron_tlt.observe.page import Chart, Page, Section, Table, bar
 from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
 from megatron_tlt.observe.report_charts import PHASES, phases_of
 from megatron_tlt.observe.report_speculation import speculation
@@ -78,7 +78,6 @@ def compare_page(a: RunData, b: RunData) -> Page:
     page.verdict = verdict(both, same, names)
     page.tone = "good" if same.are_same else "bad" if same.steps else ""
     page.warnings = a.warnings + b.warnings
-    page.tiles = _tiles(both, same)
     page.sections = [
         Section("What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]),
         charts.learning([a, b]),
@@ -133,23 +132,6 @@ def _caution(runs: Pair, same: Equality) -> str:
     )
 
 
-def _tiles(runs: Pair, same: Equality) -> list[Tile]:
-    answers = "not known" if not same.steps else "the same" if same.answers is None else "different"
-    note = f"{same.steps} common step{'s' * (same.steps != 1)}"
-    tiles = [Tile("answers", answers, note if same.answers is None else f"from step {same.answers} on")]
-    for label, name, is_rate in (
-        ("step time", "time/step", False),
-        ("rollout time", "time/rollout", False),
-        ("tokens/s", "engine/tokens_per_s", True),
-        ("accepted length", "spec/accept_length", True),
-    ):
-        x, y = (run.mean(name) for run in runs)
-        if x and y:
-            texts = [f"{value:,.4g}" if is_rate else seconds_text(value) for value in (x, y)]
-            tiles.append(Tile(label, f"{y / x if is_rate else x / y:.2f}×", " → ".join(texts)))
-    return tiles
-
-
 def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     """(field, value in A, value in B) of the settings that differ, by name; last, the state of the runs."""
     first, second = settings(a), settings(b)
@@ -177,6 +159,5 @@ def _time(runs: Pair, names: Names) -> Section:
         Chart("Seconds a step, by phase", bars, unit, layout=layout, wide=True, height=230),
         Table(head, cells, title, wide=True),
         *charts.metric_chart(runs, "Step time", "seconds", [("time/step", "step", "@3")]),
-        *charts.speed(runs),
     ]
     return Section("Time", parts, f"The {len(runs[0].steps)} steps that both have made.")

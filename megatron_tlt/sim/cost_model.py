@@ -145,9 +145,8 @@ class MeasuredCosts:
         try:
             return cls(json.loads(Path(path).read_text(encoding="utf-8"))["table"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            where = f" (looked for {Path(path).absolute()})" if isinstance(error, OSError) else ""
-            allowed = f"must be a table written by tools/fit_cost_model.py: {error}{where}"
-            raise ConfigError.of("costs.table", path, allowed) from error
+            allowed = f"must be a table written by tools/fit_cost_model.py: {error}"
+            raise ConfigError.of("costs.table", str(Path(path).absolute()), allowed) from error
 
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
         """See `CostModel.step`."""

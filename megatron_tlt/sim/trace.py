@@ -19,7 +19,7 @@ from megatron_tlt.config.sim import LengthSection, SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.jsonl import read_rows
 
-_WHERE = "workload.lengths"
+_PATH = "workload.lengths.path"
 _LONGEST = 1 << 62  # tokens that still fit an int64
 
 
@@ -73,55 +73,40 @@ def quantiles_of(section: LengthSection) -> np.ndarray:
     """Lengths of an empirical distribution, float64, ascending, evenly spaced in rank."""
     if section.path is None:
         return np.sort(np.array(section.values, np.float64))
-    path = Path(section.path)
+    path = Path(section.path).absolute()
     lengths = _of_run(path) if path.is_dir() else _of_file(path)
     if not len(lengths):
-        missing = (
-            "its metrics.jsonl has no `length/median`" if path.is_dir() else "it has no line with a length"
-        )
-        raise ConfigError.of(f"{_WHERE}.path", section.path, f"has no lengths: {missing}{_looked_for(path)}")
+        allowed = "has no lengths: no line with one, or, of a run, no `length/median` in its metrics.jsonl"
+        raise ConfigError.of(_PATH, str(path), allowed)
     return np.sort(np.maximum(lengths, 1.0))
-
-
-def _looked_for(path: Path) -> str:
-    """Where a relative path was looked for, to end a message with."""
-    return "" if path.is_absolute() else f" (looked for {path.absolute()})"
 
 
 def _of_file(path: Path) -> np.ndarray:
     """A number a line, or JSON lines with `tokens` or `token_ids`."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise ConfigError.of(
-            f"{_WHERE}.path", str(path), f"cannot be read: {said}{_looked_for(path)}"
-        ) from error
     lengths: list[float] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                length = _of_line(json.loads(line))
-                if not 0 <= length < math.inf:
-                    raise ValueError("not a length")
-                lengths.append(length)
-            except (ValueError, TypeError, KeyError) as error:
-                allowed = (
-                    "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`; "
-                    "of a run give the directory"
-                )
-                raise ConfigError.of(f"{_WHERE}.path", f"{path}:{number}", allowed) from error
+    number = 0
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
+            if line.strip():
+                lengths.append(_of_line(json.loads(line)))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        allowed = (
+            "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`; of a run give "
+            f"the directory ({error})"
+        )
+        raise ConfigError.of(_PATH, f"{path}:{number}", allowed) from error
     return np.array(lengths)
 
 
 def _of_line(value: Any) -> float:
-    if not isinstance(value, dict):
-        return float(value)
-    for name in ("token_ids", "tokens"):
-        if name in value:
-            found = value[name]
-            return float(len(found) if isinstance(found, list) else found)
-    raise KeyError("tokens")
+    """Raises ValueError, TypeError or KeyError for what is no length."""
+    if isinstance(value, dict):
+        found = value["token_ids"] if "token_ids" in value else value["tokens"]
+        value = len(found) if isinstance(found, list) else found
+    length = float(value)
+    if not 0 <= length < math.inf:
+        raise ValueError("not a length")
+    return length
 
 
 def _of_run(run_dir: Path) -> np.ndarray:

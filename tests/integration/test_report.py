@@ -72,7 +72,7 @@ def check(browser: Browser, page: Path, charts: int) -> None:
 def test_a_run_loads_and_is_whole(browser, tmp_path, width, dark):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     browser.open(page, width, dark=dark)
-    check(browser, page, 16)
+    check(browser, page, 15)
     assert browser.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
     columns = browser.evaluate(
         "getComputedStyle(document.querySelector('.grid')).gridTemplateColumns.split(' ').length"
@@ -129,7 +129,7 @@ def test_hundreds_of_ranks(browser, tmp_path):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=300, steps=3))
     assert page.stat().st_size < 7e6
     browser.open(page, 1280)
-    check(browser, page, 17)
+    check(browser, page, 16)
     assert "rank 7" in browser.evaluate("document.getElementById('rollout').textContent")
 
 
@@ -145,7 +145,7 @@ def test_a_run_in_progress_with_nothing_extra(browser, tmp_path):
     )
     page = made(tmp_path, run)
     browser.open(page, 390)
-    check(browser, page, 9)
+    check(browser, page, 8)
     assert "2 of 9 steps" in browser.evaluate("document.querySelector('header').textContent")
     page = made(tmp_path, write_run(tmp_path / "new", steps=0, num_steps=9))
     browser.requests.clear()
@@ -162,7 +162,7 @@ def test_two_runs(browser, tmp_path, width):
     )
     page = made(tmp_path, a, b)
     browser.open(page, width)
-    check(browser, page, 12)
+    check(browser, page, 11)
     verdict = browser.evaluate("document.getElementById('verdict').textContent")
     assert (
         verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
@@ -181,7 +181,7 @@ def simulated(tmp_path_factory):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_simulation_can_be_read_at_both_widths(browser, simulated, width):
     browser.open(simulated, width)
-    check(browser, simulated, 6)
+    check(browser, simulated, 5)
     hidden = """[...document.querySelectorAll('table.words')].filter(
       table => table.closest('.scroll').scrollWidth > table.closest('.scroll').clientWidth + 1).length"""
     assert browser.evaluate("document.querySelectorAll('table.words').length") == 2, "advice and assumptions"

@@ -33,7 +33,6 @@ def test_every_chart_of_a_whole_run_is_there(tmp_path):
         "Reward and accuracy of the rollouts",
         "Held-out accuracy",
         "Step time by phase",
-        "Rollout speed",
         "Running requests",
         "What each rank did",
         "Accepted length by step",
