@@ -48,8 +48,6 @@ def examine(run_dir: Path, trtllm_python: str | None, launcher: str | None) -> l
 
     gpu = machine.check_gpu()
     has_gpu = gpu.status in ("ok", "failed")
-    mpiexec = software.find_mpiexec()
-    mpi = software.check_mpi(mpiexec)
     return [
         software.check_python(),
         software.check_libraries(),
@@ -60,10 +58,10 @@ def examine(run_dir: Path, trtllm_python: str | None, launcher: str | None) -> l
         software.check_transformer_engine(has_gpu),
         software.check_apex(has_gpu),
         software.check_trtllm(trtllm_python),
-        mpi,
-        machine.check_slurm(software.mpi_family(mpi.detail)),
+        software.check_mpi(),
+        machine.check_slurm(),
         machine.check_disk(run_dir),
         machine.check_shared_memory(),
         machine.check_ports(),
-        machine.check_two_ranks(launcher, mpiexec),
+        machine.check_two_ranks(launcher, software.find_mpiexec()),
     ]

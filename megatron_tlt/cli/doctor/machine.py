@@ -100,29 +100,28 @@ def check_ports() -> Finding:
     return Finding("ports", "ok", f"free ports on 127.0.0.1 and {name} can be listened on and reached")
 
 
-def check_slurm(family: str | None) -> Finding:
-    """Slurm, if it is here: its version, and whether srun can start ranks of this MPI."""
+def check_slurm() -> Finding:
+    """Slurm, if it is here: its version, and whether srun can start ranks of an MPI."""
     srun = shutil.which("srun")
     if srun is None:
         return Finding("Slurm", "absent", "no srun: launch/local.sh and mpiexec start ranks")
     job = os.environ.get("SLURM_JOB_ID")
-    return judge_slurm(run_program([srun, "--version"]), run_program([srun, "--mpi=list"]), family, job)
+    return judge_slurm(run_program([srun, "--version"]), run_program([srun, "--mpi=list"]), job)
 
 
-def judge_slurm(version: Output, plugins: Output, family: str | None, job: str | None) -> Finding:
+def judge_slurm(version: Output, plugins: Output, job: str | None) -> Finding:
     """`check_slurm` from the version and the plugin list that srun prints."""
     if version.code != 0:
         hint = "start slurmctld, or let slurm.conf be found (SLURM_CONF); without Slurm: launch/local.sh"
         detail = f"installed, but srun failed: {last_line(version.err) or last_line(version.out)}"
         return Finding("Slurm", "failed" if job else "warning", detail, hint)
     listed = (plugins.out + plugins.err).lower()
-    wanted = ["pmix"] if family == "Open MPI" else ["pmi2", "pmix"]
-    usable = [name for name in wanted if name in listed]
+    usable = [name for name in ("pmi2", "pmix") if name in listed]
     detail = f"{version.out}{f', in job {job}' if job else ''}"
     if not usable:
-        hint = f"{family or 'this MPI'} needs the plugin {' or '.join(wanted)}: see srun --mpi=list"
-        return Finding("Slurm", "failed", f"{detail}, without {' and '.join(wanted)}", hint)
-    return Finding("Slurm", "ok", f"{detail}, srun --mpi={usable[0]}")
+        hint = "MPICH needs the plugin pmi2 or pmix, Open MPI pmix: see srun --mpi=list"
+        return Finding("Slurm", "failed", f"{detail}, without pmi2 and pmix", hint)
+    return Finding("Slurm", "ok", f"{detail}, srun --mpi={' or '.join(usable)}")
 
 
 def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
@@ -152,5 +151,8 @@ def judge_two_ranks(answer: Output, start: Sequence[str], seconds: float) -> Fin
         return Finding("two ranks", "ok", f"{line}, {seconds:.1f} s ({with_})")
     errors = [line for line in answer.err.splitlines() if "Error" in line]
     why = errors[-1].strip() if errors else last_line(answer.err) or f"exit code {answer.code}"
-    hint = f"run it by hand: {with_} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60"
+    hint = (
+        f"run it by hand: {with_} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60; ranks that see a world of "
+        "1 were started by the mpiexec of another MPI than mpi4py's (row MPI): MPIEXEC=... launch/local.sh"
+    )
     return Finding("two ranks", "failed", why, hint)
