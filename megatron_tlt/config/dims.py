@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class Dims:
         block = tp * pp * cp
         if block > world_size or world_size % block:
             allowed = f"tp * pp * cp must divide the number of ranks ({world_size})"
-            raise ConfigError(
-                ConfigProblem("actor.tp * actor.pp * actor.cp", f"{tp} * {pp} * {cp} = {block}", allowed)
-            )
+            raise ConfigError.of("actor.tp * actor.pp * actor.cp", f"{tp} * {pp} * {cp} = {block}", allowed)
         if world_size // pp % ep:
             raise ConfigError.of("actor.ep", ep, f"must divide the ranks of a pipeline stage ({world_size // pp})")
         return cls(tp=tp, cp=cp, dp=world_size // block, pp=pp, ep=ep)

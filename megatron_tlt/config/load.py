@@ -118,7 +118,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
     keys = path.split(".")
     if not sign or not all(keys):
-        raise ConfigError(ConfigProblem("override", override, "must look like section.key=value"))
+        raise ConfigError.of("override", override, "must look like section.key=value")
     value = parse_yaml(text, path)
     node: Any = tree
     for depth, key in enumerate(keys[:-1]):
@@ -128,9 +128,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     elif isinstance(node, dict):
         node[keys[-1]] = value
     else:
-        raise ConfigError(
-            ConfigProblem(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section")
-        )
+        raise ConfigError.of(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section")
 
 
 def _child(node: Any, key: str, path: str) -> Any:
@@ -138,7 +136,7 @@ def _child(node: Any, key: str, path: str) -> Any:
     if isinstance(node, list):
         return node[_index(node, key, path)]
     if not isinstance(node, dict):
-        raise ConfigError(ConfigProblem(path, node, "is below a single value, not a section"))
+        raise ConfigError.of(path, node, "is below a single value, not a section")
     if node.get(key) is None:
         node[key] = {}
     return node[key]
@@ -147,7 +145,7 @@ def _child(node: Any, key: str, path: str) -> Any:
 def _index(node: list[Any], key: str, path: str) -> int:
     if not key.isdigit() or int(key) >= len(node):
         allowed = f"one of the indices 0 to {len(node) - 1}" if node else "nothing: the list is empty"
-        raise ConfigError(ConfigProblem(path, key, f"a list takes {allowed}"))
+        raise ConfigError.of(path, key, f"a list takes {allowed}")
     return int(key)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 
 DEFAULTS_KEY = "defaults"
 
@@ -72,11 +72,9 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader=CoreLoader)  # CoreLoader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ConfigError(
-            ConfigProblem(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}")
-        ) from error
+        raise ConfigError.of(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(ConfigProblem(where, text[:40], f"not valid YAML: {error}")) from error
+        raise ConfigError.of(where, text[:40], f"not valid YAML: {error}") from error
 
 
 def deep_merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -96,13 +94,11 @@ def read_config_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]
     resolved = path.resolve()
     if resolved in chain:
         cycle = " -> ".join(p.name for p in (*chain, resolved))
-        raise ConfigError(
-            ConfigProblem(DEFAULTS_KEY, str(path), f"files may not inherit in a circle: {cycle}")
-        )
+        raise ConfigError.of(DEFAULTS_KEY, str(path), f"files may not inherit in a circle: {cycle}")
     own = _read_mapping(path, chain)
     names = own.pop(DEFAULTS_KEY, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(ConfigProblem(f"{path}: {DEFAULTS_KEY}", names, "must be a list of YAML files"))
+        raise ConfigError.of(f"{path}: {DEFAULTS_KEY}", names, "must be a list of YAML files")
     merged: dict[str, Any] = {}
     for name in names:
         merged = deep_merge(merged, read_config_file(path.parent / name, (*chain, resolved)))
@@ -114,12 +110,10 @@ def _read_mapping(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            ConfigProblem("config file", str(path), f"cannot be read{origin}: {error}")
-        ) from error
+        raise ConfigError.of("config file", str(path), f"cannot be read{origin}: {error}") from error
     value = parse_yaml(text, str(path))
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(ConfigProblem(str(path), type(value).__name__, "must be a mapping of sections"))
+        raise ConfigError.of(str(path), type(value).__name__, "must be a mapping of sections")
     return value

@@ -84,41 +84,13 @@
     });
   });
 
-  // Light or dark: as the system has it, until the button says otherwise.
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  const theme = () => { root.dataset.theme = chosen ?? (dark.matches ? "dark" : "light"); };
-  dark.addEventListener("change", () => { theme(); drawAll(); });
-  document.getElementById("theme").addEventListener("click", () => {
-    chosen = root.dataset.theme === "dark" ? "light" : "dark";
-    theme();
-    drawAll();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+  const refused = document.querySelector("[data-refused]");
+  refused?.addEventListener("click", () => {
+    const hidden = document.getElementById("sample-list").classList.toggle("hide-refused");
+    refused.setAttribute("aria-pressed", String(!hidden));
   });
 
-  // Samples: by step and verdict, with or without what was refused.
-  const bar = document.querySelector("[data-samples]");
-  if (bar) {
-    const list = document.getElementById("sample-list");
-    const empty = document.getElementById("sample-none");
-    const [step, verdict] = bar.querySelectorAll("select");
-    const filter = () => {
-      let shown = 0;
-      for (const sample of list.querySelectorAll(".sample")) {
-        const fits = (!step.value || sample.dataset.step === step.value) && (!verdict.value || sample.dataset.verdict === verdict.value);
-        sample.hidden = !fits;
-        shown += fits;
-      }
-      empty.hidden = shown > 0;
-    };
-    step.addEventListener("change", filter);
-    verdict.addEventListener("change", filter);
-    bar.querySelector("button").addEventListener("click", (event) => {
-      const hidden = list.classList.toggle("hide-refused");
-      event.currentTarget.setAttribute("aria-pressed", String(!hidden));
-    });
-    filter();
-  }
-
-  theme();
   drawAll().then(() => { root.dataset.drawn = String(nodes.length); });
 })();

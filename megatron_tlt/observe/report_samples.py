@@ -21,7 +21,6 @@ def samples(run: RunData) -> Section:
     html = render_template(
         "samples.html",
         samples=[row | _shown(row) for row in reversed(rows)],
-        steps=sorted({row["step"] for row in rows}),
         has_drafts=any("drafts" in row for row in rows),
         longest=_LONGEST,
     )

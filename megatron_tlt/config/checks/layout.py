@@ -6,8 +6,9 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import Literal
 
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 
 Device = Literal["cpu", "cuda"]
@@ -23,12 +24,10 @@ def resolve_device(config: Config | SftConfig, device: Device | None) -> Device 
 def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
     """Ranks = tp * pp * cp * dp, and what each dimension needs."""
     actor = config.actor
-    block = actor.tp * actor.pp * actor.cp
-    if num_ranks % block:
-        allowed = f"tp * pp * cp must divide the number of ranks ({num_ranks})"
-        yield ConfigProblem(
-            "actor.tp * actor.pp * actor.cp", f"{actor.tp} * {actor.pp} * {actor.cp} = {block}", allowed
-        )
+    try:
+        Dims.fit(num_ranks, actor.tp, actor.pp, actor.cp, actor.ep)
+    except ConfigError as error:
+        yield from error.problems
     if actor.sequence_parallel and actor.tp == 1:
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
     if device == "cpu" and actor.layer_spec == "transformer_engine":
@@ -78,12 +77,9 @@ def _installed_engine() -> str | None:
         return None
 
 
-def check_experts(config: Config | SftConfig, num_ranks: int, shape: ModelShape | None) -> Problems:
-    """Expert parallel, and what megatron asks of a mixture of experts. Experts are never cut by tensor parallel."""
+def check_experts(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
+    """What megatron asks of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
-    if num_ranks // actor.pp % actor.ep:
-        allowed = f"must divide the ranks of a pipeline stage ({num_ranks} / {actor.pp})"
-        yield ConfigProblem("actor.ep", actor.ep, allowed)
     if shape is None:
         return
     if not shape.num_experts:
