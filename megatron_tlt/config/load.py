@@ -186,7 +186,7 @@ def _unknown_key(
 ) -> ConfigProblem:
     keys = list(section.model_fields)
     path = f"{parent}.{key}" if parent else key
-    near = nearest_path(root, parent, keys, key)
+    near = nearest_path(root, parent, key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
     if path in RENAMED_KEYS:
         return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")

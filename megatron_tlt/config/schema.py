@@ -107,47 +107,29 @@ def field_allowed(field: FieldInfo) -> str:
     return allowed_text(field.annotation, field.metadata)
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Path of every setting below `model` that is not itself a section, depth first, in the order of definition."""
+def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Path of every section and setting below `model`, in the order of definition."""
     for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
         section = section_of(field.annotation)
         if section is not None:
-            yield from leaves(section, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+            yield from paths_of(section, f"{prefix}{name}.")
 
 
-def _one_level_down(root: type[BaseModel]) -> dict[str, str]:
-    """Names in the sections of `root`, with their paths; all of them where several sections have a name."""
-    paths: dict[str, list[str]] = {}
-    for name, field in root.model_fields.items():
-        section = section_of(field.annotation)
-        for key in section.model_fields if section is not None else ():
-            paths.setdefault(key, []).append(f"{name}.{key}")
-    return {key: " or ".join(found) for key, found in paths.items()}
+def nearest_path(root: type[BaseModel], parent: str, key: str) -> str | None:
+    """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one.
 
-
-def nearest_path(root: type[BaseModel], parent: str, keys: list[str], key: str) -> str | None:
-    """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one."""
-    everywhere = list(leaves(root))
-    if SYNONYMS.get(key) in everywhere:
-        return SYNONYMS[key]
-    below = {} if parent else _one_level_down(root)
-    # Compared together: of `nodes`, the section `model` is a near miss, but `cluster.nodes` is exactly it.
-    near = get_close_matches(
-        key, {*get_close_matches(key, keys), *get_close_matches(key, below, cutoff=0.75)}, n=1
-    )
-    if near and near[0] not in keys:
-        return below[near[0]]
-    if near:
-        return f"{parent}.{near[0]}" if parent else near[0]
-    same_name = [path for path in everywhere if path.rsplit(".", 1)[-1] == key]
-    if same_name:
-        return same_name[0]
-    full = f"{parent}.{key}" if parent else key
-    near = get_close_matches(full, everywhere, n=1, cutoff=0.6)
-    if near:
-        return near[0]
-    by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(everywhere)}
-    near = get_close_matches(key, list(by_name), n=1, cutoff=0.75)
-    return by_name[near[0]] if near else None
+    Of several with that name the one beside `key`; at the root all that are one level down.
+    """
+    by_name: dict[str, list[str]] = {}
+    for path in paths_of(root):
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+        if path == SYNONYMS.get(key):
+            return path
+    near = get_close_matches(key, by_name, n=1, cutoff=0.75)
+    if not near:
+        return None
+    found = by_name[near[0]]
+    here = [path for path in found if path.rpartition(".")[0] == parent]
+    below = [path for path in found if path.count(".") == 1]
+    return here[0] if here else " or ".join(below) if below and not parent else found[0]
