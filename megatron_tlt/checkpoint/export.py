@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 
 # Copied from the source's directory where they are there.
 _COMPANIONS = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-    ),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 
 
 def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Path, dtype: str) -> None:

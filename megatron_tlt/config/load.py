@@ -37,6 +37,9 @@ REMOVED_KEYS = {
     "rollout_cache.sync_seconds": "is gone: finished answers are written at once",
     "idle.max_steps_per_window": "is gone: a wait is trained in until its end",
     "idle.min_samples": "is gone: a rank trains on any answer that it has kept",
+    "workload.lengths.growth": "is gone: lengths of all steps have one distribution",
+    "cluster.message_us": "is gone: measured, 30 microseconds",
+    "cluster.hop_us": "is gone: 50 microseconds",
     "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
 }
 

@@ -29,10 +29,6 @@ class SimClusterSection(Section):
     """Share of GPU memory that weights and KV cache of a rollout engine may take."""
     network_gbps: PositiveFloat = 400.0
     """Network of one GPU between nodes, in Gbit/s."""
-    message_us: NonNegativeFloat = 30.0
-    """The coordinator's time for one rank's message, in microseconds (measured: 30)."""
-    hop_us: NonNegativeFloat = 50.0
-    """Latency of one hop of a barrier between ranks, in microseconds."""
 
 
 class LengthSection(Section):
@@ -44,8 +40,6 @@ class LengthSection(Section):
     """Standard deviation of its logarithm."""
     prompt_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the logarithm's variance that is the prompt's: answers to one prompt are alike."""
-    growth: float = Field(default=0.0, ge=-0.5, le=0.5)
-    """Relative growth of all lengths from step to step."""
     values: tuple[PositiveInt, ...] = ()
     """Lengths to draw from, instead of the lognormal distribution."""
     path: str | None = None

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Sample
 
-STORE_KEY = (
-    "shutdown"  # of the world's store: a line for each signal, its count and the seconds until the deadline
-)
+STORE_KEY = "shutdown"  # a line for each signal: its count, and the seconds until the deadline
 _LOOK_EVERY_S = 0.25  # between looks at the store in a rollout: a look is a round trip to rank 0
 _NEW_SHARE = 0.5  # of the newest step in the running mean of how long the rest of a step takes
 

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import ShutdownSection
 
 WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
-ECHO_S = (
-    5.0  # signals closer together count once: on preemption Slurm sends SIGTERM twice and SIGUSR1 (measured)
-)
+ECHO_S = 5.0  # closer signals count once: on preemption Slurm sends SIGTERM twice and SIGUSR1 (measured)
 
 
 class StopSignals:

@@ -31,18 +31,9 @@ if TYPE_CHECKING:
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.resilience.watchdog import main; main()"
 )
-_ENVIRONMENT = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "HOME",
-    "LANG",
-    "TMPDIR",
-)  # no launcher's variables: it is not a rank
+_ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR"  # no launcher's: it is not a rank
 _HISTORY = 32  # durations of a phase that its limit is computed from
-_CLOSE_S, _STACKS_S = (
-    5.0,
-    60.0,
-)  # wait for the watchdog at a rank's end: to write a file, or all ranks' stacks
+_CLOSE_S, _STACKS_S = 5.0, 60.0  # for the watchdog at a rank's end: to write a file, or all ranks' stacks
 _log = logging.getLogger(__name__)
 
 

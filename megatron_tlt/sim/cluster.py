@@ -11,6 +11,9 @@ from megatron_tlt.config.planning.parameters import active_parameters, layer_par
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 
+_MESSAGE_US = 30.0  # the coordinator's time for one rank's message (measured)
+_HOP_US = 50.0  # one hop of a barrier between ranks
+
 
 class Cluster:
     """Times of one configuration outside the engines, in seconds."""
@@ -57,11 +60,10 @@ class Cluster:
         Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (facts: measured up to
         256 ranks on loopback; a network adds to each hop).
         """
-        cluster, idle = self._config.cluster, self._config.idle
         if self.gpus == 1:
             return 0.0
         hops = math.ceil(math.log2(self.gpus))
-        return 2e-3 * idle.poll_ms + 1e-6 * (cluster.message_us * self.gpus + cluster.hop_us * hops)
+        return 2e-3 * self._config.idle.poll_ms + 1e-6 * (_MESSAGE_US * self.gpus + _HOP_US * hops)
 
     def micro_step(self) -> float:
         """One micro-step of drafter training on one replica: 6 operations a parameter and token, the head's 2."""

@@ -15,10 +15,8 @@ from megatron_tlt.sim.cost_model import ELEMENT, GPUS, cache_tokens
 MAX_SECONDS = 600.0  # predicted CPU seconds of all points
 MAX_ANSWERS = 4_000_000  # of one step: about 0.5 KB each
 _ANSWER_SECONDS = 20e-6  # measured: an answer that runs from the start; an engine takes as long as five answers
-_QUEUED_SECONDS = (
-    150e-6  # measured: an answer that waits for a place; grows with the requests of an engine by ...
-)
-_QUEUE = 16_384  # ... so many: then it is twice as much
+_QUEUED_SECONDS = 150e-6  # measured: an answer that waits for a place;
+_QUEUE = 16_384  # of so many requests of an engine it takes twice as long
 
 
 def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:

@@ -55,8 +55,7 @@ class Lengths:
             logs = math.log(self._section.median) + self._section.sigma * normal
         else:
             logs = self._empirical(normal)
-        lengths = np.exp(logs) * (1 + self._section.growth) ** step
-        whole: np.ndarray = np.clip(np.rint(lengths), 1, _LONGEST).astype(np.int64)
+        whole: np.ndarray = np.clip(np.rint(np.exp(logs)), 1, _LONGEST).astype(np.int64)
         return whole
 
     def _empirical(self, normal: np.ndarray) -> np.ndarray:
