@@ -1,4 +1,4 @@
-"""`megatron-tlt drafter init|train|eval`: making the trained drafter of a run's model."""
+"""`megatron-tlt drafter train|eval`: making the trained drafter of a run's model."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ def add_drafter(commands: Any) -> None:
         action.set_defaults(run=lambda args: _run(body, args))
         return action
 
-    init = add("init", _init, "write a drafter with fresh weights")
     train = add("train", _train, "train it on answers of the model to the config's training prompts")
     measured = add("eval", _eval, "measure its acceptance on the config's held-out prompts")
-    for action in (init, train):
-        action.add_argument("--out", type=Path, required=True, help="directory to write")
+    train.add_argument("--out", type=Path, required=True, help="directory to write")
     train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")
     measured.add_argument("--drafter", type=Path, required=True, help="directory of the drafter")
     measured.add_argument("--out", type=Path, help="also write the result as JSON")
@@ -55,33 +53,6 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     return run_on_every_rank(
         config.distributed, config.rollout.threads, lambda world: body(config, world, args)
     )
-
-
-def _init(config: Config, world: World, args: argparse.Namespace) -> None:
-    from megatron_tlt.drafter.checkpoint import drafter_shape, save_drafter
-    from megatron_tlt.drafter.fingerprint import policy_fingerprint
-    from megatron_tlt.models.base import DTYPES
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.eagle.eagle3 import build_model
-    from megatron_tlt.models.loader import weight_reader
-    from megatron_tlt.trainer.preflight import missing_files, model_problems
-
-    if problems := [p for p in missing_files(config) if p.path == "model.path"] + model_problems(config):
-        raise ConfigError(problems)
-    if config.drafter.draft_vocab_size is not None:
-        allowed = "must be null here: megatron-tlt drafter train chooses the tokens"
-        raise ConfigError.of("drafter.draft_vocab_size", config.drafter.draft_vocab_size, allowed)
-    policy = ModelConfig.from_hf(config.model.path)
-    shape = drafter_shape(config.drafter, policy)
-    if world.is_main:
-        model = build_model(shape)
-        model.initialise(config.drafter.seed)
-        if shape.kind == "eagle3":  # its head, and all else, begins as the policy's
-            model.start_from_policy(weight_reader(config.model.path, policy))
-        fingerprint = policy_fingerprint(config.model.path, config.model.tokenizer)
-        dtype = DTYPES[config.drafter.save_dtype]
-        save_drafter(args.out, shape, model.state_dict(), fingerprint=fingerprint, dtype=dtype)
-        print(f"wrote {args.out} (untrained)", flush=True)
 
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> None:

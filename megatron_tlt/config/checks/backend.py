@@ -25,6 +25,11 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if not can.routes and config.actor.router_replay == "rollout":
         allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose answers do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
+    if rollout.backend != "embedded":
+        for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
+            if (given := getattr(rollout, path)) != value:
+                allowed = f"must be {value!r} with rollout.backend: {rollout.backend}, whose engine has its own"
+                yield ConfigProblem(f"rollout.{path}", given, allowed)
     if rollout.backend == "trtllm":
         yield from _check_trtllm(config, device)
     if rollout.backend == "vllm":
@@ -34,9 +39,6 @@ def check_backend(config: Config, device: str | None) -> Problems:
 def _check_sampling(config: Config) -> Problems:
     can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
     name = f"rollout.backend: {rollout.backend}"
-    if not can.keyed_sampling and rollout.numerics == "invariant":
-        allowed = f"must be 'default' with {name}: its answers depend on timing"
-        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
     if not can.keyed_sampling and config.train.deterministic:
         allowed = f"must be false with {name}: its answers cannot be repeated, so no run can"
         yield ConfigProblem("train.deterministic", True, allowed)
@@ -85,15 +87,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if rollout.speculation.uses_eagle and config.drafter.kind == "eagle3":
         allowed = f"must be 'eagle' with {name}, whose plugin reads the final hidden state only"
         yield ConfigProblem("drafter.kind", "eagle3", allowed)
-    if rollout.numerics == "invariant":
-        allowed = f"must be 'default' with {name}: its matrix products round by the shape of the batch"
-        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
-    if rollout.release_cache:
-        allowed = f"must be false with {name}: its cache stays"
-        yield ConfigProblem("rollout.release_cache", True, allowed)
-    if rollout.kernels != "auto":
-        allowed = f"must be 'auto' with {name}, which has kernels of its own"
-        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
 
 
 def _check_trtllm(config: Config, device: str | None) -> Problems:
@@ -116,12 +109,6 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
     if (rollout.speculation.uses_eagle or section.speculation != "none") and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
-    if rollout.release_cache:
-        allowed = "must be false with rollout.backend: trtllm: use rollout.trtllm.sleep"
-        yield ConfigProblem("rollout.release_cache", True, allowed)
-    if rollout.kernels != "auto":
-        allowed = "must be 'auto' with rollout.backend: trtllm, which has kernels of its own"
-        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
     if rollout.kv_cache_mib is not None:
         allowed = "must be null with rollout.backend: trtllm: use rollout.trtllm.kv_cache_fraction"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

@@ -24,7 +24,7 @@ def test_generate_takes_engine_settings_only(capsys):
     assert "must look like rollout.key=value" in capsys.readouterr().err
     assert main([*command, "rollout.temperature=0", "rollout.tp=2"]) == 2
     said = capsys.readouterr().err
-    assert "not read by generate: use --temperature" in said and "all ranks are one engine" in said
+    assert said.count("not read by generate") == 2
     assert main([*command, "rollout.speculation.drafter=eagle"]) == 2
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 
