@@ -79,8 +79,6 @@ class BulkReplicas:
         drawn = np.concatenate(([1.0], np.maximum(ends, 1.0)))
         made = np.concatenate(([float(count)], count + np.cumsum(tokens * running)))
         drafts = table.speculating[running] > 0.5
-        seconds = float(spans.sum())
-        share = float((spans * table.speculating[running]).sum()) / seconds if seconds else 0.0
         return ReplicaRollout(
             np.concatenate(([0.0], times)),
             np.concatenate(([count], running, [0])),
@@ -89,7 +87,6 @@ class BulkReplicas:
             np.concatenate(([False], drafts, [False])),
             lengths,
             _accept_length(table, running, tokens * running),
-            share,
         )
 
     def _scheduled(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
@@ -98,12 +95,12 @@ class BulkReplicas:
         scheduler, prompt = new_scheduler(self._config, quantum), self._config.workload.prompt_tokens
         add_groups(scheduler, groups, prompt, quantum)
         now, drawn, generated = 0.0, 0.0, 0.0
-        events: list[tuple[float, int, float, float, bool, float]] = []
+        events: list[tuple[float, int, float, float, bool]] = []
         while not scheduler.is_idle:
             batch = scheduler.schedule()
             count, live = batch.num_decode, scheduler.num_running + scheduler.num_waiting
             rows, advance = scheduler.rows, 0
-            began, seconds = now, 0.0
+            seconds = 0.0
             if count:
                 advance = 1
                 if batch.is_decode:
@@ -117,16 +114,14 @@ class BulkReplicas:
             else:
                 result = plain_result(batch.num_draws)
                 seconds += self._costs.prefill(quantum * (batch.num_tokens - count))
-            share = float(table.speculating[count]) if count else 0.0
-            events.append((began, live, drawn, generated, share > 0.5, share * seconds))
+            drafts = bool(count) and bool(table.speculating[count] > 0.5)
+            events.append((now, live, drawn, generated, drafts))
             now += seconds
             drawn += quantum * advance
             generated += quantum * len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, drawn, generated, False, 0.0))
-        times, running, drawns, made, drafts, drafting = (
-            np.array(column) for column in zip(*events, strict=True)
-        )
+        events.append((now, 0, drawn, generated, False))
+        times, running, drawns, made, speculates = (np.array(column) for column in zip(*events, strict=True))
         lengths = np.sort(np.concatenate(groups))
         made = made * (float(lengths.sum()) / made[-1])  # units are rounded up
         busy = np.minimum(running[:-1], self._config.rollout.max_running_requests)
@@ -135,10 +130,9 @@ class BulkReplicas:
             running,
             drawns,
             made,
-            drafts,
+            speculates,
             lengths,
             _accept_length(table, busy, np.diff(made)),
-            float(drafting.sum()) / max(now, 1e-12),
             scheduler.num_preemptions,
         )
 

@@ -29,12 +29,8 @@ class StepRecord:
     """Seconds by phase (`PHASES`); they add up to `seconds`."""
     tokens: int
     """Tokens of all answers."""
-    longest: int
-    """Tokens of the longest answer."""
     accept_length: float
     """Mean tokens of a request in an engine step that drafted; 0: none did."""
-    speculating: float
-    """Share of replica time in rollout with drafts."""
     idle_gpu_seconds: float
     """GPU-seconds of replicas that waited for slower ones, those trained in included."""
     recovered_gpu_seconds: float

@@ -21,7 +21,6 @@ class ReplicaRollout:
     speculates: np.ndarray  # bool [E], whether most steps from then on draft
     lengths: np.ndarray  # int64 [R], ascending
     accept_length: float = 0.0
-    speculating: float = 0.0  # share of decoding time with drafts
     preemptions: int = 0
 
     @property

@@ -60,7 +60,6 @@ class ExactReplica:
             drafts,
             lengths,
             tally.accept_length,
-            tally.speculating,
             scheduler.num_preemptions - preempted,
         )
 
