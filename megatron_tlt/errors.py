@@ -1,8 +1,8 @@
-"""All errors this package raises on purpose. `ConfigError` is also a `ValueError`."""
+"""All errors this package raises on purpose (`ConfigError` is also a `ValueError`); lists and tables in messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -12,6 +12,15 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
     if len(items) > most:
         words.append(f"and {len(items) - most} more")
     return separator.join(words)
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """A line of text for each row: columns as wide as they need, those in `left` aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip())
+    return lines
 
 
 class TltError(Exception):

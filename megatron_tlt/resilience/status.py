@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.errors import shortened
+from megatron_tlt.errors import aligned, shortened
 from megatron_tlt.resilience import hang_detector as detector
 from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles
 
@@ -95,7 +94,8 @@ def render(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | No
     if status.missing:
         lines.append(f"no status of rank {shortened(status.missing)}")
     shown = status.rows[:top] if top else status.rows
-    lines += ["", *_table([_cells(beat, condition) for beat, condition in shown])]
+    rows = [_cells(beat, condition) for beat, condition in shown]
+    lines += ["", *aligned([_HEADINGS, *rows], _LEFT_ALIGNED)]
     if len(shown) < len(status.rows):
         lines.append(f"and {len(status.rows) - len(shown)} more (--all)")
     if count := sum(bool(beat.stacks) for beat in beats):
@@ -126,15 +126,3 @@ def _cells(beat: Heartbeat, condition: str) -> list[str]:
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need; numbers on the right."""
-    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows)]
-    lines = []
-    for row in (_HEADINGS, *rows):
-        cells = [
-            c.ljust(w) if i in _LEFT_ALIGNED else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

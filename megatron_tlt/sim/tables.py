@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_tlt.errors import aligned
 from megatron_tlt.observe.page import Cell, Table
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 
@@ -71,14 +72,8 @@ def _cell(value: Cell) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells under each other, numbers to the right; the first row is the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    head, *lines = aligned(rows)
+    return "\n".join([head, "-" * len(head), *lines])
 
 
 def verdict(result: SimResult) -> str:

@@ -15,7 +15,7 @@ from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memor
 from megatron_tlt.config.planning.parameters import GIB, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, aligned
 from megatron_tlt.interfaces import ModelShape
 
 MAX_GRID_ROWS = 16
@@ -62,18 +62,8 @@ def _indent(text: str) -> str:
     return "".join(f"  {line}\n" for line in text.splitlines())
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned plain-text lines: first column left, the others right."""
-    table = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in aligned([header, *rows])]
 
 
 def _span(first: int, size: int) -> str:
@@ -96,7 +86,7 @@ def _grid(dims: Dims) -> list[str]:
     ]
     if dims.dp > MAX_GRID_ROWS:
         rows.insert(-1, ["...", *["..."] * dims.pp])
-    return lines + format_table(header, rows)
+    return lines + _table(header, rows)
 
 
 def _engines(config: Config, num_ranks: int) -> list[str]:
@@ -124,7 +114,7 @@ def _memory(
     of_limit = "" if limit is None else f", {limit:g} there"
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
     header = ["", *[f"stage {stage.stage}" for stage in stages]]
-    lines += format_table(header, rows)
+    lines += _table(header, rows)
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
         lines += _graph_line(config, resolve_device(config, device))
@@ -133,7 +123,7 @@ def _memory(
             "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
         )
         host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
-        lines += format_table(header, host)
+        lines += _table(header, host)
         node = node_host_bytes(stages, config.cluster.ranks_per_node) / GIB
         lines.append(f"  a node of {config.cluster.ranks_per_node}: {node:.1f} of {config.cluster.host_gib:g} GiB")
     return lines
