@@ -18,7 +18,7 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
     if not speculating:
         return []
     point = speculating[-1]
-    found = [_largest(config, point)]
+    found = [_largest(point)]
     trained = [p for p in points if p.recovered_gpu_hours > 0]
     if trained:
         found.append(_tail(config, trained[-1]))
@@ -26,7 +26,7 @@ def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
     return found
 
 
-def _largest(config: SimConfig, point: Point) -> Threshold:
+def _largest(point: Point) -> Threshold:
     """Up to how many running requests of a replica drafts pay."""
     pays = list(
         takewhile(lambda s: s.tokens_per_second > _PAYS * s.plain_tokens_per_second, point.strategies)
@@ -38,11 +38,7 @@ def _largest(config: SimConfig, point: Point) -> Threshold:
     gain = best.tokens_per_second / best.plain_tokens_per_second
     last, most = pays[-1].running, point.strategies[-1].running
     more = " or more" if last == most else ""
-    reason = f"{gain:.2f} times as fast at {best.running}"
-    above = config.plain_above
-    if above is not None and above < most and all(s in pays for s in point.strategies if s.running <= above):
-        reason = f"{reason}; plain_above is {above}: null asks for more"
-    return Threshold(name, f"{last}{more}", reason)
+    return Threshold(name, f"{last}{more}", f"{gain:.2f} times as fast at {best.running}")
 
 
 def _tail(config: SimConfig, point: Point) -> Threshold:

@@ -39,12 +39,6 @@ def test_drafts_pay_up_to_the_end_of_the_first_run_of_gains(point):
     assert advice(config_of(), with_gains(point, {1: 1.0, 2: 1.5}))[NAME].value == "none"
 
 
-@pytest.mark.parametrize(("above", "said"), [(2, True), (8, False), ("null", False)])
-def test_a_configured_threshold_is_named_where_it_was_reached(point, above, said):
-    found = advice(config_of(f"plain_above={above}"), with_gains(point, {1: 2.0, 2: 1.5, 4: 1.0}))[NAME]
-    assert ("plain_above" in found.reason) is said
-
-
 def test_nodes_end_where_they_pay_no_more(point):
     def of(*seconds):
         return [replace(point, nodes=2**i, seconds=s) for i, s in enumerate(seconds)]
