@@ -16,7 +16,7 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import Prompt
@@ -55,19 +55,24 @@ def demo_weights(seed: int | None) -> dict[str, Tensor]:
 def running_vllm() -> VllmBackend:
     """vLLM with our EAGLE drafter; another one if the last was killed."""
     if not (_started and _started[-1].process.is_alive):
-        speculation = SpeculationSection(drafter="eagle", drafter_path=str(DRAFTER))
-        rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
-        tokenizer = HFTokenizer(MODEL.path)
-        started = build_vllm(
-            rollout,
-            MODEL,
-            SyncSection(verify=True),
-            device="cpu",
-            tokenizer=tokenizer,
-            drafter=load_drafter(DRAFTER, SHAPE),
-            keep_hidden_states=True,
-            keeps_tables=True,
-        )
-        atexit.register(started.close)
-        _started.append(started)
+        _started.append(start_vllm(load_drafter(DRAFTER, SHAPE)))
     return _started[-1]
+
+
+def start_vllm(drafter: SavedDrafter) -> VllmBackend:
+    """vLLM with this drafter, without weights of the policy; closed when the process ends."""
+    rollout = RolloutSection(
+        backend="vllm", max_running_requests=RUNNING, speculation=SpeculationSection(drafter="eagle")
+    )
+    started = build_vllm(
+        rollout,
+        MODEL,
+        SyncSection(verify=True),
+        device="cpu",
+        tokenizer=HFTokenizer(MODEL.path),
+        drafter=drafter,
+        keep_hidden_states=True,
+        keeps_tables=True,
+    )
+    atexit.register(started.close)
+    return started

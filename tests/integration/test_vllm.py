@@ -12,10 +12,16 @@ from torch import Tensor
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.batching import DraftSequence, epoch
+from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
+from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams, WeightBucket
 from tests.helpers.vllm_engines import (
     DRAFTER,
@@ -25,6 +31,7 @@ from tests.helpers.vllm_engines import (
     demo_prompts,
     demo_weights,
     running_vllm,
+    start_vllm,
 )
 
 pytestmark = list(NEEDS_VLLM)
@@ -33,6 +40,7 @@ SAMPLING = (
     SamplingParams(max_tokens=120, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5),
     SamplingParams(max_tokens=60, temperature=0.0),
 )
+SHAPE3 = DrafterConfig.eagle3(SHAPE, draft_vocab_size=60)
 Answers = dict[tuple[int, int], tuple[list[int], str]]
 
 
@@ -77,7 +85,7 @@ def answers(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], param
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
 
 
-def accept_length(backend: VllmBackend, prompts: list[Prompt]) -> float:
+def accept_length(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> float:
     backend.take_stats()
     answers(backend, prompts, SAMPLING[0])
     return backend.take_stats().speculation.accept_length
@@ -100,27 +108,79 @@ def test_answers_are_the_embedded_engines_after_every_push(
     assert answers(vllm, prompts[::-1], SAMPLING[0]) == answers(ours, prompts, SAMPLING[0])
 
 
-def test_hidden_states_are_the_embedded_engines(
-    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
+def collect(
+    backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]
+) -> dict[tuple[int, int], HiddenStateSample]:
+    got: list[HiddenStateSample] = []
+    backend.collect_hidden_states(got.append)
+    answers(backend, prompts, SAMPLING[0])
+    backend.collect_hidden_states(None)
+    return {(s.prompt_id, s.sample_index): s for s in got}
+
+
+def assert_same_states(
+    ours: dict[tuple[int, int], HiddenStateSample], others: dict[tuple[int, int], HiddenStateSample]
 ) -> None:
-    both: list[dict[tuple[int, int], HiddenStateSample]] = []
-    for backend in (ours, vllm):
-        push(backend, 3, 7)
-        got: list[HiddenStateSample] = []
-        backend.collect_hidden_states(got.append)
-        answers(backend, prompts, SAMPLING[0])
-        backend.collect_hidden_states(None)
-        both.append({(s.prompt_id, s.sample_index): s for s in got})
-    for mine_table, theirs_table in zip(ours.lookup_tables(), vllm.lookup_tables(), strict=True):
-        assert torch.equal(mine_table, theirs_table)
-    assert both[0].keys() == both[1].keys()
-    assert len(both[0]) == 16
-    for key, mine in both[0].items():
-        theirs = both[1][key]
+    assert ours.keys() == others.keys()
+    assert len(ours) == 16
+    for key, mine in ours.items():
+        theirs = others[key]
         assert theirs.token_ids.tolist() == mine.token_ids.tolist()
         fields = ("prompt_id", "sample_index", "policy_version", "prompt_len", "key")
         assert [getattr(theirs, f) for f in fields] == [getattr(mine, f) for f in fields]
         torch.testing.assert_close(theirs.hidden, mine.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_are_the_embedded_engines(
+    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
+) -> None:
+    for backend in (ours, vllm):
+        push(backend, 3, 7)
+    for mine, theirs in zip(ours.lookup_tables(), vllm.lookup_tables(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert_same_states(collect(ours, prompts), collect(vllm, prompts))
+
+
+def trained3(samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) -> Eagle3Model:
+    """A drafter of kind eagle3 over part of the vocabulary that drafts some tokens right and some not."""
+    model, data = Eagle3Model(SHAPE3), [DraftSequence.of(s, s.hidden) for s in samples]
+    model.initialise(0)
+    counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
+    model.set_vocabulary(choose_vocabulary(counts, SHAPE3.draft_vocab_size))
+    model.take_head(tables[1])
+    section = DrafterSection(kind="eagle3", lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
+    trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
+    for seed in range(40):
+        trainer.step(next(epoch(data, 512, 256, (0, seed))))
+    return model
+
+
+def test_eagle3_drafts_as_in_the_embedded_engine(tokenizer: HFTokenizer, prompts: list[Prompt]) -> None:
+    plain = build_backend(RolloutSection(), MODEL, tokenizer=tokenizer, keep_layers=SHAPE3.aux_layers)
+    push(plain, 1, None)
+    states = collect(plain, prompts)
+    model = trained3(list(states.values()), plain.lookup_tables())
+    good = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    noise = torch.Generator().manual_seed(0)
+    bad = {
+        n: torch.randn(t.shape, generator=noise) * 0.05 if t.is_floating_point() else t
+        for n, t in good.items()
+    }
+    start = SavedDrafter(SHAPE3, bad)
+    section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
+    ours = build_backend(RolloutSection(speculation=section), MODEL, tokenizer=tokenizer, drafter=start)
+    theirs = start_vllm(start)
+    for backend in (ours, theirs):
+        push(backend, 0, None)
+        assert accept_length(backend, prompts) < 1.3
+        push(backend, 1, None, good)
+        backend.take_stats()
+    assert_same_states(states, collect(theirs, prompts))
+    answers(ours, prompts, SAMPLING[0])
+    lengths = [backend.take_stats().speculation.accept_length for backend in (ours, theirs)]
+    assert lengths[0] > 1.4, "a drafter that says nothing of acceptance"
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.03)
+    theirs.close()
 
 
 def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> None:

@@ -6,21 +6,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
+from megatron_tlt.drafter.export.engines import ExportFiles, engine_files, layer_names
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.base import DTYPES
 from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
-# Policies whose EAGLE drafter vLLM has a class for: its own for Llama, the plugin's for Qwen3.
-EAGLE_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def strategy_of(rollout: RolloutSection) -> DraftStrategy:
@@ -29,19 +27,21 @@ def strategy_of(rollout: RolloutSection) -> DraftStrategy:
     return DraftStrategy("none", 0) if kind == "none" else DraftStrategy(kind, count, 1, count + 1)
 
 
-def speculative_config(rollout: RolloutSection, drafter: Path | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`; None without speculation. `drafter`: the directory of `drafter_config`."""
-    section = rollout.vllm
+def speculative_config(rollout: RolloutSection, method: str, drafter: Path | None) -> dict[str, Any] | None:
+    """vLLM's `speculative_config`; None without speculation. `drafter`: the directory of `drafter_files`, of kind
+    `method`.
+    """
+    count = {"num_speculative_tokens": rollout.vllm.draft_len}
     if rollout.speculation.drafter == "none":
         return None
-    if rollout.speculation.drafter == "suffix":
-        return {
-            "method": "custom_class",
-            "num_speculative_tokens": section.draft_len,
-            "model": SUFFIX_PROPOSER,
-        }
-    assert drafter is not None
-    return {"method": "eagle", "num_speculative_tokens": section.draft_len, "model": str(drafter)}
+    if drafter is None:
+        return {"method": "custom_class", "model": SUFFIX_PROPOSER, **count}
+    return {
+        "method": method,
+        "model": str(drafter),
+        "draft_load_config": {"load_format": "safetensors"},
+        **count,
+    }
 
 
 def engine_args(
@@ -53,13 +53,13 @@ def engine_args(
 ) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`. Raises ConfigError.
 
-    Weights are dummies until the first push, which brings them in the same way as every later one. No prefix cache:
+    The policy's weights are dummies until the first push, which brings them as every later one. No prefix cache:
     requests of one prompt would lack the hidden states of the part that they share.
     """
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),
         "load_format": "dummy",
-        "dtype": DTYPES[rollout.dtype],
+        "dtype": NAMES[rollout.dtype],
         "skip_tokenizer_init": True,
         "max_model_len": model.max_context,
         "max_num_seqs": rollout.max_running_requests,
@@ -88,23 +88,17 @@ def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[s
     }
 
 
-def drafter_config(policy: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of this policy's EAGLE drafter for vLLM. Raises ConfigError for a policy without a class there."""
-    if policy.family not in EAGLE_FAMILIES:
-        allowed = (
-            f"vLLM has no EAGLE drafter of this kind for {policy.family} policies, only for llama and qwen3"
-        )
-        raise ConfigError.of("rollout.speculation.drafter", "eagle", allowed)
-    return policy.to_hf(DTYPES[dtype]) | {
-        "architectures": [EAGLE_FAMILIES[policy.family]],  # vLLM puts Eagle before it
+def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
+    """The drafter as vLLM reads it at its start: as it is exported; of an EAGLE-1 drafter whose attention normalises
+    queries and keys, for the plugin's class. Raises ConfigError for a form that neither has.
+    """
+    policy = drafter.config.policy
+    if drafter.config.kind == "eagle3" or not policy.qk_norm:
+        return engine_files(drafter, "vllm", DTYPES[dtype])
+    about = policy.to_hf(NAMES[dtype]) | {
+        "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's
     }
-
-
-def drafter_tensors(weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Our drafter's tensors under vLLM's names."""
-    return [
-        (name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name, t)
-        for name, t in weights.items()
-    ]
+    tensors = cast_tensors(layer_names(drafter.weights), DTYPES[dtype])
+    return ExportFiles({"model.safetensors": tensors}, {"config.json": about})

@@ -14,7 +14,8 @@ import numpy as np
 
 from megatron_tlt.backends.entries import load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
-from megatron_tlt.backends.vllm.args import drafter_tensors, request_args, strategy_of
+from megatron_tlt.backends.vllm.args import request_args, strategy_of
+from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
     VLLM_CAPABILITIES,
@@ -38,18 +39,10 @@ _MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded
 class VllmBackend(RemoteBackend):
     """A `RolloutBackend` around a vLLM engine."""
 
-    def __init__(
-        self,
-        *args: Any,
-        directory: SharedDirectory,
-        drafter: Mapping[str, Tensor] | None = None,
-        **kwargs: Any,
-    ):
-        """As `RemoteBackend`. Hidden states come through `directory`. The first push also brings `drafter`, unless it
-        brings another one.
-        """
-        super().__init__(*args, drafter_names=frozenset(drafter or ()), **kwargs)
-        self._directory, self._unsent = directory, drafter
+    def __init__(self, *args: Any, directory: SharedDirectory, **kwargs: Any):
+        """As `RemoteBackend`. Hidden states come through `directory`."""
+        super().__init__(*args, **kwargs)
+        self._directory = directory
         self._sink: Callable[[HiddenStateSample], None] | None = None
         self._prompts: dict[int, Prompt] = {}  # of the generate under way
         self._seed = 0
@@ -109,19 +102,7 @@ class VllmBackend(RemoteBackend):
     # -- pushes and figures -----------------------------------------------------------------------------------
 
     def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        return drafter_tensors(weights)
-
-    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sends the drafter's tensors into the open push; they replace the old ones in place. Raises SyncError."""
-        super().update_drafter(weights, version)
-        self._unsent = None
-
-    def finish_update(self) -> None:
-        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        if self._unsent is not None:
-            self._send_drafter(self._weights.require_complete(), self._unsent)
-        super().finish_update()
-        self._unsent = None
+        return list(layer_names(weights).items())
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call: steps and drafts are the sampler's in the engine. Resets them."""

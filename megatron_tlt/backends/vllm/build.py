@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.transport import SharedDirectory, open_transport
-from megatron_tlt.backends.vllm.args import drafter_config, engine_args, speculative_config
+from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
-from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.drafter.checkpoint import SavedDrafter, write_directory
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
@@ -64,7 +63,7 @@ def build_vllm(
         undo.callback(process.close)
         transport = open_transport(rollout.vllm.transport, process)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = _arguments(rollout, model, policy, device, local_ranks, kv_cache_bytes, Path(folder))
+            arguments = _arguments(rollout, model, drafter, device, local_ranks, kv_cache_bytes, Path(folder))
             process.call(
                 "start",
                 patience=launch.start_s,
@@ -86,7 +85,7 @@ def build_vllm(
         eos_token_ids=sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
         tokenizer=tokenizer,
         directory=directory,
-        drafter=None if drafter is None else drafter.weights,
+        drafter_names=frozenset(() if drafter is None else drafter.weights),
         keeps_tables=keeps_tables,
     )
 
@@ -100,18 +99,20 @@ def _suffix(rollout: RolloutSection) -> dict[str, Any] | None:
 def _arguments(
     rollout: RolloutSection,
     model: ModelSection,
-    policy: ModelConfig,
+    drafter: SavedDrafter | None,
     device: torch.device,
     local_ranks: int,
     cache_bytes: int | None,
     folder: Path,
 ) -> dict[str, Any]:
-    """The engine's arguments; writes the drafter's config.json into `folder`, which the engine reads at its start."""
-    has_drafter = rollout.speculation.uses_eagle
-    if has_drafter:
-        (folder / "config.json").write_text(json.dumps(drafter_config(policy, rollout.dtype)))
-    layers = policy.num_layers + has_drafter
-    block_bytes = 2 * layers * policy.num_kv_heads * policy.head_dim * DTYPES[rollout.dtype].itemsize * _BLOCK
+    """The engine's arguments; writes the drafter into `folder`, which the engine reads at its start."""
+    policy = ModelConfig.from_hf(model.path)
+    cached = policy.num_layers * policy.num_kv_heads * policy.head_dim
+    if drafter is not None:
+        files, layer = drafter_files(drafter, rollout.dtype), drafter.config.layer
+        write_directory(folder, files.tensors, files.json)
+        cached += layer.num_kv_heads * layer.head_dim
+    block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
     blocks = choose_num_blocks(
         block_bytes,
         block_size=_BLOCK,
@@ -122,5 +123,6 @@ def _arguments(
         local_ranks=local_ranks,
     )
     is_eager = device.type != "cuda" or not rollout.cuda_graphs
-    speculation = speculative_config(rollout, folder if has_drafter else None)
+    method, read = ("", None) if drafter is None else (drafter.config.kind, folder)
+    speculation = speculative_config(rollout, method, read)
     return engine_args(rollout, model, blocks * block_bytes, speculation, is_eager)

@@ -75,8 +75,7 @@ def _check_drafting(config: Config) -> Problems:
 
 
 def _check_vllm(config: Config, device: str | None) -> Problems:
-    rollout, section = config.rollout, config.rollout.vllm
-    name = "rollout.backend: vllm"
+    section = config.rollout.vllm
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":
@@ -84,9 +83,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
         allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
-    if rollout.speculation.uses_eagle and config.drafter.kind == "eagle3":
-        allowed = f"must be 'eagle' with {name}, whose plugin reads the final hidden state only"
-        yield ConfigProblem("drafter.kind", "eagle3", allowed)
 
 
 def _check_trtllm(config: Config, device: str | None) -> Problems:

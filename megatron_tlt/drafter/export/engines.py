@@ -11,6 +11,7 @@ count the layers before (i + 1), and TensorRT-LLM takes ours as an argument and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -38,7 +39,7 @@ class ExportFiles:
 
 def engine_files(drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
     """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
-    config, named, name = drafter.config, dict(drafter.weights), str(dtype).removeprefix("torch.")
+    config, named, name = drafter.config, layer_names(drafter.weights), str(dtype).removeprefix("torch.")
     if config.kind == "eagle3":
         json = {"config.json": _eagle3_config(config, engine, name)}
         if engine == "trtllm":
@@ -46,12 +47,14 @@ def engine_files(drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> E
     else:
         _check_engine(config.policy, engine)
         json = {"config.json": _eagle_config(config.policy, engine, name)}
-        named = {
-            n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()
-        }
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
             named["fc.bias"] = torch.zeros(config.policy.hidden_size)
     return ExportFiles({"model.safetensors": cast_tensors(named, dtype)}, json)
+
+
+def layer_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the engines' names: a layer of kind eagle is their first; those of eagle3 are as they are."""
+    return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in weights.items()}
 
 
 def _check_engine(policy: ModelConfig, engine: Format) -> None:

@@ -58,7 +58,7 @@ class TltWorkerExtension:
         self.tlt_tap.is_on = is_on
 
     def tlt_end(self, request: str, count: int) -> Tensor | None:
-        """The request has ended: its hidden states [count, H], if they were kept."""
+        """The request has ended: its hidden states [count, W], if they were kept."""
         self.tlt_sampling.forget(request)
         return None if self.tlt_tap is None else self.tlt_tap.take(request, count)
 

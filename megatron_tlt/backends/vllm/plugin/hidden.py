@@ -2,8 +2,9 @@
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
 ended. A rejected draft's position is written again by the next step, so the last value of a position is the answer's.
+Every position passes here: there is no prefix cache, and collecting begins and ends between rollouts.
 
-Legend: S slots, L positions of the longest request, H hidden size, T tokens of a forward.
+Legend: S slots, L positions of the longest request, W width of a state, T tokens of a forward.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ class HiddenStateTap:
     def __init__(self, runner: Any, budget_bytes: int, max_len: int, max_requests: int):
         self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
         self._max_requests = max_requests
-        self._pool: Tensor | None = None  # [S * L + 1, H]; the last row takes what is not kept
+        self._pool: Tensor | None = None  # [S * L + 1, W]; the last row takes what is not kept
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
-        self._first: dict[str, int] = {}  # lowest position seen: above 0 where the prefix cache had the start
         self._refused: set[str] = set()
         self.is_on = False
         internals.hook_forward(runner, self._seen)
 
-    def _seen(self, hidden: Tensor, positions: Tensor) -> None:
+    def _seen(self, output: Any, positions: Tensor) -> None:
         if not self.is_on:
             return
+        hidden = internals.states(output)
         if self._pool is None:
             self._make_pool(hidden)
         assert self._pool is not None
@@ -46,10 +47,6 @@ class HiddenStateTap:
         base = torch.from_numpy(np.repeat(bases, counts)).to(hidden.device)
         where = torch.where(base >= 0, base + positions[:total].long(), trash)
         self._pool.index_copy_(0, where, hidden[:total].detach())
-        first = positions[torch.from_numpy(starts[:-1].astype(np.int64)).to(positions.device)].tolist()
-        for request, position in zip(requests, first, strict=True):
-            if request in self._slots:
-                self._first[request] = min(position, self._first.get(request, position))
 
     def _make_pool(self, like: Tensor) -> None:
         width = like.shape[-1]
@@ -69,16 +66,14 @@ class HiddenStateTap:
         return slot * self._max_len
 
     def take(self, request: str, count: int) -> Tensor | None:
-        """States [count, H] of the positions 0 .. count - 1 of a request that has ended; frees its slot.
+        """States [count, W] of the positions 0 .. count - 1 of a request that has ended; frees its slot.
 
-        None: they were not kept, or not all of them. The tensor is a view, good until the next forward.
+        None: they were not kept. The tensor is a view, good until the next forward.
         """
         self._refused.discard(request)
-        slot, first = self._slots.pop(request, None), self._first.pop(request, 1)
-        if slot is None:
+        slot = self._slots.pop(request, None)
+        if slot is None or self._pool is None:
             return None
         self._free.append(slot)
-        if first > 0 or self._pool is None:
-            return None
         at = slot * self._max_len
         return self._pool[at : at + count]

@@ -43,6 +43,11 @@ SIGNATURES = (
         "self reset_running_requests reset_connector",
     ),
     ("v1.engine.llm_engine", "LLMEngine.collective_rpc", "self method timeout args kwargs"),
+    (
+        "model_executor.models.interfaces",
+        "EagleModelMixin._maybe_add_hidden_state",  # what `states` joins
+        "self aux_hidden_states layer_idx hidden_states residual",
+    ),
     ("model_executor.model_loader.reload", "initialize_layerwise_reload", "model"),
     ("model_executor.model_loader.reload", "finalize_layerwise_reload", "args kwargs"),
     ("model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
@@ -173,14 +178,25 @@ def replace_draft_sampler(
     return True
 
 
-def hook_forward(runner: Any, seen: Callable[[Tensor, Tensor], None]) -> None:
-    """Calls `seen(hidden states [T, H] behind the final norm, positions [T])` after each forward of the policy."""
+def hook_forward(runner: Any, seen: Callable[[Any, Tensor], None]) -> None:
+    """Calls `seen(output, positions [T])` after each forward of the policy; `states` reads the output."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if runner.input_batch.num_reqs:  # not a warm-up
-            seen(output[0] if isinstance(output, tuple) else output, kwargs["positions"])
+            seen(output, kwargs["positions"])
 
     runner.get_model().register_forward_hook(hook, with_kwargs=True)
+
+
+def states(output: Any) -> Tensor:
+    """A forward's hidden states [T, H] behind the final norm; for eagle3 [T, 4 H], the outputs of its three layers
+    before them.
+    """
+    if not isinstance(output, tuple):
+        final: Tensor = output
+        return final
+    final, layers = output
+    return torch.cat([*layers, final], dim=-1)
 
 
 # -- weights --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import internals
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
-from megatron_tlt.models.keyed_noise import key_tensor, perturbed
+from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.decoder import keyed_sample
@@ -72,14 +72,15 @@ class DraftCounts:
 class KeyedSampling:
     """Samples for one model runner, and perturbs what its drafter proposes."""
 
-    def __init__(self, runner: Any, suffix: SuffixBridge | None = None, count_near_ties: bool = False):
+    def __init__(self, runner: Any, suffix: SuffixBridge | None = None):
         """Replaces the runner's sampler and its drafter's. `suffix` drafts beside the drafter, or in its place."""
-        self._runner, self._device, self._suffix = runner, runner.device, suffix
-        self.sampler = Sampler(torch.device(self._device), _native_sample(self._device), count_near_ties)
+        self._runner, self._device, self._suffix = runner, torch.device(runner.device), suffix
+        kernel = sample_kernel("auto", self._device)
+        self._sampler = Sampler(self._device, _native_sample(self._device), kernel=kernel)
         self.counts = DraftCounts()
         self._arguments: dict[str, Arguments] = {}
-        # For the proposal after a sample: keys, temperatures and positions of the next tokens, and tokens proposed.
-        self._next = (np.zeros(0, np.uint64), np.zeros(0, np.float32), np.zeros(0, np.int64))
+        # For the proposal after a sample: the requests, positions of their next tokens, and tokens proposed.
+        self._next: tuple[SamplingRows, np.ndarray]
         self._proposed = 0
         internals.replace_sampler(runner, self._sample)
         has_logits = internals.replace_draft_sampler(
@@ -117,13 +118,10 @@ class KeyedSampling:
         starts = np.cumsum(rows) - rows
         within = np.arange(len(owner)) - starts[owner]
         sampling = _rows(arguments)
-        keys = sampling.keys
-        part = sampling.part(owner)
-        part.keys = row_keys(part.keys, done[owner] + within)
-        tokens = self.sampler.sample(logits.float(), part)[0].cpu().numpy()
+        tokens = self._draw(logits, sampling.part(owner), done[owner] + within).cpu().numpy()
         out, accepted = follow(tokens, starts, drafted, draft_tokens)
         self.counts.add(drafted, accepted)
-        self._next = (keys, sampling.temperature, done + accepted + 1)
+        self._next = (sampling, done + accepted + 1)
         if self._suffix is not None:
             is_drawn = internals.is_drawn(self._runner)
             self._suffix.note(names, self._prompt_of, arguments, done, drafted, accepted, out, is_drawn)
@@ -144,11 +142,16 @@ class KeyedSampling:
 
     def _sample_draft(self, logits: Tensor) -> Tensor:
         """The next drafted token of each request, int64 [B]: the noise of the position that it stands for."""
-        keys, temperature, first = self._next
-        noise_keys = key_tensor(row_keys(keys, first + self._proposed), self._device)
+        sampling, first = self._next
+        part = sampling.part(slice(None))
+        part.is_masked = False
         self._proposed += 1
-        temperatures = torch.from_numpy(temperature).to(self._device)
-        return perturbed(logits.float(), noise_keys, temperatures).argmax(dim=-1)
+        return self._draw(logits, part, first + self._proposed - 1).long()
+
+    def _draw(self, logits: Tensor, rows: SamplingRows, positions: np.ndarray) -> Tensor:
+        """Tokens int32 [R] of logits [R, V] with the noise of these output positions. Mutates `rows`."""
+        rows.keys = row_keys(rows.keys, positions)
+        return self._sampler.sample(logits.float().contiguous(), rows)[0]
 
 
 def follow(
@@ -175,7 +178,7 @@ def follow(
 
 def _native_sample(device: torch.device) -> NativeSample | None:
     """The sampler in C, on CPUs with a compiler: the same draws in a tenth of PyTorch's time."""
-    if torch.device(device).type != "cpu" or find_compiler() is None:
+    if device.type != "cpu" or find_compiler() is None:
         return None
     return partial(keyed_sample, threads=torch.get_num_threads())
 

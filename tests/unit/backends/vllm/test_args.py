@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 
 from megatron_tlt.backends.vllm.args import (
-    drafter_config,
-    drafter_tensors,
+    drafter_files,
     engine_args,
     request_args,
     speculative_config,
@@ -18,10 +18,13 @@ from megatron_tlt.backends.vllm.args import (
 from megatron_tlt.backends.vllm.launch import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
+from tests.helpers.tiny_drafters import random_drafter
 
 MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
 
@@ -33,11 +36,17 @@ def rollout(drafter: str = "none", **vllm: Any) -> RolloutSection:
 
 
 def test_every_drafter_drafts_as_many_tokens() -> None:
-    assert speculative_config(rollout(), None) is None
-    for drafter, method in (("suffix", "custom_class"), ("eagle", "eagle"), ("hybrid", "eagle")):
-        config = speculative_config(rollout(drafter), Path("/drafter"))
+    assert speculative_config(rollout(), "", None) is None
+    read = Path("/drafter")
+    for drafter, method, given in (
+        ("suffix", "custom_class", None),
+        ("eagle", "eagle", read),
+        ("hybrid", "eagle3", read),
+    ):
+        config = speculative_config(rollout(drafter), method, given)
         assert config is not None
         assert (config["method"], config["num_speculative_tokens"]) == (method, 3)
+        assert ("draft_load_config" in config) == (given is not None), "the policy's weights are dummies"
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
@@ -57,23 +66,28 @@ def test_a_request_ends_where_the_embedded_engines_does() -> None:
     assert request_args(forever, (2,)) == {**shared, "stop_token_ids": []}
 
 
-def test_a_drafter_is_written_in_vllms_names() -> None:
+def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
     policy = ModelConfig.from_hf(MODEL.path)
-    config = drafter_config(policy, "bf16")
-    assert config["architectures"] == ["Qwen3ForCausalLM"]
-    assert (config["num_hidden_layers"], config["torch_dtype"]) == (1, "bfloat16")
-    x = torch.zeros(1)
-    assert [n for n, _ in drafter_tensors({"fc.weight": x, "layer.mlp.up_proj.weight": x})] == [
-        "fc.weight",
-        "layers.0.mlp.up_proj.weight",
-    ]
-    with pytest.raises(ConfigError, match="no EAGLE drafter of this kind for qwen2"):
-        drafter_config(
-            ModelConfig.from_hf(
-                policy.to_hf() | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-            ),
-            "fp32",
-        )
+    qwen2 = replace(policy, family="qwen2", qk_norm=False, qkv_bias=True)
+    for config, architecture, names in (
+        (
+            DrafterConfig.eagle(policy),
+            "Qwen3ForCausalLM",
+            {"layers.0.mlp.up_proj.weight", "layers.0.self_attn.q_norm.weight"},
+        ),
+        (DrafterConfig.eagle(qwen2), "LlamaForCausalLM", {"layers.0.self_attn.q_proj.bias"}),
+        (
+            DrafterConfig.eagle3(policy),
+            "LlamaForCausalLMEagle3",
+            {"midlayer.hidden_norm.weight", "lm_head.weight"},
+        ),
+    ):
+        files = drafter_files(SavedDrafter(config, random_drafter(config)), "bf16")
+        about, tensors = files.json["config.json"], files.tensors["model.safetensors"]
+        assert about["architectures"] == [architecture]
+        assert (about["num_hidden_layers"], about["torch_dtype"]) == (1, "bfloat16")
+        assert names <= tensors.keys() and {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert about["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in config.aux_layers]
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,8 @@ def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM) == {}
     assert problems(*VLLM, "rollout.speculation.drafter=suffix", "train.deterministic=true") == {}
     eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
-    assert problems(*VLLM, *eagle, "idle.train_drafter=true") == {}
+    for kind in ("eagle", "eagle3"):
+        assert problems(*VLLM, *eagle, "idle.train_drafter=true", f"drafter.kind={kind}") == {}
 
 
 STATES = "drafter.online.hidden_states"
