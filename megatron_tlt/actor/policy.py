@@ -11,6 +11,7 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -140,6 +141,7 @@ class MegatronPolicy:
         skipped.
         """
         packed = [self._for_update(sequences) for sequences in batch.mini_batches]
+        measured = self._unreplayed_mismatch(packed, batch.temperature) if self.actor.measure_replay else {}
         results, sums = [], []
         with self._collecting([s for sequences in batch.mini_batches for s in sequences]):
             scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
@@ -153,22 +155,21 @@ class MegatronPolicy:
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
         self.policy_version += int(applied)
-        metrics = self._report(results, sums, objectives) | self._routing_metrics(packed)
+        metrics = self._report(results, sums, objectives) | self._routing_metrics(packed) | measured
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
 
     def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
         """Adds the reference's log-probs if the loss reads them, and those of the weights before the update."""
-        reads_reference = self.reference is not None and _reads_reference(self.loss)
+        reference = None
+        if self.reference is not None and _reads_reference(self.loss):
+            reference = forward_logprobs(self.reference, self._unreplayed(batches), temperature)
+        old = forward_logprobs(self.model, batches, temperature) if needs_old else None
+        none: list[None] = [None] * len(batches)  # also on the stages before the last
+        return [Scored(*item) for item in zip(batches, old or none, reference or none, strict=True)]
 
-        def logprobs(model: PolicyModel | None) -> list[Tensor] | list[None]:
-            own = [with_routing(b, self._row_layout) for b in batches] if self.config.num_experts else batches
-            read = own if model is self.reference else batches  # the reference's routers choose for themselves
-            found = forward_logprobs(model, read, temperature) if model is not None else []
-            return found or [None] * len(batches)
-
-        reference = logprobs(self.reference if reads_reference else None)
-        old = logprobs(self.model if needs_old else None)
-        return [Scored(*item) for item in zip(batches, old, reference, strict=True)]
+    def _unreplayed(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches for routers that choose for themselves."""
+        return [with_routing(b, self._row_layout) for b in batches] if self.config.num_experts else batches
 
     def _optimizer_step(
         self, batches: list[Scored], denominator: float, temperature: float
@@ -269,6 +270,18 @@ class MegatronPolicy:
         found = [batch.routing for batches in packed for batch in batches if isinstance(batch.routing, Routing)]
         layers, config = len(self.config.moe_layers), self.config
         return routing_metrics(found, layers, config.num_experts, config.num_experts_per_tok, self._replays)
+
+    def _unreplayed_mismatch(self, packed: list[list[MicroBatch]], temperature: float) -> dict[str, float]:
+        """The loss's `mismatch_abs` (mean |log actor - log engine| over the tokens trained on) without replay."""
+        name, parts = "unreplayed_mismatch_abs", []
+        batches = [batch for batches in packed for batch in self._unreplayed(batches)]
+        found = forward_logprobs(self.model, batches, temperature)
+        for batch, logprobs in zip(batches, found, strict=False):  # none on the stages before the last
+            if not batch.is_filler:
+                on = batch.response_array("loss_mask") > 0
+                apart = (logprobs - batch.response_array("rollout_logprobs")).abs()
+                parts.append({name: apart[on].sum(), "tokens": on.sum()})
+        return {name: per_token(reduce_over_world(parts, self.dims, self.world)).get(name, math.nan)}
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         return pack(sequences, self.actor.micro_batch_tokens, self._row_layout)

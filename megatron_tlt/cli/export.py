@@ -46,7 +46,8 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
     from megatron_tlt.trainer.preflight import check_on
     from megatron_tlt.trainer.sft import CompletionLoss
 
-    check_on(_without_drafter(config), world)
+    config = _for_export(config, world.size)
+    check_on(config, world)
     run_dir = Path(config.train.run_dir)
     found = export_problems(out, run_dir, str(config.checkpoint.resume)) if world.is_main else []
     if problems := world.broadcast_object(found):  # only rank 0 writes, perhaps where others see no files
@@ -66,9 +67,16 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
         print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
 
 
-def _without_drafter(config: Config) -> Config:
-    """An export does not draft: a drafter that the configuration names need not be there, or fit."""
+def _for_export(config: Config, num_ranks: int) -> Config:
+    """An export does not draft: a drafter that the configuration names need not be there, or fit. One rank has one
+    layout only, and takes the checkpoint of any.
+    """
+    alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "sequence_parallel": False} if num_ranks == 1 else {}
     speculation = config.rollout.speculation.model_copy(update={"drafter": "none"})
-    rollout = config.rollout.model_copy(update={"speculation": speculation})
-    idle = config.idle.model_copy(update={"train_drafter": False})
-    return config.model_copy(update={"rollout": rollout, "idle": idle})
+    engine = {"speculation": speculation} | ({"tp": 1} if alone else {})
+    sections = {
+        "actor": config.actor.model_copy(update=alone),
+        "rollout": config.rollout.model_copy(update=engine),
+        "idle": config.idle.model_copy(update={"train_drafter": False}),
+    }
+    return config.model_copy(update=sections)

@@ -24,7 +24,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commands")
     config = write_config(folder, train={"num_steps": 1}, eval={"every": 0})
     command(2, "train", config)
-    done = command(1, "export", config, "--out", folder / "exported")
+    other = ("actor.tp=4", "actor.sequence_parallel=true", "rollout.tp=4")  # as a run on four ranks: one rank takes it
+    done = command(1, "export", config, *other, "--out", folder / "exported")
     assert f"wrote {folder / 'exported'} (policy version 1)" in done.stdout
     return folder
 

@@ -80,6 +80,8 @@ def _installed_engine() -> str | None:
 def check_experts(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
     """What megatron asks of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
+    if actor.measure_replay and actor.router_replay == "off":
+        yield ConfigProblem("actor.measure_replay", True, "needs actor.router_replay=rollout")
     if shape is None:
         return
     if not shape.num_experts:
@@ -111,7 +113,7 @@ def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
     dimensions = {
         "query heads": shape.num_heads,
         "key/value heads": shape.num_kv_heads,
-        "intermediate size": shape.intermediate_size,
+        "intermediate size": shape.intermediate_size if len(shape.moe_layers) < shape.num_layers else 0,
         "shared expert's width": getattr(shape, "shared_expert_intermediate_size", 0),
     }  # not the vocabulary: actor and engine pad it
     if path == "rollout.tp":  # the actor's experts are whole

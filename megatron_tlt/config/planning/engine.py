@@ -37,7 +37,8 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
     states = parts * shape.hidden_size
     routes = shape.num_experts_per_tok * len(shape.moe_layers)  # the cache has room for them, recorded or not
-    return (keys_values + states) * element_bytes(config.rollout.dtype) + routes
+    number = 1 if shape.num_experts <= 256 else 2  # bytes
+    return (keys_values + states) * element_bytes(config.rollout.dtype) + routes * number
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:

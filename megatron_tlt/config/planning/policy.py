@@ -13,6 +13,8 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
@@ -52,9 +54,13 @@ def _longest(config: Config | SftConfig) -> int:
 def activation_bytes(
     config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device = "cpu"
 ) -> int:
-    """What an update takes on one rank of a stage beside its state; see `activations.py`."""
+    """What an update takes on one rank of a stage beside its state; see `activations.py`.
+
+    Where only the run will show whether there is Transformer Engine, the more of both forms of context parallelism.
+    """
     actor = config.actor
-    engine = device == "cuda" and actor.layer_spec != "local"
+    engines = {actor.layer_spec != "local", actor.layer_spec == "transformer_engine"} if device == "cuda" else {False}
+    forms = {actor.cp_comm(shape.num_kv_heads, engine) for engine in engines}
     per_stage = shape.num_layers / dims.pp
     sparse = sum(layer // per_stage == stage for layer in shape.moe_layers)
     at = Slice(
@@ -68,10 +74,10 @@ def activation_bytes(
         is_last=stage == dims.pp - 1,
         device=device,
         cp=dims.cp,
-        comm=actor.cp_comm(shape.num_kv_heads, engine),
         longest=_longest(config),
     )
-    return update_bytes(shape, at, actor.recompute, actor.recompute_modules)
+    modules = actor.recompute_modules
+    return max(update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms)
 
 
 def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:

@@ -100,7 +100,8 @@ class Replay:
     """One rank of one pipeline stage of a recipe."""
 
     def __init__(self, recipe: Path, stage: int, folder: Path, monkeypatch, overrides=()):
-        config = load_config(recipe, [f"model.path={folder}", *overrides])
+        engine = "actor.layer_spec=transformer_engine"  # `ShapePolicy` has its layers
+        config = load_config(recipe, [f"model.path={folder}", engine, *overrides])
         architecture = config.model.architecture
         names = {field.name for field in fields(ModelConfig)}
         known = {name: getattr(architecture, name) for name in names if hasattr(architecture, name)}

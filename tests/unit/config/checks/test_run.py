@@ -128,6 +128,7 @@ def test_every_check_fires(overrides, path):
         (6, ["actor.ep=3"], "actor.ep"),  # of 4 ranks
         (6, ["actor.ep=4"], "actor.ep"),
         (8, ["actor.tp=2"], "actor.sequence_parallel"),
+        (8, ["actor.measure_replay=true"], "actor.measure_replay"),
         (8, ["rollout.backend=vllm"], "rollout.backend"),
     ],
 )
@@ -138,6 +139,14 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
     assert path in {p.path for p in check_config(config, shape, 4)}
     fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
     assert path not in {p.path for p in check_config(fine, shape, 4)}
+
+
+def test_the_width_of_dense_layers_is_divided_where_there_are_some() -> None:
+    more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 190}
+    config = build_config(BASE, ["actor.tp=4", "actor.sequence_parallel=true", "rollout.tp=4"])
+    for dense, wanted in (((), set()), ((1,), {"actor.tp", "rollout.tp"})):
+        shape = SHAPE.model_copy(update={**more, "dense_layers": dense})
+        assert {p.path for p in check_config(config, shape, 4)} == wanted
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,20 @@ def test_layers_with_experts_may_be_on_one_stage_only():
     }
 
 
+def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():
+    shape, found = shape_of("qwen2.5-7b"), {}
+    for spec in ("auto", "local", "transformer_engine"):
+        config = config_of("actor.cp=8", "actor.micro_batch_tokens=32768", f"actor.layer_spec={spec}")
+        found[spec] = estimate_memory(config, shape, 8, "cuda")[0].parts["activations"]
+    assert found["auto"] == found["local"] > 1.05 * found["transformer_engine"]
+
+
 def test_a_forward_and_the_cache_have_room_for_experts():
     shape = shape_of("qwen3-30b-a3b")
     cuda = ["distributed.device=cuda", "rollout.dtype=bf16", "cluster.host_memory_gib=999"]
     assert kv_bytes_per_token(config_of(*cuda), shape) == 48 * (2 * 4 * 128 * 2 + 8)
+    many = shape.model_copy(update={"num_experts": 257})  # whose numbers take two bytes
+    assert kv_bytes_per_token(config_of(*cuda), many) == 48 * (2 * 4 * 128 * 2 + 2 * 8)
     row = 151936 + 2048 + 3 * 2048 + 4 * 6144 + 8 * (2 * 2048 + 4 * 768)
     least = -(-1536 * 2 * row // 2**20)
     paths = [
