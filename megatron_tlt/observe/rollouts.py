@@ -8,7 +8,6 @@ A row has a few kilobytes, whatever the number of ranks:
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)
     by_batch            running requests (up to this power of two): [row steps, emitted tokens] of speculative steps
-    draft_seconds, verify_seconds    summed over ranks
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def _speculation(stats: SpeculationStats) -> Figures:
         "drafted_at": stats.drafted_at[:_POSITIONS],
         "accepted_at": stats.accepted_at[:_POSITIONS],
         "by_batch": by_batch,
-        "draft_seconds": stats.draft_seconds,
-        "verify_seconds": stats.verify_seconds,
     }
 
 
@@ -94,8 +91,6 @@ def combined_figures(ranks: Sequence[Figures]) -> Figures:
         row[name] = column_sums([r[name] for r in spec])
     buckets = sorted({bucket for r in spec for bucket in r["by_batch"]})
     row["by_batch"] = {b: column_sums([r["by_batch"].get(b, [0, 0]) for r in spec]) for b in buckets}
-    for name in ("draft_seconds", "verify_seconds"):
-        row[name] = round(sum(r[name] for r in spec), 6)
     return row
 
 

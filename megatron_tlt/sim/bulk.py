@@ -78,13 +78,11 @@ class BulkReplicas:
         times = self._prefill(len(groups)) + np.concatenate(([0.0], np.cumsum(spans)))
         drawn = np.concatenate(([1.0], np.maximum(ends, 1.0)))
         made = np.concatenate(([float(count)], count + np.cumsum(tokens * running)))
-        drafts = table.speculating[running] > 0.5
         return ReplicaRollout(
             np.concatenate(([0.0], times)),
             np.concatenate(([count], running, [0])),
             np.concatenate(([0.0], drawn)),
             np.concatenate(([0.0], made)),
-            np.concatenate(([False], drafts, [False])),
             lengths,
             _accept_length(table, running, tokens * running),
         )
@@ -95,7 +93,7 @@ class BulkReplicas:
         scheduler, prompt = new_scheduler(self._config, quantum), self._config.workload.prompt_tokens
         add_groups(scheduler, groups, prompt, quantum)
         now, drawn, generated = 0.0, 0.0, 0.0
-        events: list[tuple[float, int, float, float, bool]] = []
+        events: list[tuple[float, int, float, float]] = []
         while not scheduler.is_idle:
             batch = scheduler.schedule()
             count, live = batch.num_decode, scheduler.num_running + scheduler.num_waiting
@@ -114,14 +112,13 @@ class BulkReplicas:
             else:
                 result = plain_result(batch.num_draws)
                 seconds += self._costs.prefill(quantum * (batch.num_tokens - count))
-            drafts = bool(count) and bool(table.speculating[count] > 0.5)
-            events.append((now, live, drawn, generated, drafts))
+            events.append((now, live, drawn, generated))
             now += seconds
             drawn += quantum * advance
             generated += quantum * len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, drawn, generated, False))
-        times, running, drawns, made, speculates = (np.array(column) for column in zip(*events, strict=True))
+        events.append((now, 0, drawn, generated))
+        times, running, drawns, made = (np.array(column) for column in zip(*events, strict=True))
         lengths = np.sort(np.concatenate(groups))
         made = made * (float(lengths.sum()) / made[-1])  # units are rounded up
         busy = np.minimum(running[:-1], self._config.rollout.max_running_requests)
@@ -130,7 +127,6 @@ class BulkReplicas:
             running,
             drawns,
             made,
-            speculates,
             lengths,
             _accept_length(table, busy, np.diff(made)),
             scheduler.num_preemptions,

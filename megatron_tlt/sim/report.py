@@ -97,16 +97,9 @@ def _stacked(
 
 
 def _rollout(points: Sequence[Point]) -> list[Part]:
-    traces: list[Trace] = []
-    for p in largest(points):
-        x, y = [t for t, _ in p.shown.running], [n for _, n in p.shown.running]
-        traces.append(line(p.mode, x, y, _OF_MODE[p.mode], mode="lines"))
-        if p.shown.speculation_from is not None:
-            since = p.shown.speculation_from
-            running = [n for t, n in p.shown.running if t <= since]
-            mark = {"size": 11, "symbol": "diamond", "color": _OF_MODE[p.mode]}
-            name = f"{p.mode}: most replicas speculate"
-            dot = {"type": "scatter", "mode": "markers", "name": name, "x": [since], "marker": mark}
-            traces.append({**dot, "y": [running[-1] if running else y[0]]})
+    traces = [
+        line(p.mode, [t for t, _ in p.running], [n for _, n in p.running], _OF_MODE[p.mode], mode="lines")
+        for p in largest(points)
+    ]
     axis = "seconds since the rollout began"
     return [Chart("Running requests", traces, axis, "requests", log_switch=True, wide=True)]

@@ -44,17 +44,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownStep:
-    """One step in detail: the last, when selector and drafter have settled."""
-
-    step: int
-    running: list[tuple[float, int]]
-    """The curve: (seconds since the rollout's start, running requests of all replicas)."""
-    speculation_from: float | None
-    """Seconds from which at least half of the replicas that still decode speculate; None: never."""
-
-
-@dataclass(frozen=True, slots=True)
 class Strategy:
     """What the production selector does at so many running requests of one replica, and what it brings."""
 
@@ -90,7 +79,8 @@ class Point:
     """Of all simulated steps, busy or not."""
     accept_length: float
     steps: list[StepRecord]
-    shown: ShownStep
+    running: list[tuple[float, int]]
+    """Of the last step: (seconds since the rollout's start, running requests of all replicas)."""
     strategies: list[Strategy]
 
 

@@ -18,7 +18,6 @@ class ReplicaRollout:
     running: np.ndarray  # int64 [E], requests that decode or are to, from then on; the last is 0
     drawn: np.ndarray  # float64 [E], tokens of a request that has run from the start, up to then
     generated: np.ndarray  # float64 [E], tokens of all requests up to then
-    speculates: np.ndarray  # bool [E], whether most steps from then on draft
     lengths: np.ndarray  # int64 [R], ascending
     accept_length: float = 0.0
     preemptions: int = 0
@@ -38,4 +37,4 @@ class ReplicaRollout:
 def empty() -> ReplicaRollout:
     """Of a replica that got no prompt."""
     none = np.zeros(1)
-    return ReplicaRollout(none, np.zeros(1, np.int64), none, none, np.zeros(1, bool), np.zeros(0, np.int64))
+    return ReplicaRollout(none, np.zeros(1, np.int64), none, none, np.zeros(0, np.int64))

@@ -15,7 +15,7 @@ from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
 from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import DrafterModel, IdleTime
-from megatron_tlt.sim.result import PHASES, Point, ShownStep, StepRecord, Strategy
+from megatron_tlt.sim.result import PHASES, Point, StepRecord, Strategy
 from megatron_tlt.sim.rollout import ReplicaRollout
 from megatron_tlt.sim.trace import Lengths
 
@@ -46,7 +46,7 @@ class Simulation:
         for step in range(steps):
             record, rollouts = self._step(step)
             records.append(record)
-        return self._point(mode, records, show(steps, rollouts))
+        return self._point(mode, records, running_requests(rollouts))
 
     def _rollouts(self, step: int) -> list[ReplicaRollout]:
         lengths, replicas = self._lengths.of(step), self._cluster.replicas
@@ -92,7 +92,7 @@ class Simulation:
         )
         return record, rollouts
 
-    def _point(self, mode: str, records: list[StepRecord], shown: ShownStep) -> Point:
+    def _point(self, mode: str, records: list[StepRecord], running: list[tuple[float, int]]) -> Point:
         cluster, steps = self._cluster, len(records)
         total = sum(r.seconds for r in records)
         return Point(
@@ -108,7 +108,7 @@ class Simulation:
             total * cluster.gpus / 3600,
             _weighted([r.accept_length for r in records], [float(r.tokens) for r in records]),
             records,
-            shown,
+            running,
             self.strategies(),
         )
 
@@ -127,23 +127,15 @@ class Simulation:
         return rows
 
 
-def show(step: int, rollouts: Sequence[ReplicaRollout]) -> ShownStep:
-    """The running-requests curve, and when speculation begins."""
+def running_requests(rollouts: Sequence[ReplicaRollout]) -> list[tuple[float, int]]:
+    """The curve of all replicas: (seconds, running requests from then on)."""
     moments = np.unique(np.concatenate([r.times for r in rollouts]))
     if len(moments) > _CURVE:
         moments = moments[np.linspace(0, len(moments) - 1, _CURVE).astype(int)]
-    running, speculates, busy = (np.zeros(len(moments), np.int64) for _ in range(3))
+    running = np.zeros(len(moments), np.int64)
     for rollout in rollouts:
-        at = np.searchsorted(rollout.times, moments, side="right") - 1
-        running += rollout.running[at]
-        speculates += rollout.speculates[at]
-        busy += rollout.running[at] > 0
-    begins = np.flatnonzero((speculates * 2 >= busy) & (busy > 0))
-    return ShownStep(
-        step,
-        list(zip(moments.tolist(), running.tolist(), strict=True)),
-        float(moments[begins[0]]) if len(begins) else None,
-    )
+        running += rollout.running[np.searchsorted(rollout.times, moments, side="right") - 1]
+    return list(zip(moments.tolist(), running.tolist(), strict=True))
 
 
 def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:

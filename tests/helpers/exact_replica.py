@@ -35,21 +35,19 @@ class ExactReplica:
         scheduler, now, preempted = self._scheduler, 0.0, self._scheduler.num_preemptions
         self.speculation.tally = Tally()
         add_groups(scheduler, groups, self._config.workload.prompt_tokens)
-        events: list[tuple[float, int, float, float, bool]] = []
+        events: list[tuple[float, int, float, float]] = []
         generated, drawn, total = 0, 0.0, sum(len(g) for g in groups)
         while not scheduler.is_idle:
             batch = scheduler.schedule()
-            before = self.speculation.tally.draft_rows
             live = scheduler.num_running + scheduler.num_waiting
             seconds, result, emitted = self._compute(batch)
-            speculates = self.speculation.tally.draft_rows > before
-            events.append((now, live, drawn, generated, speculates))
+            events.append((now, live, drawn, generated))
             now += seconds
             drawn += emitted / max(1, batch.num_decode) if batch.num_decode else 0.0
             generated += len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, drawn, generated, False))
-        times, running, drawns, made, drafts = (np.array(column) for column in zip(*events, strict=True))
+        events.append((now, 0, drawn, generated))
+        times, running, drawns, made = (np.array(column) for column in zip(*events, strict=True))
         tally, lengths = self.speculation.tally, np.sort(np.concatenate(groups))
         assert len(lengths) == total and generated == int(lengths.sum()), "every answer has its length"
         return ReplicaRollout(
@@ -57,7 +55,6 @@ class ExactReplica:
             running,
             drawns,
             made,
-            drafts,
             lengths,
             tally.accept_length,
             scheduler.num_preemptions - preempted,

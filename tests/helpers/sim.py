@@ -63,6 +63,6 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
         running = np.array([requests, 0])
         lengths = np.full(requests, int(rate * end))
         made.append(
-            ReplicaRollout(times, running, drawn, drawn * requests, np.zeros(2, bool), lengths)
+            ReplicaRollout(times, running, drawn, drawn * requests, lengths)
         )
     return made

@@ -152,7 +152,6 @@ def _rollouts(step: int, speculation: bool, answers: str) -> dict[str, Any]:
         row |= {"strategies": {"none": 40, "hybrid_11_1_0": 60 + step, "eagle_5_1_0": 20}}
         row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}
         row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}}
-        row |= {"draft_seconds": 1.0, "verify_seconds": 3.0}
     return row
 
 

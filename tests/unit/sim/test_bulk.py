@@ -60,7 +60,6 @@ def test_memory_pressure_preempts_in_both():
 
 def test_nothing_is_drafted_above_the_threshold():
     config = sim_config("rollout.speculation.drafter=eagle", "plain_above=5")
-    _, bulk = both(config, groups_of(0, 2, 8))
-    drafts = dict(zip(bulk.running.tolist(), bulk.speculates.tolist(), strict=True))
-    assert all(not drafts[n] for n in range(6, 17))
-    assert any(drafts[n] for n in range(1, 6))
+    drafting = Decider(config, build_costs(config), 16).table(1.0).speculating
+    assert not drafting[6:].any() and len(drafting) == 17
+    assert (drafting[1:6] > 0.5).any()

@@ -28,8 +28,8 @@ def test_phases_add_up_and_tokens_are_counted():
         assert record.seconds == pytest.approx(sum(record.phases.values()))
     assert point.seconds == pytest.approx(sum(r.seconds for r in point.steps) / 2)
     assert point.gpu_hours == pytest.approx(8 * sum(r.seconds for r in point.steps) / 3600)
-    assert point.shown.running[0][1] == 64 * 4
-    assert point.shown.running[-1][1] == 0
+    assert point.running[0][1] == 64 * 4
+    assert point.running[-1][1] == 0
     assert point.replicas == 8
 
 
