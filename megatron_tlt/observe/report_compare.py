@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tlt.observe import report_charts as charts
-from megatron_tlt.observe.page import Chart, Page, Section, Table, bar
+from megatron_tlt.observe.page import Page, Part, Section, Table
 from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
-from megatron_tlt.observe.report_charts import PHASES, phases_of
+from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.report_speculation import speculation
 from megatron_tlt.observe.runfiles import Row, RunData, require_metrics
 
@@ -144,19 +144,10 @@ def _time(runs: Pair, names: Names) -> Section:
     if not runs[0].steps:
         return Section("Time")
     rows = phase_rows(runs)
-    order = [*PHASES, *(name for name, _, _ in rows)]
-    bars = [
-        bar(name, [x, y], names, PHASES.get(name, "@6"), orientation="h", hovertemplate="%{x:.3f} s")
-        for name, x, y in sorted(rows, key=lambda row: order.index(row[0]))
-    ]
-    layout = {"barmode": "stack", "hovermode": "closest", "bargap": 0.35}
-    layout |= {"yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"traceorder": "normal"}}
-    unit = "seconds, mean of the ranks"
     rows.append(("whole step", runs[0].mean("time/step"), runs[1].mean("time/step")))
     cells = [(name, x, y, y - x, f"{x / y:.2f}×" if min(x, y) > _SHORTEST else "") for name, x, y in rows]
     head, title = ["phase", *names, "B − A", "A / B"], "Seconds a step, largest difference first"
-    parts = [
-        Chart("Seconds a step, by phase", bars, unit, layout=layout, wide=True, height=230),
+    parts: list[Part] = [
         Table(head, cells, title, wide=True),
         *charts.metric_chart(runs, "Step time", "seconds", [("time/step", "step", "@3")]),
     ]

@@ -149,7 +149,7 @@ def test_two_runs(browser, tmp_path, width):
     )
     page = made(tmp_path, a, b)
     browser.open(page, width)
-    check(browser, page, 11)
+    check(browser, page, 10)
     verdict = browser.evaluate("document.getElementById('verdict').textContent")
     assert (
         verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
