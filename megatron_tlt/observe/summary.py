@@ -14,7 +14,6 @@ from rich.table import Table
 from megatron_tlt.observe.jsonl import to_json
 
 SUMMARY_FILE = "summary.json"
-_SHOWN = 10  # accepted lengths in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,6 @@ class RunSummary:
     """Optimizer steps of the drafter over all ranks."""
     stolen_requests: int = 0
     """Requests that another rank answered than the one they were assigned to."""
-    accept_lengths: Sequence[float] = ()
-    """Tokens a request emitted in a speculative step, mean by RL step; steps without speculation are left out."""
     before: Accuracy | None = None
     """First evaluation."""
     after: Accuracy | None = None
@@ -104,10 +101,6 @@ def _figures(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "drafter training in idle time", f"{text}, {summary.drafter_steps} steps"
     if summary.stolen_requests:
         yield "requests stolen", f"{summary.stolen_requests} from the queues of other ranks"
-    if lengths := summary.accept_lengths:
-        count = min(len(lengths), _SHOWN)
-        shown = [lengths[round(i * (len(lengths) - 1) / max(1, count - 1))] for i in range(count)]
-        yield "accepted length by step", " ".join(f"{length:.2f}" for length in shown)
 
 
 def print_summary(summary: RunSummary) -> None:

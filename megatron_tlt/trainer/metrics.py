@@ -51,7 +51,6 @@ class RunMetrics:
         self._first_step = 0
         self._started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
-        self._accept_lengths: list[float] = []
         self._acceptance = AcceptanceMonitor()
 
     def start(self, steps_done: int) -> None:
@@ -125,8 +124,6 @@ class RunMetrics:
             self.warn(warning)
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)
-        if "spec/accept_length" in row:
-            self._accept_lengths.append(row["spec/accept_length"])
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._rollouts is not None:
@@ -173,7 +170,6 @@ class RunMetrics:
             recovered_seconds=recovered,
             drafter_steps=int(drafter_steps),
             stolen_requests=int(stolen),
-            accept_lengths=self._accept_lengths,
             before=accuracies[0] if accuracies else None,
             after=accuracies[-1] if accuracies else None,
             paths={name: str(path) for name, path in paths.items()},
