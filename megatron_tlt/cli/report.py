@@ -25,15 +25,9 @@ def add_report(commands: Any) -> None:
     text = "write what every rank did as a trace for ui.perfetto.dev or chrome://tracing"
     timeline = commands.add_parser("timeline", help=text, description=text)
     timeline.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    timeline.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        default=Path("trace.json.gz"),
-        help="default: trace.json.gz",
-    )
+    default = Path("trace.json.gz")
+    timeline.add_argument("-o", "--out", type=Path, default=default, help=f"default: {default}")
     timeline.add_argument("--steps", metavar="FIRST-LAST", help="only these steps, from 1 (default: all)")
-    timeline.add_argument("--ranks", metavar="A-B,C", help="only these ranks (default: all)")
     timeline.set_defaults(run=_timeline)
 
 
@@ -63,11 +57,11 @@ def _timeline(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.runfiles import read_run
     from megatron_tlt.observe.timeline import write_timeline
 
-    steps, ranks = (_numbers(name, getattr(args, name)) for name in ("steps", "ranks"))
+    steps = _range(args.steps)
     if problems := output_file_problems("--out", args.out):
         raise ConfigError(problems)
     run = read_run(args.run_dir)
-    count = write_timeline(run, args.out, steps, ranks)
+    count = write_timeline(run, args.out, steps)
     _warn(run.warnings)
     hint = "open it in https://ui.perfetto.dev or chrome://tracing"
     print(f"wrote {args.out}: {count} events ({hint})", flush=True)
@@ -79,14 +73,12 @@ def _warn(warnings: Sequence[str]) -> None:
         print(f"megatron-tlt: {warning}", file=sys.stderr, flush=True)
 
 
-def _numbers(name: str, text: str | None) -> set[int] | None:
-    """ "1-3,7" as numbers; None: all. Raises ConfigError."""
+def _range(text: str | None) -> range | None:
+    """ "3-5" or "4" as numbers; None: all. Raises ConfigError."""
     if text is None:
         return None
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ConfigError.of(f"--{name}", text, "must be numbers and ranges of them, such as 1-3,7")
-        chosen.update(range(int(first), int(last or first) + 1))
-    return chosen
+    first, _, last = text.partition("-")
+    last = last or first
+    if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
+        raise ConfigError.of("--steps", text, "must look like 4 or 3-5")
+    return range(int(first), int(last) + 1)

@@ -23,20 +23,22 @@ Event = dict[str, Any]
 PHASES, STATES = 1, 2  # threads of a rank
 
 
-def write_timeline(
-    run: RunData, out: Path, steps: Collection[int] | None = None, ranks: Collection[int] | None = None
-) -> int:
+def write_timeline(run: RunData, out: Path, steps: Collection[int] | None = None) -> int:
     """Writes the trace, gzip; returns the number of events.
 
-    `steps` (from 1) and `ranks` choose; None: all. Raises ConfigError, before anything is written, where there is
-    nothing to draw or none of it can be read.
+    `steps` (from 1) chooses; None: all. Raises ConfigError, before anything is written, where there is nothing to draw
+    or none of it can be read.
     """
-    chosen = _chosen(run, steps, ranks)
-    starts = [row["ts"] for rank in chosen for row in [next(run.events(rank), None)] if row is not None]
+    if not run.ranks:
+        raise ConfigError.of("RUN_DIR", str(run.run_dir), "has no event logs (events/rank-*.jsonl) to draw")
+    if steps is not None and not any(1 <= step <= run.last_step + 1 for step in steps):
+        allowed = f"must be among the run's steps: 1 to {run.last_step}, and the one in progress"
+        raise ConfigError.of("--steps", shortened(sorted(steps)), allowed)
+    starts = [row["ts"] for rank in run.ranks for row in [next(run.events(rank), None)] if row is not None]
     if not starts:
         found = "; ".join(run.warnings) or "the event logs are empty"
         raise ConfigError.of("RUN_DIR", str(run.run_dir), f"no event could be read: {found}")
-    events = chain(*(_rank_events(run, rank, min(starts), steps) for rank in chosen))
+    events = chain(*(_rank_events(run, rank, min(starts), steps) for rank in run.ranks))
     out.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with gzip.open(out, "wt", encoding="utf-8", compresslevel=6) as file:
@@ -48,20 +50,6 @@ def write_timeline(
         about = {"run": run.name, "origin_s": min(starts)}
         file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
     return count
-
-
-def _chosen(run: RunData, steps: Collection[int] | None, ranks: Collection[int] | None) -> list[int]:
-    """The ranks to draw. Raises ConfigError where there are none, or none of the steps."""
-    if not run.ranks:
-        raise ConfigError.of("RUN_DIR", str(run.run_dir), "has no event logs (events/rank-*.jsonl) to draw")
-    if steps is not None and not any(1 <= step <= run.last_step + 1 for step in steps):
-        allowed = f"must be among the run's steps: 1 to {run.last_step}, and the one in progress"
-        raise ConfigError.of("--steps", shortened(sorted(steps)), allowed)
-    chosen = [rank for rank in run.ranks if ranks is None or rank in ranks]
-    if not chosen:
-        allowed = f"must be among the run's ranks: {shortened(run.ranks, 20)}"
-        raise ConfigError.of("--ranks", shortened(sorted(ranks or [])), allowed)
-    return chosen
 
 
 def _names(pid: int, process: str, threads: dict[int, str]) -> Iterator[Event]:

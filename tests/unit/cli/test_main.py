@@ -58,7 +58,7 @@ def test_a_closed_pipe_prints_no_error(tmp_path):
     ("arguments", "said"),
     [
         (["watch", "RUN/nowhere"], "must be a directory"),
-        (["timeline", "RUN", "--steps", "²"], "must be numbers and ranges"),
+        (["timeline", "RUN", "--steps", "²"], "must look like 4 or 3-5"),
         (["timeline", "RUN"], "has no event logs"),
         (["status", "RUN/nowhere"], "must be the directory of a run"),
         (["status", "RUN/metrics.jsonl"], "must be the directory of a run"),
