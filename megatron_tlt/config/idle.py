@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from megatron_tlt.config.base import Section
 
@@ -22,7 +22,3 @@ class IdleSection(Section):
     so much longer. For runs of one rollout replica, where no rank ever waits."""
     poll_ms: float = Field(default=2.0, ge=0.1, le=1000)
     """Sleep between two looks of a waiting rank that does not train, in milliseconds."""
-    report_change: float = Field(default=0.2, gt=0, le=1)
-    """A busy rank reports again when the tokens it still expects changed by this share."""
-    heartbeat_seconds: PositiveFloat = 1.0
-    """A rank with nothing new reports so often."""

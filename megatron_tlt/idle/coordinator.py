@@ -1,7 +1,7 @@
 """Coordination of idle ranks over MPI: which ranks are done, how long the rest will take, when the window is over.
 
     group leader of each replica                                rank 0: the status board
-      | -- REPORT: transitions, 20 % changes, a heartbeat ---------> |
+      | -- REPORT: transitions, 20 % changes ----------------------> |
       | <--------- EXPECTED_WAIT: until the slowest one is done ---- |   to idle ranks
       | <--------- LAST_BUSY: all others are done ------------------ |   to one rank
       | -- ALL_DONE: to all ranks, from the last one when it is done |
@@ -25,8 +25,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.errors import CoordinatorError, shortened
-from megatron_tlt.idle.board import Entry, StatusBoard
+from megatron_tlt.errors import CoordinatorError
+from megatron_tlt.idle.board import StatusBoard
 from megatron_tlt.idle.mailbox import Mailbox
 from megatron_tlt.idle.messages import Kind, Message, Report, RequestRange, unpack
 from megatron_tlt.idle.policy import has_changed
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.interfaces import Clock
 
+_CHANGE = 0.2  # share by which a figure must move to be sent again
 _ADVICE_EVERY_S = 0.05  # between two computations of the expected wait without a new report
 _SMALL_WAIT_S = 0.1  # below these, a change counts as a share of them
 _SMALL_TOKENS = 16.0
@@ -79,8 +80,7 @@ class IdleCoordinator:
         self._stealing = None if queue is None else WorkStealing(leaders, self._send, queue)
         self._early: list[Message] = []  # about work stealing in the next window
         self._me = Report(comm.rank, 0, 0, RankState.BUSY)
-        self._reported_at = self._polled_at = self._advised_at = self._clock.now()
-        self._begun_at = self._checked_at = self._polled_at
+        self._polled_at = self._advised_at = self._clock.now()
         self._advised: dict[int, float] = {}  # by rank: the end of the wait that it was sent in this window
         self._wait_end: float | None = None
         self._barrier: MPI.Request | None = None
@@ -114,7 +114,6 @@ class IdleCoordinator:
         """Opens the next window, BUSY. Raises CoordinatorError while the last one is open."""
         if not self._is_complete:
             raise CoordinatorError(f"window {self.epoch} is open: test_done has not been true yet")
-        self._begun_at = self._clock.now()
         self._advised.clear()
         self._wait_end = self.last_done_at = None
         self._is_complete = self._is_over = self._has_hinted = False
@@ -131,27 +130,22 @@ class IdleCoordinator:
         for message in early:
             self._handle(message)
 
-    def progress(self, running: int, tokens_left: float, tokens_per_second: float) -> None:
+    def progress(self, tokens_left: float, tokens_per_second: float) -> None:
         """While BUSY: what is still expected of this replica. Microseconds.
 
-        Reported when it moved by `report_change`. Outside a window (during an evaluation) it does nothing.
+        Reported when it moved by a fifth. Outside a window (during an evaluation) it does nothing.
         """
         if self._is_complete:
             return
-        old, share = self._me, self._section.report_change
+        old, share = self._me, _CHANGE
         queued = 0 if self._stealing is None else self._stealing.queued
         if (
             has_changed(old.tokens_left, tokens_left, share, _SMALL_TOKENS)
             or has_changed(old.tokens_per_second, tokens_per_second, share, 1.0)
-            or (running == 0) != (old.running == 0)
             or has_changed(old.queued, queued, share, 1.0)
         ):
             self._me = replace(
-                old,
-                running=running,
-                queued=queued,
-                tokens_left=tokens_left,
-                tokens_per_second=tokens_per_second,
+                old, queued=queued, tokens_left=tokens_left, tokens_per_second=tokens_per_second
             )
             self._report()
         self.poll()
@@ -162,7 +156,7 @@ class IdleCoordinator:
             raise CoordinatorError(f"enter_done in window {self.epoch} needs one begin before it")
         self.entered_at = self._wall()  # before the barrier: no rank can leave before the last one's
         self._barrier = self._comm.Ibarrier()
-        self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, is_requesting=False)
+        self._me = replace(self._me, tokens_left=0.0, queued=0, is_requesting=False)
         if self.state is RankState.IDLE:  # since `request_work`
             self._me = replace(self._me, changed_at=self.entered_at)
             self._report()
@@ -175,7 +169,7 @@ class IdleCoordinator:
     def request_work(self) -> None:
         """This replica has no request left, IDLE, and could answer those of others. Returns at once."""
         assert self._stealing is not None, "work stealing is off"
-        self._me = replace(self._me, running=0, tokens_left=0.0, queued=0, is_requesting=True)
+        self._me = replace(self._me, tokens_left=0.0, queued=0, is_requesting=True)
         self.set_state(RankState.IDLE)
         self.poll(force=True)  # NO_WORK may be there already
         self._stealing.request(self._me.seq)
@@ -193,15 +187,11 @@ class IdleCoordinator:
             return ranges
         return () if self._stealing.is_settled else None
 
-    def set_state(self, state: RankState, steps: int = 0) -> None:
+    def set_state(self, state: RankState) -> None:
         """A transition of this rank, reported at once. Raises CoordinatorError if it is not in the table."""
         check_transition(self._me.state, state)
-        self._me = replace(self._me, state=state, steps=steps, changed_at=self._wall())
+        self._me = replace(self._me, state=state, changed_at=self._wall())
         self._report()
-
-    def count_steps(self, steps: int) -> None:
-        """Micro-steps of this window so far, for the next report; sends nothing itself."""
-        self._me = replace(self._me, steps=steps)
 
     def test_done(self) -> bool:
         """Polls, then tests the barrier: True when every rank has entered, and this one may leave."""
@@ -229,34 +219,9 @@ class IdleCoordinator:
         self._polled_at = now
         for data in self._mailbox.drain():
             self._handle(unpack(data))
-        if self._is_group_leader and now - self._reported_at >= self._section.heartbeat_seconds:
-            self._report()
         self._send_report()
         if self._board is not None and not self.is_over:
             self._lead(now, self._board)
-
-    def board(self) -> list[Entry]:
-        """The board's lines, one a group leader; none on ranks other than 0."""
-        return [] if self._board is None else self._board.entries()
-
-    def board_text(self) -> str:
-        """The board for error messages: each rank's last state and the age of its report."""
-        return f"rank {self.rank} has no board" if self._board is None else self._board.text()
-
-    def check_alive(self, silent_seconds: float) -> None:
-        """On rank 0, in a window: raises CoordinatorError, naming ranks without a report for so long, and the board."""
-        if self.rank:
-            return
-        now = self._clock.now()
-        if now - self._begun_at < silent_seconds or now - self._checked_at < self._section.heartbeat_seconds:
-            return  # no rank reports between windows; and reading the whole board takes time
-        self._checked_at = now
-        silent = [e.rank for e in self.board() if e.rank and e.silent_seconds > silent_seconds]
-        if silent:
-            ranks = shortened(silent)
-            raise CoordinatorError(
-                f"nothing was heard of rank {ranks} for {silent_seconds:g} s; last seen: {self.board_text()}"
-            )
 
     def close(self) -> None:
         """Frees the communicator. Collective, outside a window. Gives up on messages after two seconds."""
@@ -284,7 +249,6 @@ class IdleCoordinator:
         if not self._is_group_leader:
             return
         self._me = replace(self._me, seq=self._me.seq + 1)
-        self._reported_at = self._clock.now()
         if self._board is not None:
             self._board.update(self._me)
         else:
@@ -344,13 +308,13 @@ class IdleCoordinator:
             self._advise(now, board)
 
     def _advise(self, now: float, board: StatusBoard) -> None:
-        """Sends idle ranks the expected wait, once, and again when it moved by `report_change`."""
+        """Sends idle ranks the expected wait, once, and again when it moved by a fifth."""
         wait = board.expected_wait()
         if wait is None:
             return
         for rank in board.idle_ranks():
             end = self._advised.get(rank)
-            is_new = end is None or has_changed(end - now, wait, self._section.report_change, _SMALL_WAIT_S)
+            is_new = end is None or has_changed(end - now, wait, _CHANGE, _SMALL_WAIT_S)
             if rank and is_new:
                 self._advised[rank] = now + wait
                 self._send(rank, Kind.EXPECTED_WAIT, wait)

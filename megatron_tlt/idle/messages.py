@@ -1,4 +1,4 @@
-"""The messages of the idle coordinator, as bytes: a head of 24, then a report of 56 or up to 100 request ranges of 16.
+"""The messages of the idle coordinator, as bytes: a head of 24, then a report of 48 or up to 100 request ranges of 16.
 Torch-free, MPI-free.
 
     REPORT         to rank 0         a replica's state
@@ -23,7 +23,7 @@ from megatron_tlt.errors import CoordinatorError
 from megatron_tlt.idle.state import RankState
 
 _HEAD = struct.Struct("<BxHIqd")  # kind, number of ranges, sender, epoch, value
-_REPORT = struct.Struct("<IIqB?xxIIiddd")
+_REPORT = struct.Struct("<IIqB?xxiddd")
 _RANGE = struct.Struct("<qII")
 MAX_RANGES = 100  # of one message
 MAX_BYTES = _HEAD.size + MAX_RANGES * _RANGE.size  # small enough for MPI's eager protocol: a send never waits
@@ -54,10 +54,6 @@ class Report:
     state: RankState
     is_requesting: bool = False
     """It has no request left, and may still be assigned others'."""
-    running: int = 0
-    """Live and queued requests."""
-    steps: int = 0
-    """Micro-steps of this window."""
     queued: int = 0
     """Requests that another replica could answer; -1: not known yet."""
     tokens_left: float = 0.0

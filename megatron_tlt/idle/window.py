@@ -82,12 +82,11 @@ class IdleWindow:
         on_span: Callable[[str, float, float], None] | None = None,
         on_poll: Callable[[str], None] | None = None,
         poll_seconds: float = 0.002,
-        silent_seconds: float = 600.0,
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
         wall: Callable[[], float] = wall_seconds,
     ):
-        """`num_samples()`: sequences there are to train on. A rank silent for `silent_seconds` ends the job.
+        """`num_samples()`: sequences there are to train on.
 
         `on_span(state, wall time of its start, seconds)` is called at the end of a window, `on_poll(state)` at every
         poll.
@@ -96,7 +95,7 @@ class IdleWindow:
         self.disabled_reason: str | None = None
         self._is_group_leader, self._agree = is_group_leader, agree
         self._num_samples, self._on_span, self._on_poll = num_samples, on_span, on_poll
-        self._poll_seconds, self._silent_seconds = poll_seconds, silent_seconds
+        self._poll_seconds = poll_seconds
         self._clock, self._sleep, self._wall = clock or MonotonicClock(), sleep, wall
         self._micro_step_seconds: float | None = None
         self._failure: str | None = None
@@ -120,7 +119,7 @@ class IdleWindow:
         self.coordinator.request_work()
         self._tracker.to(RankState.IDLE)
         while (ranges := self.coordinator.receive_work()) is None:
-            self._check_alive()
+            self._show_state()
             self._sleep(self._poll_seconds)
         if ranges:
             self._tracker.to(RankState.BUSY)
@@ -130,7 +129,7 @@ class IdleWindow:
         """Trains or sleeps until every rank is done. To be called after `begin`, without a request left.
 
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
-        passes through. Raises CoordinatorError for a rank that is silent.
+        passes through.
         """
         tally = _Tally(self._clock.now())
         self.coordinator.enter_done()
@@ -138,22 +137,22 @@ class IdleWindow:
             self._tracker.to(RankState.IDLE)
         while (action := self._next_action(tally)) is not Action.STOP:
             if action is Action.TRAIN:
-                self._enter(RankState.TRAINING, tally)
+                self._enter(RankState.TRAINING)
                 self._train_one(step_fn, tally)
                 continue
             if action is Action.DISABLE:
                 self._disable_group()
-            self._enter(RankState.IDLE, tally)
+            self._enter(RankState.IDLE)
             self._sleep(self._poll_seconds)
         while not self.coordinator.test_done():  # it is over: the barrier's last rounds
             self._sleep(self._poll_seconds)
-            self.coordinator.check_alive(self._silent_seconds)
+            self._show_state()
         return self._finish(tally)
 
     def _next_action(self, tally: _Tally) -> Action:
         """Polls; what the group does next. Collective among the group."""
         self.coordinator.test_done()
-        self._check_alive()
+        self._show_state()
         proposal = Action.WAIT
         if self._failure is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
@@ -167,10 +166,9 @@ class IdleWindow:
             _log.warning("drafter training is off for the rest of the run: %s", self._failure)
         self.disable(self._failure or "training failed on another rank of this replica")
 
-    def _check_alive(self) -> None:
+    def _show_state(self) -> None:
         if self._on_poll is not None:
             self._on_poll(self._tracker.state.name)
-        self.coordinator.check_alive(self._silent_seconds)
 
     def _view(self, tally: _Tally) -> IdleView:
         available = None if self._num_samples is None else self._num_samples()
@@ -186,10 +184,10 @@ class IdleWindow:
             steps=tally.steps,
         )
 
-    def _enter(self, state: RankState, tally: _Tally) -> None:
+    def _enter(self, state: RankState) -> None:
         if self._tracker.state is not state:
             self._tracker.to(state)
-            self.coordinator.set_state(state, tally.steps)
+            self.coordinator.set_state(state)
 
     def _train_one(self, step_fn: StepFn, tally: _Tally) -> None:
         started = self._clock.now()
@@ -203,7 +201,6 @@ class IdleWindow:
             tally.has_no_samples = True
             return
         tally.add(metrics, seconds)
-        self.coordinator.count_steps(tally.steps)
         old = self._micro_step_seconds
         self._micro_step_seconds = seconds if old is None else old + _EMA * (seconds - old)
 

@@ -116,7 +116,7 @@ class RolloutPhase:
             left = tokens_left(lengths, waiting, self._lengths)
             longest = int(lengths.max(initial=0))
             self._world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
-            self._window.coordinator.progress(running, left, speed)
+            self._window.coordinator.progress(left, speed)
             self._on_progress(running, waiting, generated_tokens)
 
         return report

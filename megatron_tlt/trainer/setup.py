@@ -374,7 +374,6 @@ def _idle_window(
         on_span=metrics.state,
         on_poll=lambda state: world.heartbeat(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
-        silent_seconds=world.timeout_s,
     )
 
 

@@ -44,7 +44,7 @@ def windows(world: World, tp: GroupTensorParallel, fails: bool) -> None:
         window.begin()
         until = time.perf_counter() + (0.4 if replica == slow else 0.03 * (1 + replica))
         while (left := until - time.perf_counter()) > 0:
-            coordinator.progress(1, 10 * left, 0.0)
+            coordinator.progress(10 * left, 0.0)
             time.sleep(0.002)
         reports = world.all_gather_object(window.run(step_fn))
         assert min(r.left_at for r in reports) > max(r.entered_at for r in reports) - CLOCKS_AGREE_S
@@ -54,8 +54,6 @@ def windows(world: World, tp: GroupTensorParallel, fails: bool) -> None:
         assert reports[slow * SIZE].steps == 0
         if not fails:
             assert all(r.steps > 5 for i, r in enumerate(reports) if i // SIZE != slow)
-    leaders = list(range(0, world.size, SIZE))
-    assert [e.rank for e in coordinator.board()] == (leaders if world.is_main else [])
     reasons = world.all_gather_object(window.disabled_reason)
     if fails:
         assert reasons[:2] == ["training failed on another rank of this replica", "out of memory"]

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import sys
 import time
 from contextlib import closing
@@ -42,7 +41,7 @@ def work(coordinator: IdleCoordinator, seconds: float, rate: float = 100.0) -> N
     """A rollout of 100 tokens a second, reported every 2 ms; with rate 0 its speed is not known."""
     end = time.perf_counter() + seconds
     while (left := end - time.perf_counter()) > 0:
-        coordinator.progress(3, 100 * left, rate)
+        coordinator.progress(100 * left, rate)
         time.sleep(min(left, 0.002))
 
 
@@ -128,7 +127,7 @@ def never_idle() -> None:
 
 
 def leak(windows: str) -> None:
-    with closing(IdleCoordinator(WORLD, IdleSection(heartbeat_seconds=0.01))) as coordinator:
+    with closing(IdleCoordinator(WORLD)) as coordinator:
         window = IdleWindow(coordinator, EAGER, sleep=lambda s: time.sleep(s / 10))
         most, early, total = 0, 0, int(windows)
         rng = random.Random(RANK)
@@ -230,7 +229,7 @@ def steals() -> None:
             while queue.requests:
                 some, queue.requests[:2] = queue.requests[:2], []
                 queue.running = len(some)
-                coordinator.progress(queue.running, 50.0 * len(queue.requests), 100.0)
+                coordinator.progress(50.0 * len(queue.requests), 100.0)
                 time.sleep(0.002)
                 answered += some
                 queue.running = 0
@@ -257,7 +256,7 @@ def slow_leader() -> None:
         coordinator.begin()
         for i in range(3000):
             if RANK:
-                coordinator.progress(1, 10_000.0 * (i % 2 + 1) + i, 10.0)
+                coordinator.progress(10_000.0 * (i % 2 + 1) + i, 10.0)
                 most = max(most, coordinator.outstanding)
         WORLD.Barrier()
         end = time.perf_counter() + 0.5
@@ -265,7 +264,7 @@ def slow_leader() -> None:
             coordinator.poll()
             time.sleep(0.002)
         if RANK == 0:
-            left = {e.report.tokens_left for e in coordinator.board()[1:] if e.report is not None}
+            left = {coordinator._board.report_of(rank).tokens_left for rank in range(1, SIZE)}
             assert left == {20_000.0 + 2999}, left
         WORLD.Barrier()  # no rank enters before rank 0 has read its board
         coordinator.enter_done()
@@ -274,35 +273,6 @@ def slow_leader() -> None:
     most = WORLD.allreduce(most, MPI.MAX)
     assert most <= 1, most
     say_ok(outstanding=most)
-
-
-def dies(state: str, how: str, silent: str) -> None:
-    """Rank 1 kills or stops itself (SIGKILL, SIGSTOP) in `state`; rank 0 prints its board now and then."""
-    victim, wanted = 1, RankState[state]
-    coordinator = IdleCoordinator(WORLD, IdleSection(heartbeat_seconds=0.2))
-    policy = IdlePolicy(train_drafter=wanted is not RankState.IDLE, min_tail_seconds=0.0)
-    shown = 0.0
-
-    def die_or_sleep(seconds: float) -> None:
-        nonlocal shown
-        if victim == RANK and coordinator.state is wanted and time.perf_counter() - started > 0.5:
-            os.kill(os.getpid(), signal.Signals[how])
-        if RANK == 0 and time.perf_counter() - shown > 0.1:
-            shown = time.perf_counter()
-            print(f"board: {coordinator.board_text()}", flush=True)
-        time.sleep(seconds)
-
-    def step_fn() -> dict[str, float]:
-        die_or_sleep(0.01)
-        return {"tokens": 1.0}
-
-    window = IdleWindow(coordinator, policy, sleep=die_or_sleep, silent_seconds=float(silent))
-    started = time.perf_counter()
-    window.begin()
-    while (victim == RANK and wanted is RankState.BUSY) or RANK == SIZE - 1:
-        coordinator.progress(2, 500.0, 10.0)
-        die_or_sleep(0.01)
-    window.run(step_fn)
 
 
 for scenario in sys.argv[1:]:

@@ -47,17 +47,6 @@ def test_the_expected_wait_is_that_of_the_slowest_and_shrinks_with_time(board, c
     assert board.last_change() == 77.0
 
 
-def test_the_text_names_states_with_the_oldest_report_first(board, clock):
-    board.update(Report(0, 1, 1, BUSY, running=3, tokens_left=812))
-    clock.time += 2.5
-    board.update(Report(2, 1, 1, TRAINING, steps=40))
-    assert board.text() == (
-        "UNKNOWN: rank 4 (no report yet); BUSY: rank 0 (window 1, last report 2.5 s ago, 3 requests, 812 tokens left); "
-        "TRAINING: rank 2 (window 1, last report 0.0 s ago, 40 micro-steps)"
-    )
-    assert StatusBoard(range(100), clock).text().endswith("rank 15 (no report yet), and 84 more")
-
-
 def test_a_rank_that_requests_work_is_busy_but_does_not_count_for_the_wait(board):
     board.update(Report(0, 1, 1, BUSY, tokens_left=100, tokens_per_second=50, queued=3))
     board.update(Report(2, 1, 1, IDLE, is_requesting=True))

@@ -32,7 +32,6 @@ WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
         ({"is_over": True}, STOP),
         ({"is_over": True, "is_disabled": True}, STOP),
         ({"is_disabled": True}, WAIT),
-        ({"steps": 10**6}, TRAIN),
         ({"samples_available": 1}, TRAIN),
         ({"samples_available": 0}, WAIT),
         ({"samples_available": None}, TRAIN),
