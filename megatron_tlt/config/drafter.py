@@ -28,15 +28,12 @@ AUTO = {"cpu": DeviceSizes("fp32", 192, 64.0), "cuda": DeviceSizes("bf16", 4096,
 class DrafterLossSection(Section):
     """The drafter's loss, at the rollout temperature."""
 
-    kind: Literal["mix", "lk"] = "mix"
-    """mix: ce_weight * cross entropy + tv_weight * total variation. lk: KL divergence where policy and drafter
-    overlap little, total variation where they overlap much."""
     hidden_weight: NonNegativeFloat = 10.0
     """Weight of the distance to the policy's hidden states (SmoothL1)."""
     ce_weight: NonNegativeFloat = 0.1
-    """Weight of the cross entropy with the policy's distribution (mix)."""
+    """Weight of the cross entropy with the policy's distribution."""
     tv_weight: NonNegativeFloat = 0.9
-    """Weight of the total variation, one minus the acceptance (mix)."""
+    """Weight of the total variation, one minus the acceptance."""
     step_decay: float = Field(default=0.8, gt=0, le=1)
     """Factor on the loss from one drafted position to the next."""
 
@@ -55,8 +52,6 @@ class OnlineSection(Section):
     position of the micro-step."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices."""
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm to clip to; 0: off."""
     mean_decay: float = Field(default=0.97, ge=0, lt=1)
@@ -66,9 +61,6 @@ class OnlineSection(Section):
     """Positions that are drafted in a row in training. With 1 a micro-step takes a third of the time that it takes with
     3, and a good drafter of kind eagle, whose outputs are drawn to the policy's hidden states, stays as good. One of
     kind eagle3 drafts further positions right only if they are trained. auto: 1 for eagle, 3 for eagle3."""
-    hidden_state_noise: float = Field(default=0.0, ge=0, le=1)
-    """Noise on the hidden states that the drafter reads in training, over their root mean square: against overfitting
-    to few answers. About 0.2 for drafters that start from random weights; it slows a good one down."""
     micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
     Longer answers are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
@@ -86,10 +78,10 @@ class OnlineSection(Section):
     max_age: NonNegativeInt = 2
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
     read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""
-    fp8: Literal["off", "te", "torchao", "emulate"] = "off"
-    """Arithmetic of the layer's linears in training. te: Transformer Engine; torchao: torch's own (both need a GPU of
-    compute capability 9.0 or more); emulate: values are rounded as FP8 rounds them, without a gain in speed. What
-    is configured and not installed is an error."""
+    fp8: Literal["off", "te", "emulate"] = "off"
+    """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU of compute capability 9.0 or
+    more; emulate: values are rounded as FP8 rounds them, without a gain in speed. What is configured and not installed
+    is an error."""
 
 
 class DrafterSection(Section):
@@ -129,8 +121,6 @@ class DrafterSection(Section):
     """Final learning rate of the cosine."""
     warmup_steps: NonNegativeInt = 20
     """Optimizer steps of linear warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices."""
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm to clip to; 0: off."""
     loss: DrafterLossSection = DrafterLossSection()

@@ -23,7 +23,6 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 
 # Keys of earlier versions. Each is refused with its present name; a section stands for every key below it.
 RENAMED_KEYS = {
-    "drafter.online.feature_noise": "drafter.online.hidden_state_noise",
     "bank": "rollout_cache",
     "idle.take_over": "idle.work_stealing",
     "rollout.speculation.min_survival": "rollout.speculation.min_cumulative_acceptance",
@@ -37,10 +36,17 @@ REMOVED_KEYS = {
     "rollout_cache.sync_seconds": "is gone: finished answers are written at once",
     "idle.max_steps_per_window": "is gone: a wait is trained in until its end",
     "idle.min_samples": "is gone: a rank trains on any answer that it has kept",
+    "idle.report_change": "is gone: ranks report changes of a fifth",
+    "idle.heartbeat_seconds": "is gone: the watchdog watches over ranks (section watchdog)",
     "workload.lengths.growth": "is gone: lengths of all steps have one distribution",
     "cluster.message_us": "is gone: measured, 30 microseconds",
     "cluster.hop_us": "is gone: 50 microseconds",
     "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
+    "drafter.loss.kind": "is gone: the loss is the weighted sum of its parts",
+    "drafter.weight_decay": "is gone: the drafter's weights do not decay",
+    "drafter.online.weight_decay": "is gone: the drafter's weights do not decay",
+    "drafter.online.hidden_state_noise": "is gone",
+    "rollout.trtllm.graph_sizes": "is gone: the engine chooses, up to rollout.max_running_requests",
 }
 
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)

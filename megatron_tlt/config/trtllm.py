@@ -27,8 +27,6 @@ class TrtllmSection(Section):
     """Longest text that ngram looks up."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""
-    graph_sizes: tuple[PositiveInt, ...] = ()
-    """Batch sizes of captured graphs; none named: the engine's own up to max_running_requests."""
     sleep: Literal["none", "kv_cache"] = "kv_cache"
     """kv_cache: the KV cache's memory is given back from the end of a rollout to the next one's start."""
     heartbeat_s: PositiveFloat = 2.0

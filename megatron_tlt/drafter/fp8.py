@@ -5,7 +5,6 @@ each linear several times before the weights change, and a history of scales wou
 E4M3 (largest 448), gradients E5M2 (largest 57344), as in Micikevicius et al., 2209.05433, section 3.
 
 te        Transformer Engine's Linear under `autocast` with Float8CurrentScaling
-torchao   `convert_to_float8_training`, tensorwise
 emulate   rounds to FP8 and multiplies in the type that comes in: what FP8 does to accuracy, on any device
 
 FP8 products need multiples of 16 everywhere: sizes of the weights are checked here, rows are filled up with zeros
@@ -28,13 +27,12 @@ from torch.nn.functional import linear, pad
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.model import PairModel
 
-Mode = Literal["te", "torchao", "emulate"]
+Mode = Literal["te", "emulate"]
 Precision = Callable[[], AbstractContextManager[object]]
 
 _FIELD = "drafter.online.fp8"
 _MULTIPLE = 16  # of all sizes of an FP8 product, in elements
 _CAPABILITY = (9, 0)  # of the GPU, at least: Hopper
-_PARTS = ("self_attn", "mlp")
 
 
 def use_fp8(model: PairModel, mode: Mode, device: torch.device) -> Precision:
@@ -44,13 +42,12 @@ def use_fp8(model: PairModel, mode: Mode, device: torch.device) -> Precision:
     drafter's sizes do not allow `mode`.
     """
     _check_sizes(model, mode)
-    build = {"te": _with_transformer_engine, "torchao": _with_torchao, "emulate": _with_emulation}[mode]
-    return build(model, device)
+    return _with_transformer_engine(model, device) if mode == "te" else _with_emulation(model, device)
 
 
 def _linears(model: PairModel) -> list[tuple[nn.Module, str, nn.Linear]]:
     """(parent, attribute, linear) of the layer's linears."""
-    parents = [getattr(model.block, part) for part in _PARTS]
+    parents = (model.block.self_attn, model.block.mlp)
     return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
 
@@ -65,12 +62,12 @@ def _check_sizes(model: PairModel, mode: Mode) -> None:
         raise ConfigError.of(_FIELD, mode, allowed)
 
 
-def _check_gpu(mode: Mode, device: torch.device) -> None:
+def _check_gpu(device: torch.device) -> None:
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if found is None or found < _CAPABILITY:
         here = "there is none" if found is None else f"this GPU has {found[0]}.{found[1]}"
         allowed = f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more, {here}"
-        raise ConfigError.of(_FIELD, mode, f"{allowed}; here: off or emulate")
+        raise ConfigError.of(_FIELD, "te", f"{allowed}; here: off or emulate")
 
 
 def _replace(parent: nn.Module, name: str, old: nn.Linear, new: nn.Module) -> None:
@@ -104,12 +101,12 @@ def _fill_rows(module: nn.Module) -> None:
 
 
 def _with_transformer_engine(model: PairModel, device: torch.device) -> Precision:
-    _check_gpu("te", device)
+    _check_gpu(device)
     try:
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import Float8CurrentScaling
     except (ImportError, RuntimeError, OSError) as error:  # an empty meta package raises RuntimeError
-        allowed = f"needs Transformer Engine for PyTorch ({error}); here: off, torchao or emulate"
+        allowed = f"needs Transformer Engine for PyTorch ({error}); here: off or emulate"
         raise ConfigError.of(_FIELD, "te", allowed) from error
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
@@ -120,24 +117,6 @@ def _with_transformer_engine(model: PairModel, device: torch.device) -> Precisio
         _replace(parent, name, old, new)
         _fill_rows(new)
     return partial(te.autocast, enabled=True, recipe=Float8CurrentScaling())
-
-
-# -- torchao ----------------------------------------------------------------------------------------------------
-
-
-def _with_torchao(model: PairModel, device: torch.device) -> Precision:
-    _check_gpu("torchao", device)
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        allowed = f"needs torchao ({error}); here: off, te or emulate"
-        raise ConfigError.of(_FIELD, "torchao", allowed) from error
-    config = Float8LinearConfig.from_recipe_name("tensorwise")
-    for part in _PARTS:  # not fc, which the model multiplies by hand
-        convert_to_float8_training(getattr(model.block, part), config=config)
-    for _, _, module in _linears(model):  # torchao's are subclasses of nn.Linear, with the same parameters
-        _fill_rows(module)
-    return nullcontext
 
 
 # -- emulation --------------------------------------------------------------------------------------------------

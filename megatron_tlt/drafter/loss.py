@@ -10,7 +10,6 @@ accepts (Leviathan et al., 2211.17192, section 3). SmoothL1 keeps long drafts on
 hidden states of its own that no policy has, and acceptance falls from position to position. EAGLE-3 (2503.01840,
 section 3) leaves it out. Where the drafter's vocabulary is reduced, p is the policy's over it, renormalised, and rows
 whose most likely token is outside have no loss: they would teach the policy's second choice (SpecForge's rule).
-`lk` instead mixes per row KL and TV by exp(-3 * acceptance) (LK losses, 2602.23881): KL while the overlap is small.
 
 Legend: N rows, H hidden size, V vocabulary, Vd the drafter's.
 """
@@ -29,7 +28,6 @@ from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
 _MAX_ELEMENTS = 1 << 25  # of [rows, V] at a time: bounds the temporaries of the LM head
-_LK_SHARPNESS = 3.0  # of the mixture of KL and TV, as in the paper
 
 LossParts = dict[str, list[Tensor]]  # means by unrolled step, 0-d
 
@@ -151,18 +149,11 @@ def _block_loss(
     q = log_q.exp_()
     difference = q - p
     tv = 0.5 * difference.abs().sum(-1)
-    if loss.kind == "lk":  # constants for the gradient
-        w_ce = torch.exp(-_LK_SHARPNESS * (1 - tv))[:, None]
-        w_tv = 1 - w_ce
-    else:
-        w_ce, w_tv = (torch.full_like(tv, w)[:, None] for w in (loss.ce_weight, loss.tv_weight))
-    if known is not None:
-        w_ce, w_tv, ce = w_ce * known[:, None], w_tv * known[:, None], ce * known
-    total = w_ce * ce[:, None] + w_tv * tv[:, None]
-    if loss.kind == "lk":  # KL, not CE: the policy's entropy is a constant of the row
-        total = total + w_ce * (p * p.clamp(min=1e-30).log()).sum(-1, keepdim=True)
+    total = loss.ce_weight * ce + loss.tv_weight * tv
     del p  # five float32 [R, V] at most are there at a time
     sign = difference.sign().mul_(0.5)
     gradient = sign.sub_((sign * q).sum(-1, keepdim=True)).mul_(q)
-    gradient = gradient.mul_(w_tv).add_(difference.mul_(w_ce)).div_(t)
+    gradient = gradient.mul_(loss.tv_weight).add_(difference.mul_(loss.ce_weight)).div_(t)
+    if known is not None:
+        total, ce, gradient = total * known, ce * known, gradient.mul_(known[:, None])
     return gradient.to(own.dtype), torch.stack([total.sum(), ce.sum(), (1 - tv if accept is None else accept).sum()])

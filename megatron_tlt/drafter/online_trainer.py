@@ -86,11 +86,11 @@ class OnlineDrafterTrainer:
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
-        names = ("lr", "warmup_steps", "weight_decay", "clip_grad")
+        names = ("lr", "warmup_steps", "clip_grad")
         options = {"schedule": "constant", "draft_steps": self._draft_steps}
         options |= {name: getattr(online, name) for name in names}
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
-        self._state, noise = TrainingState(model, start, self._tp), online.hidden_state_noise
+        self._state = TrainingState(model, start, self._tp)
         self._no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
             model,
@@ -99,7 +99,6 @@ class OnlineDrafterTrainer:
             section.model_copy(update=options),
             temperature,
             precision=precision,
-            hidden_state_noise=noise,
             state=self._state,
         )
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed

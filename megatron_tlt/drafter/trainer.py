@@ -1,11 +1,10 @@
-"""`DrafterTrainer`: AdamW on a drafter, one bounded step at a time."""
+"""`DrafterTrainer`: Adam on a drafter, one bounded step at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,16 +32,14 @@ class DrafterTrainer:
         temperature: float = 1.0,
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
-        hidden_state_noise: float = 0.0,
         state: TrainingState | None = None,
     ):
         """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
         `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `hidden_state_noise`: noise on the hidden states that the model reads, over their root
-        mean square. `state` is that of the model's parameters; by default one without a running mean.
+        inside `precision()`. `state` is that of the model's parameters; by default one without a running mean.
         """
-        self._noise, self._precision = hidden_state_noise, precision
+        self._precision = precision
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
@@ -81,29 +78,13 @@ class DrafterTrainer:
         dtype = DTYPES[self._section.sizes(device).dtype]
         needs_cast = next(self.model.parameters()).dtype != dtype
         with torch.autocast(device, dtype) if needs_cast else nullcontext(), self._precision():
-            outputs = self.model.unroll(
-                self.embed, self._with_noise(batch), layout, self._section.draft_steps
-            )
+            outputs = self.model.unroll(self.embed, batch, layout, self._section.draft_steps)
         section, t = self._section.loss, self._temperature
         loss, parts = draft_loss(self.model, outputs, batch, layout, self.head, section, t, counts)
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
         return torch.stack([loss.detach(), *by_name.values()]), ["loss", *by_name]
-
-    def _with_noise(self, batch: PairBatch) -> PairBatch:
-        """The batch with noise on its hidden states (as EAGLE, 2401.15077, and TLT do).
-
-        Drawn from the seed and the number of the step, so that a resumed run draws the same.
-        """
-        if not self._noise:
-            return batch
-        generator = torch.Generator(batch.hidden.device)
-        generator.manual_seed((self._section.seed << 32) + self.trained_steps)
-        hidden = batch.hidden.float()
-        noise = torch.randn(hidden.shape, generator=generator, device=hidden.device)
-        scale = self._noise * hidden.pow(2).mean().sqrt()
-        return replace(batch, hidden=(hidden + scale * noise).to(batch.hidden.dtype))
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.
@@ -119,7 +100,7 @@ class DrafterTrainer:
         limit = self._section.clip_grad
         factor = torch.clamp(limit / (norm + _NORM_EPS), max=1.0) if limit else None
         rate = lr_factor * learning_rate(self._section, self.trained_steps)
-        self.state.step(rate, self._section.weight_decay, factor)
+        self.state.step(rate, factor)
         self.trained_steps += 1
         return {"grad_norm": size, "lr": rate}
 

@@ -1,4 +1,4 @@
-"""What training a drafter keeps of each parameter: fp32 master weight, running mean, AdamW's moments.
+"""What training a drafter keeps of each parameter: fp32 master weight, running mean, Adam's moments.
 
 Engines draft with the running mean: at a constant learning rate the weights themselves jump about the place they
 are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
@@ -29,7 +29,7 @@ from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
 KINDS = (RAW, MEAN, "exp_avg", "exp_avg_sq")
 _BUCKET_ELEMENTS = 1 << 23
-_BETAS, _EPS = (0.9, 0.95), 1e-8  # of AdamW
+_BETAS, _EPS = (0.9, 0.95), 1e-8  # of Adam
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Part:
 
 
 class TrainingState:
-    """fp32 state of a drafter's parameters, and AdamW on it."""
+    """fp32 state of a drafter's parameters, and Adam on it."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TrainingState:
         """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
         `kinds` are kept (without the mean there is none to draft with).
         """
-        self.steps = 0  # that AdamW corrects its moments for
+        self.steps = 0  # that Adam corrects its moments for
         self._tp, self._kinds = tp or SingleRank(), kinds
         self._parameters = dict(model.named_parameters())
         self._whole: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}  # where one rank keeps everything
@@ -133,21 +133,19 @@ class TrainingState:
         self._tp.all_reduce(squares)
         return squares.sqrt()
 
-    def step(self, lr: float, weight_decay: float, factor: Tensor | None) -> None:
-        """One AdamW step on the gradients taken, times `factor` (0-d), and frees them. Matrices decay, vectors do not.
+    def step(self, lr: float, factor: Tensor | None) -> None:
+        """One Adam step on the gradients taken, times `factor` (0-d), and frees them.
 
         Collective in the group. Mutates weights, moments and `steps`.
         """
         for bucket in self._own:
-            for is_matrix in (True, False):
-                parts = [p for p in bucket if (p.parameter.ndim > 1) == is_matrix and p.gradient is not None]
-                if parts:
-                    self._adamw(parts, lr, weight_decay if is_matrix else 0.0, factor)
+            if parts := [part for part in bucket if part.gradient is not None]:
+                self._adam(parts, lr, factor)
         self.steps += 1
         self.free_gradients()
         self._publish_weights()
 
-    def _adamw(self, parts: list[_Part], lr: float, weight_decay: float, factor: Tensor | None) -> None:
+    def _adam(self, parts: list[_Part], lr: float, factor: Tensor | None) -> None:
         gradients = [p.gradient.float() for p in parts if p.gradient is not None]
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
@@ -165,7 +163,7 @@ class TrainingState:
             beta1=_BETAS[0],
             beta2=_BETAS[1],
             lr=lr,
-            weight_decay=weight_decay,
+            weight_decay=0.0,
             eps=_EPS,
             maximize=False,
         )

@@ -56,11 +56,10 @@ async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     host = Host(answers.append)
     version = contract.data["version"]
     assert host.engine_version() == version
-    for graphs in ((), (1, 2, 8)):
-        section = TrtllmSection(version=version, graph_sizes=graphs, **spec)
-        rollout = RolloutSection(dtype="bf16", max_running_requests=8, max_batched_tokens=32, trtllm=section)
-        kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
-        await host.handle({"type": "start", "llm": kwargs})
+    section = TrtllmSection(version=version, **spec)
+    rollout = RolloutSection(dtype="bf16", max_running_requests=8, max_batched_tokens=32, trtllm=section)
+    kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
+    await host.handle({"type": "start", "llm": kwargs})
     await _push(host, with_drafter=kind == "eagle3")
     for top_k, min_p in ((0, 0.0), (5, 0.1 if kind == "none" else 0.0)):
         sampling = SamplingParams(top_k=top_k, top_p=0.9, min_p=min_p, max_tokens=8)

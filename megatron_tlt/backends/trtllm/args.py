@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SLEEP_TAGS = ("kv_cache",)  # memory that is given back between rollouts; its contents are worth nothing then
 _SERIES = re.compile(r"1\.([23])\.\d+(rc\d+)?(\.post\d+)?")
+_GRAPHS = {CLASS: "CudaGraphConfig", "enable_padding": True}
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -90,7 +91,9 @@ def build_llm_kwargs(
             "enable_block_reuse": True,
             "free_gpu_memory_fraction": section.kv_cache_fraction,
         },
-        "cuda_graph_config": _graphs(rollout) if rollout.cuda_graphs else None,
+        "cuda_graph_config": {**_GRAPHS, "max_batch_size": rollout.max_running_requests}
+        if rollout.cuda_graphs
+        else None,
     }
     if (config := build_spec_config(section, drafter)) is not None:
         kwargs["speculative_config"] = config
@@ -101,17 +104,6 @@ def build_llm_kwargs(
     if both:
         raise ValueError(f"set by other settings already: {', '.join(sorted(both))}")
     return kwargs | section.engine
-
-
-def _graphs(rollout: RolloutSection) -> dict[str, Any]:
-    """Exactly one of sizes and maximum: versions treat both together differently."""
-    sizes = sorted(set(rollout.trtllm.graph_sizes))
-    limits = (
-        {"batch_sizes": sizes, "max_batch_size": 0}
-        if sizes
-        else {"max_batch_size": rollout.max_running_requests}
-    )
-    return {CLASS: "CudaGraphConfig", "enable_padding": True, **limits}
 
 
 def build_sampling_params(

@@ -27,6 +27,9 @@ def check_rollout(
         yield ConfigProblem(
             "rollout.kernels", "native", "must be 'auto' or 'torch' on CUDA: native kernels are for CPU"
         )
+    if rollout.kernels == "native" and rollout.dtype != "fp32":
+        allowed = "must be 'auto' or 'torch' with rollout.dtype: bf16: the native decoder computes fp32"
+        yield ConfigProblem("rollout.kernels", "native", allowed)
     if rollout.max_running_requests > rollout.max_batched_tokens:
         most = rollout.max_batched_tokens
         allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
@@ -88,7 +91,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
     yield from _check_hidden_states(config)
-    if online.fp8 in ("te", "torchao") and device == "cpu":
+    if online.fp8 == "te" and device == "cpu":
         allowed = "must be 'off' or 'emulate' on CPU"
         yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
     if shape is not None:

@@ -98,10 +98,9 @@ def test_emulation_keeps_names_values_and_what_is_not_a_linear_of_the_layer() ->
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["te", "torchao"])
-def test_no_gpu_is_an_error_that_names_the_alternatives(mode: str) -> None:
-    section = DrafterSection(online={"fp8": mode})
-    with pytest.raises(ConfigError, match=rf"drafter\.online\.fp8 = '{mode}': needs a GPU .*off or emulate"):
+def test_no_gpu_is_an_error_that_names_the_alternatives() -> None:
+    section = DrafterSection(online={"fp8": "te"})
+    with pytest.raises(ConfigError, match=r"drafter\.online\.fp8 = 'te': needs a GPU .*off or emulate"):
         OnlineDrafterTrainer(model(), section)
 
 
@@ -122,22 +121,21 @@ def hopper(monkeypatch):
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("mode", ["te", "torchao"])
-def test_older_gpus_and_missing_packages_are_errors(hopper, monkeypatch, mode: str) -> None:
+def test_older_gpus_and_missing_packages_are_errors(hopper, monkeypatch) -> None:
     hopper.value = (8, 0)
     with pytest.raises(ConfigError, match=r"this GPU has 8\.0"):
-        use_fp8(model(), mode, CUDA)
+        use_fp8(model(), "te", CUDA)
     hopper.value = (9, 0)
     real = builtins.__import__
 
     def missing(name, *args):
-        if name.startswith(("transformer_engine", "torchao")):
+        if name.startswith("transformer_engine"):
             raise ImportError(f"No module named {name}")
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match="No module named"):
-        use_fp8(model(), mode, CUDA)
+        use_fp8(model(), "te", CUDA)
 
 
 # -- contracts with the vendors -------------------------------------------------------------------------------
@@ -204,36 +202,3 @@ def test_transformer_engine_runs_the_layers_linears(hopper, monkeypatch) -> None
     sum(o.sum() for o in emulated_outputs).backward()
     for (name, a), (_, b) in zip(m.named_parameters(), emulated.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_torchao_converts_the_layer_in_place(hopper, monkeypatch) -> None:
-    converted: list[str] = []
-
-    class Float8Linear(EmulatedFp8Linear):
-        def forward(self, x):
-            assert x.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
-            return super().forward(x)
-
-    def convert_to_float8_training(module, *, module_filter_fn=None, config=None):
-        assert module_filter_fn is None and config == "tensorwise config"
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                new = Float8Linear(child.in_features, child.out_features, child.bias is not None)
-                new.weight, new.bias = child.weight, child.bias
-                setattr(module, name, new)
-                converted.append(name)
-        return module
-
-    package, module = ModuleType("torchao"), ModuleType("torchao.float8")
-    module.convert_to_float8_training = convert_to_float8_training
-    module.Float8LinearConfig = SimpleNamespace(from_recipe_name=lambda name: f"{name} config")
-    package.float8 = module
-    monkeypatch.setitem(sys.modules, "torchao", package)
-    monkeypatch.setitem(sys.modules, "torchao.float8", module)
-    m, emulated = model(), model()
-    precision = use_fp8(m, "torchao", CUDA)
-    assert tuple(converted) == LINEARS
-    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == DrafterConfig.eagle(CONFIG).shapes()
-    wanted = outputs(emulated, use_fp8(emulated, "emulate", CPU))
-    for a, b in zip(outputs(m, precision), wanted, strict=True):
-        torch.testing.assert_close(a, b)

@@ -62,11 +62,9 @@ def test_limits_are_always_passed(version: str) -> None:
     assert "speculative_config" not in given
 
 
-def test_graphs_have_sizes_or_a_maximum() -> None:
+def test_graphs_have_a_maximum() -> None:
     base = {CLASS: "CudaGraphConfig", "enable_padding": True}
     assert kwargs()["cuda_graph_config"] == {**base, "max_batch_size": 128}
-    sized = kwargs(graph_sizes=(4, 1, 4))["cuda_graph_config"]
-    assert sized == {**base, "batch_sizes": [1, 4], "max_batch_size": 0}
     assert kwargs(cuda_graphs=False)["cuda_graph_config"] is None
 
 

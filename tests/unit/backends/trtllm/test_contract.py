@@ -62,7 +62,7 @@ def test_what_must_be_among_the_used_names(path: Path) -> None:
         ("classes", "AsyncLLM", "methods", "generate_async", "params", "sampling_params"),
         ("classes", eagle, "fields", "allow_advanced_sampling"),
         ("classes", "NGramDecodingConfig", "fields", "max_matching_ngram_size"),
-        ("classes", "CudaGraphConfig", "fields", "batch_sizes"),
+        ("classes", "CudaGraphConfig", "fields", "max_batch_size"),
         ("classes", "SamplingParams", "fields", "include_stop_str_in_output"),
         ("classes", "SamplingParams", "fields", "min_p"),
         ("classes", "WorkerExtension", "methods", "update_weights"),

@@ -165,6 +165,11 @@ def test_checks_of_the_device(override, device):
     assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
 
 
+def test_the_native_decoder_computes_fp32_only():
+    assert "rollout.kernels" in paths("rollout.kernels=native", "rollout.dtype=bf16")
+    assert "rollout.kernels" not in paths("rollout.kernels=native")
+
+
 def test_a_trained_drafter_needs_cache_too():
     fits = ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=224"]  # 480 tokens of 2 KiB in four layers
     eagle = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]

@@ -70,7 +70,7 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str)
         ids = meta(tokens, dtype=torch.int64)
         training.gradients(PairBatch(ids, hidden, [0, tokens], [1], [0]))
         norm = state.take_gradients()
-        state.step(1e-3, 0.0, norm)
+        state.step(1e-3, norm)
         state.update_mean(0.9)
         step = live.peak - held - engine
         planned = plan.drafter_step_bytes(config, shape, "cuda") + plan.drafter_head_bytes(config, shape, "cuda")
