@@ -76,7 +76,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(f"{'kernels':8s}{'numerics':11s}{'dtype':6s}{'other run':22s}{'parted':>8s}{'flips a token':>16s}")
     for kernels, numerics in KINDS:
-        for dtype in ("fp32", "bf16"):
+        for dtype in ("fp32",) if kernels == "native" else ("fp32", "bf16"):
             base = [f"rollout.kernels={kernels}", f"rollout.numerics={numerics}", f"rollout.dtype={dtype}"]
             base.append("rollout.speculation.drafter=none")  # the quickstart's is another
             plain = answers([*base, "rollout.max_running_requests=64"], args)

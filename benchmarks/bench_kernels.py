@@ -35,7 +35,6 @@ MODELS = {
     "60M": ModelConfig("qwen2", 16384, 640, 10, 10, 2, 64, 2048, qkv_bias=True, tie_word_embeddings=True),
 }
 DEMO = ModelConfig("qwen3", 288, 128, 12, 4, 2, 32, 384, qk_norm=True, tie_word_embeddings=True)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCK = 16
 
 
@@ -58,8 +57,8 @@ def make_step(decoder: Decoder, batch: int, context: int, rows: int = 1) -> Call
     return lambda: decoder.forward(inputs, kv)
 
 
-def make_decoder(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int) -> Decoder:
-    decoder = build_decoder(config, dtype=dtype, kernels=kernels, threads=threads)  # type: ignore[arg-type]
+def make_decoder(config: ModelConfig, kernels: str, threads: int) -> Decoder:
+    decoder = build_decoder(config, kernels=kernels, threads=threads)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     decoder.load_weights(
         (name, torch.randn(shape, generator=generator) * 0.05)
@@ -83,12 +82,12 @@ def interleaved(variants: dict[str, Callable[[], object]], seconds: float) -> di
     return times
 
 
-def gemm_limit(config: ModelConfig, dtype: torch.dtype, batch: int, threads: int) -> float:
+def gemm_limit(config: ModelConfig, batch: int, threads: int) -> float:
     """Milliseconds for the step's products by torch.nn.functional.linear, one per weight."""
     torch.set_num_threads(threads)
     shapes = [s for n, s in config.parameter_shapes().items() if len(s) == 2]
-    weights = [torch.randn(s).to(dtype) for s in shapes]
-    inputs = {s[1]: torch.randn(batch, s[1]).to(dtype) for s in shapes}
+    weights = [torch.randn(s) for s in shapes]
+    inputs = {s[1]: torch.randn(batch, s[1]) for s in shapes}
 
     def products() -> None:
         for w in weights:
@@ -100,32 +99,26 @@ def gemm_limit(config: ModelConfig, dtype: torch.dtype, batch: int, threads: int
 def bench_steps(args: argparse.Namespace) -> list[dict]:
     rows = []
     for model in args.models:
-        for dtype in args.dtypes:
-            for threads in args.threads:
-                torch.set_num_threads(threads)
-                decoders = {k: make_decoder(MODELS[model], DTYPES[dtype], k, threads) for k in args.kernels}
-                for batch in args.batches:
-                    variants = {k: make_step(d, batch, args.context) for k, d in decoders.items()}
-                    times = interleaved(variants, args.seconds)
-                    limit = (
-                        gemm_limit(MODELS[model], DTYPES[dtype], batch, threads)
-                        if args.limit
-                        else float("nan")
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            decoders = {k: make_decoder(MODELS[model], k, threads) for k in args.kernels}
+            for batch in args.batches:
+                variants = {k: make_step(d, batch, args.context) for k, d in decoders.items()}
+                times = interleaved(variants, args.seconds)
+                limit = gemm_limit(MODELS[model], batch, threads) if args.limit else float("nan")
+                for kernels, t in times.items():
+                    row = {
+                        "model": model, "threads": threads, "batch": batch, "kernels": kernels,
+                        "ms": statistics.median(t), "min_ms": min(t), "max_ms": max(t),
+                        "tokens_per_s": batch * 1e3 / statistics.median(t), "limit_ms": limit,
+                    }  # fmt: skip
+                    rows.append(row)
+                    print(
+                        f"{model:4} {threads} threads  B={batch:<3} {kernels:7}"
+                        f"{row['ms']:9.3f} ms (min {row['min_ms']:.3f}) {row['tokens_per_s']:8.0f} tok/s"
+                        f"   limit {limit:.3f} ms",
+                        flush=True,
                     )
-                    for kernels, t in times.items():
-                        row = {
-                            "model": model, "dtype": dtype, "threads": threads, "batch": batch,
-                            "kernels": kernels,
-                            "ms": statistics.median(t), "min_ms": min(t), "max_ms": max(t),
-                            "tokens_per_s": batch * 1e3 / statistics.median(t), "limit_ms": limit,
-                        }  # fmt: skip
-                        rows.append(row)
-                        print(
-                            f"{model:4} {dtype} {threads} threads  B={batch:<3} {kernels:7}"
-                            f"{row['ms']:9.3f} ms (min {row['min_ms']:.3f}) {row['tokens_per_s']:8.0f} tok/s"
-                            f"   limit {limit:.3f} ms",
-                            flush=True,
-                        )
     return rows
 
 
@@ -133,30 +126,20 @@ def bench_rows(args: argparse.Namespace) -> list[dict]:
     """Native steps of 1, 2, ... rows a sequence, one thread; the row counts take turns."""
     records = []
     torch.set_num_threads(1)
-    for dtype in args.dtypes:
-        decoder = make_decoder(DEMO, DTYPES[dtype], "native", 1)
-        for batch in (1, 8):
-            steps = {str(r): make_step(decoder, batch, 150, r) for r in args.rows}
-            times = interleaved(steps, args.seconds / 3)
-            one = statistics.median(times[str(args.rows[0])])
-            for rows in args.rows:
-                t = times[str(rows)]
-                ms = statistics.median(t)
-                records.append(
-                    {
-                        "model": "demo",
-                        "dtype": dtype,
-                        "batch": batch,
-                        "rows": rows,
-                        "ms": ms,
-                        "min_ms": min(t),
-                    }
-                )
-                print(
-                    f"demo {dtype} 1 thread  B={batch:<3} rows {rows:<3} {ms:8.3f} ms (min {min(t):.3f})"
-                    f"  {ms / one:5.2f} of {args.rows[0]} row(s)",
-                    flush=True,
-                )
+    decoder = make_decoder(DEMO, "native", 1)
+    for batch in (1, 8):
+        steps = {str(r): make_step(decoder, batch, 150, r) for r in args.rows}
+        times = interleaved(steps, args.seconds / 3)
+        one = statistics.median(times[str(args.rows[0])])
+        for rows in args.rows:
+            t = times[str(rows)]
+            ms = statistics.median(t)
+            records.append({"model": "demo", "batch": batch, "rows": rows, "ms": ms, "min_ms": min(t)})
+            print(
+                f"demo 1 thread  B={batch:<3} rows {rows:<3} {ms:8.3f} ms (min {min(t):.3f})"
+                f"  {ms / one:5.2f} of {args.rows[0]} row(s)",
+                flush=True,
+            )
     return records
 
 
@@ -180,7 +163,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10M model only, half a second a row")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--kernels", nargs="+", default=["native", "torch"], choices=["native", "torch"])
@@ -195,7 +177,7 @@ def main() -> None:
         args.models, args.seconds = ["10M"], 0.5
     rows = bench_steps(args) + bench_rows(args) + bench_sampling(args)
     summary = {
-        f"tokens_per_s_{r['model']}_{r['dtype']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
+        f"tokens_per_s_{r['model']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
         for r in rows
         if r.get("kernels") == "native"
     }

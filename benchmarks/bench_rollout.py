@@ -161,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--equal", action="store_true", help="all answers equally long: no waste in static batches"
     )
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--repeats", type=int, default=3)

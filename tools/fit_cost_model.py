@@ -123,7 +123,7 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     speculator = backend.engine.speculator
     assert speculator is not None
     recorder = Recorder(kind, backend.engine.scheduler.rows)
-    speculator.use_selector(recorder)
+    speculator.selector = recorder
     propose = speculator.drafter.propose
 
     def recorded(rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:

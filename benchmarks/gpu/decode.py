@@ -24,7 +24,8 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.factory import sample_kernel
-from megatron_tlt.rollout.graph_pool import GraphPool, PooledDecoder, PoolSizes
+from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.types import SamplingParams
 
@@ -45,10 +46,10 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
     section = ModelSection(path=str(policy), max_context=context)
     backend = build_backend(rollout, section, device=check.device, load_weights=True)
     runner = backend.engine.runner
-    if not isinstance(runner.decoder, PooledDecoder):
-        runner.decoder = PooledDecoder(
-            runner.decoder, runner.kv, PoolSizes(batch, context, rollout.block_size, rollout.verify_rows)
-        )
+    if runner.pool is None:
+        assert isinstance(runner.decoder, TorchDecoder)
+        sizes = PoolSizes(batch, context, rollout.block_size, rollout.verify_rows)
+        runner.pool = GraphPool(runner.decoder, runner.kv, sizes)
         backend.engine.capture_graphs(rollout.speculation.rows_each)
     return backend
 
@@ -62,9 +63,9 @@ def _cache_mib(check: Check, batch: int, context: int) -> int:
 
 def pool_of(backend: EmbeddedBackend) -> GraphPool:
     """The graph pool of an engine."""
-    decoder = backend.engine.runner.decoder
-    assert isinstance(decoder, PooledDecoder)
-    return decoder.pool
+    pool = backend.engine.runner.pool
+    assert pool is not None
+    return pool
 
 
 def run(check: Check) -> Result:
@@ -124,7 +125,7 @@ def forward_seconds(check: Check, backend: EmbeddedBackend, batch: int, context:
     pool, room = pool_of(backend), backend.engine.runner.kv.num_blocks
     assert blocks_for(batch, 1, context) <= room, "the cache is smaller than the batch"
     inputs = chains(batch, 1, context, check.shape().vocab_size)
-    return statistics.median(check.seconds(lambda: pool.run(inputs, 1), repeats=20))
+    return statistics.median(check.seconds(lambda: pool.run(inputs), repeats=20))
 
 
 def sampler_seconds(check: Check, batch: int, vocab: int) -> float:

@@ -23,7 +23,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
 SEVEN = ModelConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, qkv_bias=True)  # Qwen2.5-7B
-MODES = ("off", "te", "torchao", "emulate")
+MODES = ("off", "te", "emulate")
 SEQUENCES, TOKENS = 2, 2048  # a micro-step of 4k tokens
 FARTHEST = 0.3  # of an FP8 gradient from the bf16 one, over its norm
 

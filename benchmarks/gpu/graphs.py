@@ -90,9 +90,9 @@ def compare(
     """One shape: the pool's result against an eager static forward, and the time of both."""
     inputs = chains(batch, tokens, CONTEXT, decoder.config.vocab_size)
     moved = chains(batch, tokens, CONTEXT, decoder.config.vocab_size, check.device)
-    got = pool.run(inputs, tokens).logits.clone()
+    got = pool.run(inputs).logits.clone()
     want = decoder.forward_static(moved, kv, tokens).logits
-    graph = check.seconds(lambda: pool.run(inputs, tokens))
+    graph = check.seconds(lambda: pool.run(inputs))
     eager = check.seconds(lambda: decoder.forward_static(moved, kv, tokens))
     row = {"batch": batch, "rows": tokens, "error": distance(got, want)}
     return row | {"graph_ms": 1e3 * statistics.median(graph), "eager_ms": 1e3 * statistics.median(eager)}

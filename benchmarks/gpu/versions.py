@@ -11,7 +11,7 @@ from benchmarks.gpu.bounds import data_sheet
 from benchmarks.gpu.check import Check, Result, measured_peaks
 
 PACKAGES = (
-    "triton", "megatron-core", "transformer-engine", "transformer-engine-torch", "torchao", "apex",
+    "triton", "megatron-core", "transformer-engine", "transformer-engine-torch", "apex",
     "transformers", "mpi4py", "nvidia-cudnn-cu13", "nvidia-nccl-cu13",
 )  # fmt: skip
 LEAST_SHARE = 0.5  # of the data sheet's figures: less is a throttled, shared or misread device

@@ -127,9 +127,8 @@ def build_backend(
 
 def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
     """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
-    if not (rollout.cuda_graphs and rollout.numerics == "default" and decoder.device.type == "cuda"):
+    if not (rollout.cuda_graphs and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
         return None
-    assert isinstance(decoder, TorchDecoder)
     section = rollout.speculation
     return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, section.rows_each)
 

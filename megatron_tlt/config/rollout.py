@@ -27,8 +27,8 @@ class RolloutSection(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is there; on
-    CUDA PyTorch with Triton's kernels."""
+    """Who computes: the native C decoder (CPU, fp32) or plain PyTorch. auto: native on CPU in fp32 when a C compiler is
+    there; on CUDA PyTorch with Triton's kernels."""
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
@@ -61,7 +61,7 @@ class RolloutSection(Section):
     """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
     always computes so; the PyTorch decoder pays for it with fixed tiles."""
     cuda_graphs: bool = True
-    """On CUDA, run decoding and verifying steps as captured graphs (default numerics)."""
+    """On CUDA, run decoding and verifying steps as captured graphs (default numerics, Triton's kernels)."""
     graph_memory_mib: PositiveInt = 2048
     """Device memory of captured graphs with their buffers, taken at the engine's start and kept; steps that have no
     room in it run without one, and are counted."""

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.errors import BackendError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_FAILED = 1 << 62  # and the number of a rank: in place of a result
 
 
 class TensorParallel(Protocol):
@@ -134,3 +137,21 @@ def agree_on(tp: TensorParallel, device: torch.device | str = "cpu") -> Callable
         return int(tp.all_gather(torch.tensor([value], device=device)).max())
 
     return agree
+
+
+def run_on_all(intent: str, call: Callable[[], int], rank: int, largest: Callable[[int], int]) -> int:
+    """The largest of what `call()` returns on the ranks of a group, of which this is `rank`; `largest`: see `agree_on`.
+    Collective, but for `call` itself.
+
+    Where it raises on one rank all raise: that rank its own error, the others a BackendError that names a rank and
+    `intent`. A device that fails altogether cannot send any more: its peers end by the watchdog.
+    """
+    try:
+        value = call()
+    except BaseException:
+        largest(_FAILED + rank)
+        raise
+    found = largest(value)
+    if found >= _FAILED:
+        raise BackendError(f"rank {found - _FAILED} of this engine could not {intent}; its error says why")
+    return found

@@ -43,7 +43,7 @@ class DecoderInput:
     # `slot_mapping` gives every node a slot (siblings share a position). Parents precede children.
     # None: rows of a sequence follow each other.
     parents: Tensor | None = None
-    all_hidden: bool = False  # also return the states of all T rows
+    all_hidden: bool = False  # also return the rows' states
     lengths: HostLengths | None = None  # where the batch is not in the host's memory
     all_routes: bool = False  # also return the experts of all T rows, of a model that has some
 
@@ -55,10 +55,9 @@ class DecoderInput:
 
 @dataclass(slots=True)
 class DecoderOutput:
-    """Logits and states of the wanted rows."""
+    """Logits of the wanted rows, states and experts of all rows."""
 
     logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
-    hidden: Tensor  # [R, W] in the compute type
-    all_hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
+    hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
     # [T, layers with experts * k] of the type `experts.route_type`, if `all_routes`: each row's experts, best first
     routes: Tensor | None = None

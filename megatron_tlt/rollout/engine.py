@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
+from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel, agree_on, run_on_all
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
-from megatron_tlt.rollout.graph_pool import PooledDecoder, PoolSizes
+from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.model_runner import ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
@@ -75,13 +75,12 @@ class Engine:
         self.scheduler = Scheduler(limits, self.blocks)
         sampler = Sampler(decoder.device, native_sample, count_near_ties, sample_kernel)
         kv = decoder.new_kv_cache(num_blocks, block_size)
-        pooled: PooledDecoder | None = None
+        pool: GraphPool | None = None
         if graphs is not None:
             sizes = PoolSizes(limits.max_running, limits.max_context, block_size, graphs.verify_rows)
-            pooled = PooledDecoder(graphs.decoder, kv, sizes, graphs.nbytes)
-        self.runner = ModelRunner(
-            pooled or decoder, kv, self.scheduler.rows, block_size, sampler, tp or SingleRank()
-        )
+            pool = GraphPool(graphs.decoder, kv, sizes, graphs.nbytes)
+        rows = self.scheduler.rows
+        self.runner = ModelRunner(decoder, kv, rows, block_size, sampler, tp or SingleRank(), pool)
         self.speculator: Speculator | None = None
         if drafting is not None:
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
@@ -101,12 +100,12 @@ class Engine:
 
         `keep_address`: caches move to memory that keeps its address through `release`. Collective. Mutates.
         """
-        assert isinstance(self.runner.decoder, PooledDecoder) and self.is_idle
+        assert self.runner.pool is not None and self.is_idle
         eagle = None if self.speculator is None else self.speculator.eagle
-        for kv in (self.runner.kv, *([] if eagle is None else [eagle.kv])):
-            if keep_address:
-                kv.fix_address()
-        self.runner.decoder.pool.capture(rows_each, [] if eagle is None else eagle.steps())
+        if keep_address:
+            for kv in (self.runner.kv, *([] if eagle is None else [eagle.kv])):
+                self._on_all_ranks("take the memory of its cache", kv.fix_address)
+        self.runner.pool.capture(rows_each, [] if eagle is None else eagle.steps())
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
         """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
@@ -280,16 +279,31 @@ class Engine:
         _return_to_system(self.runner.device)
 
     def resume(self) -> None:
-        """Allocates the memory again. Without a `release` before it, it does nothing."""
+        """Allocates the memory again. Without a `release` before it, it does nothing. Collective."""
         if not self.is_released:
             return
-        _return_to_system(
-            self.runner.device
-        )  # the cache is one allocation, of what the device has, not of what PyTorch keeps
+        # the cache is one allocation, of what the device has, not of what PyTorch keeps
+        _return_to_system(self.runner.device)
+        self._on_all_ranks("take the memory of its cache again", self._take_memory)
+        self.is_released = False
+
+    def _take_memory(self) -> None:
         self.runner.resume()
         if self.speculator is not None:
             self.speculator.resume()
-        self.is_released = False
+
+    def _on_all_ranks(self, intent: str, call: Callable[[], None]) -> None:
+        """A call that may fail on one rank of the engine: then all raise, and none waits for it. Collective."""
+        tp = self.runner.tp
+        if tp.size == 1:
+            call()
+            return
+
+        def run() -> int:
+            call()
+            return 0
+
+        run_on_all(intent, run, tp.rank, agree_on(tp, self.runner.device))
 
     def withdraw(self, count: int) -> list[Request]:
         """Removes up to `count` requests that have not decoded, between two steps; returns them unanswered."""
@@ -331,9 +345,9 @@ class Engine:
 
     def graph_report(self) -> dict[str, Any] | None:
         """Memory and counters of the captured graphs; None where there is no pool. Names as in `GraphStats`."""
-        if not isinstance(self.runner.decoder, PooledDecoder):
+        pool = self.runner.pool
+        if pool is None:
             return None
-        pool = self.runner.decoder.pool
         return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
 
     def _add_to_curve(self, running: int, now: float) -> None:

@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_tlt.errors import BackendError
+from megatron_tlt.distributed.tensor_parallel import run_on_all
 from megatron_tlt.observe.memory import reset_cuda_peak
 
 Step = Callable[[], object]
-_FAILED = 1 << 62  # in place of bytes: a rank could not do what all do
 
 
 @dataclass(slots=True)
@@ -140,20 +139,20 @@ class AgreedCapturer:
 
         each rank   step alone, its collectives left out -> all well? -> step with them -> record it -> all well?
 
-    So memory that is short, or a kernel that does not compile, ends every rank at once, and none in a collective. A
-    device that fails cannot send any more: its peers end by the watchdog.
+    So memory that is short, or a kernel that does not compile, ends every rank at once, and none in a collective.
     """
 
     def __init__(
         self,
         inner: Capturer,
+        rank: int,
         largest: Callable[[int], int],
         alone: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
         """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`). While `alone()`
         is open, the step's collectives return at once and compute nothing.
         """
-        self._inner, self._largest, self._alone = inner, largest, alone
+        self._inner, self._rank, self._largest, self._alone = inner, rank, largest, alone
         self.pool_bytes = 0
 
     def warm_up(self, step: Step) -> int:
@@ -178,18 +177,7 @@ class AgreedCapturer:
         return Captured(made[0].replay, self._largest(made[0].nbytes))
 
     def _together(self, call: Callable[[], int]) -> int:
-        """The largest of what `call()` returns. Raises its error, on other ranks BackendError."""
-        try:
-            value = call()
-        except BaseException:
-            self._largest(_FAILED)
-            raise
-        found = self._largest(value)
-        if found >= _FAILED:
-            raise BackendError(
-                "another rank of this engine could not capture a CUDA graph; its error says why"
-            )
-        return found
+        return run_on_all("capture a CUDA graph", call, self._rank, self._largest)
 
 
 class CudaCapturer:

@@ -1,16 +1,16 @@
 """`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
 
-A forward is padded to a bucket of sequences, of rows for each (1: plain decoding; the root and its drafts: verifying)
-and, where attention gathers what it reads, of blocks of context. Strategies that verify equally many tokens share
-graphs. All graphs read one set of input buffers, write one set of output buffers and share one pool of temporary
-memory, since one runs at a time. They are captured at the engine's start, as many as the budget has room for
-(`config/planning/graphs.py`), and stay: weights and cache keep their addresses, also when the cache's memory is given
-back between rollouts (`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their
-collectives (`AgreedCapturer`). On CPU the same static forwards run without a graph.
+A forward is padded to a bucket of sequences and of rows for each (1: plain decoding; the root and its drafts:
+verifying). Strategies that verify equally many tokens share graphs, and contexts of all lengths. All graphs read one
+set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
+time. They are captured at the engine's start, as many as the budget has room for (`config/planning/graphs.py`), and
+stay: weights and cache keep their addresses, also when the cache's memory is given back between rollouts
+(`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives
+(`AgreedCapturer`). On CPU the same static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
-Legend: S sequences, T their rows, B and k their buckets, M blocks of a table (bucket), V vocabulary, H hidden size.
+Legend: S sequences, T their rows, B and k their buckets, M blocks of the longest context, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
 from megatron_tlt.distributed.tensor_parallel import agree_on
-from megatron_tlt.models.base import KVCache, NamedTensors, empty_routes
+from megatron_tlt.models.base import KVCache, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.transfer import upload
@@ -39,15 +39,12 @@ from megatron_tlt.rollout.graph_capture import (
     Step,
 )
 
-_FIRST_BLOCKS = 8  # smallest bucket of context that is gathered; the next ones double
-
 
 class GraphKey(NamedTuple):
     """The shape of one policy forward."""
 
     batch_size: int  # B, sequences
     tokens: int  # k, rows of each, the last token included
-    blocks: int  # M, blocks of cached context before a sequence's first row
 
 
 @dataclass(slots=True)
@@ -84,11 +81,6 @@ class GraphPool:
         """`kv` has a scratch block behind its last one. `budget_bytes` bounds `memory_bytes()`; None: no limit."""
         self._decoder, self._kv, self._sizes = decoder, kv, sizes
         self._batch_buckets = batch_buckets(sizes.max_batch)
-        # a kernel that reads the cache in place follows each context, however wide its table is
-        is_gathered = decoder.paged is None
-        self._block_buckets = (
-            _doubling(_FIRST_BLOCKS, sizes.max_blocks) if is_gathered else [sizes.max_blocks]
-        )
         decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
         self._logits, self._hidden = (
@@ -100,7 +92,8 @@ class GraphPool:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
         if decoder.tp is not None:
-            capturer = AgreedCapturer(capturer, agree_on(decoder.tp, decoder.device), decoder.tp.alone)
+            largest = agree_on(decoder.tp, decoder.device)
+            capturer = AgreedCapturer(capturer, decoder.tp.rank, largest, decoder.tp.alone)
         fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
         self._cache = GraphCache(capturer, budget_bytes, fixed)
 
@@ -115,7 +108,7 @@ class GraphPool:
         """
         if shapes is None:
             shapes = captured_shapes(self._batch_buckets[-1], self._sizes.max_rows, rows_each)
-        first, *keys = [GraphKey(b, k, m) for b, k in shapes for m in reversed(self._block_buckets)]
+        first, *keys = [GraphKey(*shape) for shape in shapes]
         self._capture(first)
         for key, step in others:
             self._cache.capture(key, step)
@@ -147,14 +140,14 @@ class GraphPool:
         """Counters since the pool was made."""
         return self._cache.stats
 
-    def run(self, batch: DecoderInput, tokens_per_seq: int) -> DecoderOutput:
-        """Logits, in the compute type, and hidden states of `batch.logit_rows` (fresh tensors). See `Decoder.forward`.
+    def run(self, batch: DecoderInput) -> DecoderOutput:
+        """Logits come in the compute type, and all in fresh tensors. See `Decoder.forward`.
 
-        `batch` is in CPU memory: S sequences of 1 to `tokens_per_seq` rows each, chains or trees. The host memory that
-        it is copied to is written again by the next call: by then this call's results must have come to the host.
+        `batch` is in CPU memory: S sequences of one or more rows each, chains or trees. The host memory that it is
+        copied to is written again by the next call: by then this call's results must have come to the host.
         """
-        first = batch.positions.numpy()[batch.query_start.numpy()[:-1]]
-        key = self.key(len(first), tokens_per_seq, int(first.max()))
+        counts = np.diff(batch.query_start.numpy())
+        key = self.key(len(counts), int(counts.max()))
         stats = self._cache.stats
         stats.rows += len(batch.token_ids)
         if key is None:
@@ -163,86 +156,25 @@ class GraphPool:
         stats.padded_rows += key.batch_size * key.tokens - len(batch.token_ids)
         inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
         self._cache.run(key, self._step(key, inputs))
-        into = self._outputs(key)
-        out = DecoderOutput(into.logits.index_select(0, wanted), into.hidden.index_select(0, wanted))
+        rows = key.batch_size * key.tokens
+        out = DecoderOutput(self._logits[:rows].index_select(0, wanted))
         if batch.all_hidden:
-            out.all_hidden = into.hidden.index_select(0, place)
+            out.hidden = self._hidden[:rows].index_select(0, place)
         if batch.all_routes:
-            assert into.routes is not None
-            out.routes = into.routes.index_select(0, place)
+            out.routes = self._routes[:rows].index_select(0, place)
         return out
 
     def run_step(self, key: Hashable, step: Step) -> None:
         """Another static step, a drafter's: by its graph if `capture` was given one of this key, else as it is."""
         self._cache.run(key, step)
 
-    def key(self, sequences: int, tokens_per_seq: int, longest: int) -> GraphKey | None:
-        """The bucket of a batch with at most `longest` cached positions before its first rows; None: none fits."""
+    def key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:
+        """The bucket of a batch of at most `tokens_per_seq` rows a sequence; None: none fits."""
         batch = round_up(self._batch_buckets, sequences)
         tokens = round_up(ROWS_EACH, tokens_per_seq)
-        blocks = round_up(self._block_buckets, -(-longest // self._sizes.block_size))
-        if batch is None or tokens is None or blocks is None or batch * tokens > self._sizes.max_rows:
+        if batch is None or tokens is None or batch * tokens > self._sizes.max_rows:
             return None
-        return GraphKey(batch, tokens, blocks)
-
-
-class PooledDecoder:
-    """A decoder whose batches in CPU memory run through a `GraphPool`; those on the device run as they are.
-
-    So on CUDA the model runner uploads prefill chunks and leaves decoding and verifying steps on the host.
-    """
-
-    kind = "torch"
-
-    def __init__(
-        self,
-        decoder: TorchDecoder,
-        kv: KVCache,
-        sizes: PoolSizes,
-        budget_bytes: int | None = None,
-        capturer: Capturer | None = None,
-    ):
-        self.inner, self.pool = decoder, GraphPool(decoder, kv, sizes, budget_bytes, capturer)
-        self.config, self.dtype, self.device = decoder.config, decoder.dtype, decoder.device
-        self.aux_layers, self.state_size = decoder.aux_layers, decoder.state_size
-        self._kv = kv
-
-    def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """See `base.Decoder.forward`; results of host batches are on the device, too."""
-        assert kv is self._kv, "graphs keep the address of their cache"
-        if batch.token_ids.device.type != "cpu":
-            return self.inner.forward(batch, kv)
-        longest = int(np.diff(batch.query_start.numpy()).max())
-        return self.pool.run(batch, longest)
-
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """See `base.Decoder`."""
-        return self.inner.new_kv_cache(num_blocks, block_size)
-
-    def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """See `base.Decoder`."""
-        self.inner.copy_blocks(kv, src, dst)
-
-    def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """See `base.Decoder`."""
-        self.inner.copy_slots(kv, src, dst)
-
-    def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """See `base.Decoder`."""
-        return self.inner.lookup_tables()
-
-    def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder`; in place, so graphs stay valid."""
-        self.inner.load_weights(named, partial)
-
-
-def _doubling(first: int, last: int) -> list[int]:
-    """first, 2 first, 4 first ... below `last`, and `last`."""
-    buckets = []
-    while first < last:
-        buckets.append(first)
-        first *= 2
-    return [*buckets, last]
+        return GraphKey(batch, tokens)
 
 
 def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
@@ -259,12 +191,12 @@ def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
 class _Staging:
     """One host and one device buffer of int32; every key's inputs are views of their beginnings.
 
-    Of a key (B, k, M): token, position, slot and parent of B * k rows, context lengths [B], tables [B, M]; behind them,
+    Of a key (B, k): token, position, slot and parent of B * k rows, context lengths [B], tables [B, M]; behind them,
     outside the graph, where the batch's T rows were put and which rows are wanted.
     """
 
     def __init__(self, max_rows: int, max_batch: int, max_blocks: int, device: torch.device):
-        size = 6 * max_rows + max_batch * (1 + max_blocks)
+        size, self._blocks = 6 * max_rows + max_batch * (1 + max_blocks), max_blocks
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -290,10 +222,10 @@ class _Staging:
         by_row = self._array[: 4 * rows].reshape(4, rows)
         by_row[:2], by_row[2], by_row[3] = 0, scratch_block * block_size, -1
         lengths, tables = np.split(
-            self._array[4 * rows :][: key.batch_size * (1 + key.blocks)], [key.batch_size]
+            self._array[4 * rows :][: key.batch_size * (1 + self._blocks)], [key.batch_size]
         )
         lengths[:], tables[:] = 1, scratch_block
-        return by_row, lengths, tables.reshape(key.batch_size, key.blocks)
+        return by_row, lengths, tables.reshape(key.batch_size, self._blocks)
 
     def fill(
         self, batch: DecoderInput, key: GraphKey, scratch_block: int, block_size: int
@@ -312,7 +244,7 @@ class _Staging:
         slots[place] = batch.slot_mapping.numpy()
         parents[place] = _parents(batch, place, first)
         lengths[:sequences] = batch.context_lens.numpy()
-        known = batch.block_tables.numpy()[:, : key.blocks]
+        known = batch.block_tables.numpy()
         tables[:sequences, : known.shape[1]] = known
         at = 4 * key.batch_size * key.tokens + lengths.size + tables.size
         wanted = place[batch.logit_rows.numpy()]
@@ -327,11 +259,11 @@ class _Staging:
             return known
         rows = key.batch_size * key.tokens
         by_row = self._device[: 4 * rows].view(4, rows)
-        lengths, tables = self._device[4 * rows :][: key.batch_size * (1 + key.blocks)].split(
-            [key.batch_size, key.batch_size * key.blocks]
+        lengths, tables = self._device[4 * rows :][: key.batch_size * (1 + self._blocks)].split(
+            [key.batch_size, key.batch_size * self._blocks]
         )
         every = torch.arange(rows + 1, dtype=torch.int32, device=self._device.device)
-        shaped = tables.view(key.batch_size, key.blocks)
+        shaped = tables.view(key.batch_size, self._blocks)
         token_ids, positions, slots, parents = by_row
         made = DecoderInput(
             token_ids, positions, slots, every[:: key.tokens], lengths, shaped, every[:rows], parents

@@ -21,7 +21,7 @@ from megatron_tlt.models.native.decoder import NativeDecoder
 from megatron_tlt.models.native.step import NativeStep, RowArrays
 from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
-from megatron_tlt.rollout.graph_pool import PooledDecoder
+from megatron_tlt.rollout.graph_pool import GraphPool
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -33,17 +33,22 @@ _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class ModelRunner:
-    """Runs batches. On CPU the decoder reads the scheduler's own memory, elsewhere one copy a step."""
+    """Runs batches. On CPU the decoder reads the scheduler's own memory, elsewhere one copy a step.
+
+    With a pool decoding and verifying steps run through it, from the host's memory.
+    """
 
     def __init__(
         self,
-        decoder: Decoder | PooledDecoder,
+        decoder: Decoder,
         kv: Any,
         rows: RunningRows,
         block_size: int,
         sampler: Sampler,
         tp: TensorParallel,
+        pool: GraphPool | None = None,
     ):
+        self.pool = pool
         self.decoder, self.kv, self.rows, self.sampler, self.tp = decoder, kv, rows, sampler, tp
         self.forward_seconds = 0.0
         self.sample_seconds = 0.0
@@ -54,7 +59,6 @@ class ModelRunner:
         self._decode_inputs: dict[int, DecoderInput] = {}
         self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
         self._upload: _Upload | None = None
-        self._host_steps = isinstance(decoder, PooledDecoder)  # decoding steps go through graphs
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self.native_step = _native_step(decoder, kv, rows, sampler, tp)
@@ -87,7 +91,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Frees the memory of cache and hidden states until `resume`. Mutates."""
-        is_captured = self._host_steps and self.device.type == "cuda"
+        is_captured = self.pool is not None and self.device.type == "cuda"
         assert self.kv.memory is not None or not is_captured, "graphs keep the cache's address"
         self.kv.release()
         for pages in self._kept:
@@ -131,23 +135,23 @@ class ModelRunner:
             self._count_native(native, started)
             return StepResult(tokens, logprobs)
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
-        output = self._run(inputs)
+        output = self._run(inputs, self.pool if batch.is_decode else None)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         result = self._sample(batch, output)
         self.sample_seconds += time.perf_counter() - ran
         return result
 
-    def _run(self, inputs: DecoderInput) -> DecoderOutput:
+    def _run(self, inputs: DecoderInput, pool: GraphPool | None) -> DecoderOutput:
         """The forward. Writes the rows' hidden states and experts where they are kept."""
-        inputs.all_routes = self._routes is not None
-        output = self.decoder.forward(inputs, self.kv)
+        inputs.all_hidden, inputs.all_routes = self.pages is not None, self._routes is not None
+        output = self.decoder.forward(inputs, self.kv) if pool is None else pool.run(inputs)
         if self._routes is not None:
             assert output.routes is not None
             self._routes.write(inputs.slot_mapping, output.routes)
         if self.pages is not None:
-            hidden = output.hidden if output.all_hidden is None else output.all_hidden
-            self.pages.write(inputs.slot_mapping, hidden)
+            assert output.hidden is not None
+            self.pages.write(inputs.slot_mapping, output.hidden)
         return output
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -172,7 +176,7 @@ class ModelRunner:
             self._count_native(native, started)
             return StepResult(tokens, logprobs, verdict[0], Accepted(*verdict))
         inputs, starts = self._verify_input(draft)
-        output = self._run(inputs)
+        output = self._run(inputs, self.pool)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
         rows = self._node_sampling(draft, starts)
@@ -211,7 +215,7 @@ class ModelRunner:
             parents = np.full(total, -1, np.int32)
             parents[is_node] = draft.parents + 1 + np.repeat(starts, draft.counts)
             arrays.append(parents)
-        return self._to_input(arrays, None if self._host_steps else self._upload), starts
+        return self._to_input(arrays, self._upload if self.pool is None else None), starts
 
     def _node_sampling(self, draft: Draft, starts: np.ndarray) -> SamplingRows:
         """How each of the T = D + N rows is sampled: a node at depth d draws the token of output position t + d."""
@@ -259,7 +263,7 @@ class ModelRunner:
         known = self._decode_inputs.get(count)
         if known is not None:
             return known
-        upload = None if self._host_steps else self._upload
+        upload = self._upload if self.pool is None else None
         made = self._pack(count, count, self._one_each[: count + 1], self._one_each[:count], upload)
         if upload is None:
             self._decode_inputs[count] = made
@@ -280,9 +284,7 @@ class ModelRunner:
         if not batch.num_draws:
             last_rows.append(at - 1)  # not sampled: decoders need not handle batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
-        inputs = self._pack(at, seqs, query_start, logit_rows, self._upload)
-        inputs.all_hidden = self.pages is not None
-        return inputs
+        return self._pack(at, seqs, query_start, logit_rows, self._upload)
 
     def _fill_chunk(self, chunk: Chunk, seq: int, at: int) -> int:
         """Writes a chunk's tokens behind the rows already there; returns where it ends."""
@@ -356,7 +358,7 @@ def _memory(pages: PagedHiddenStates | None) -> Tensor | None:
 
 
 def _native_step(
-    decoder: Decoder | PooledDecoder, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
+    decoder: Decoder, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
 ) -> NativeStep | None:
     """Decoding steps as one C call, where one rank has the whole model and nothing reads the logits.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices
+from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices, upload
 
 
 class PagedHiddenStates:
@@ -41,8 +41,12 @@ class PagedHiddenStates:
         self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
-        """`hidden` [T, W] to `slots` [T] of any integer type, on any device. Mutates the pages."""
-        self.data.index_copy_(0, slots.to(self.data.device, torch.int64), hidden)
+        """`hidden` [T, W] to `slots` [T] of any integer type, here or in the host's memory. The host waits for nothing.
+        Mutates the pages.
+        """
+        device = self.data.device
+        here = slots if slots.device == device else upload(slots.numpy(), device)
+        self.data.index_copy_(0, here.long(), hidden)
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i]; all sources are read before anything is written."""
@@ -50,7 +54,8 @@ class PagedHiddenStates:
         if len(src) == 1:  # as nearly always; in a quarter of the time
             blocks[dst[0]].copy_(blocks[src[0]])
         else:
-            blocks[list(dst)] = blocks[list(src)]
+            device = self.data.device
+            blocks[indices(dst, device)] = blocks[indices(src, device)]
 
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies slot src[i] to dst[i]; all sources are read before anything is written."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from megatron_tlt.rollout.request import Request
 
-FEW_ROWS = 6  # so many at most are handled one by one
-
 
 class RunningRows:
     """Structure of arrays. Everything a pure decoding step reads or writes is preallocated here."""
@@ -121,13 +119,6 @@ class RunningRows:
         The caller guarantees that no stop token stands before a row's last one and that `limit` is kept.
         """
         count = len(self.requests)
-        if count <= FEW_ROWS:
-            ended, end = [], 0
-            for row, length in enumerate(counts.tolist()):
-                start, end = end, end + length
-                if self._append_run(row, tokens[start:end], logprobs[start:end], block_size):
-                    ended.append(row)
-            return ended
         ends = np.cumsum(counts)
         at = self.write_at[:count]
         where = np.repeat(at - (ends - counts), counts) + np.arange(len(tokens))
@@ -151,22 +142,6 @@ class RunningRows:
         ended |= self.is_stop[last]
         rows: list[int] = ended.nonzero()[0].tolist()
         return rows
-
-    def _append_run(self, row: int, tokens: np.ndarray, logprobs: np.ndarray, block_size: int) -> bool:
-        """`advance_many` of one row: numbers cost less than arrays of a few elements."""
-        count, token, at = len(tokens), tokens.item(-1), self.write_at.item(row)
-        position, length = self.positions.item(row) + count, self.output_len.item(row) + count
-        self._flat_outputs[at : at + count] = tokens
-        self._flat_logprobs[at : at + count] = logprobs
-        self.write_at[row] = at + count
-        self.token_ids[row] = token
-        self.positions[row] = position
-        self.context_lens[row] = position + 1
-        self.output_len[row] = length
-        block, offset = divmod(position, block_size)
-        block = min(block, self.num_blocks.item(row) - 1)  # as above
-        self.slot_mapping[row] = self.block_tables.item(row, block) * block_size + offset
-        return length >= self.limit.item(row) or self.is_stop.item(token)
 
     def add_block(self, row: int, block: int) -> None:
         """Appends a block to a row's table."""

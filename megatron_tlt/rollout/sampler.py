@@ -26,9 +26,9 @@ NEAR_TIE = 1e-5
 _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path
 
 
-# The C sampler (CPU, fp32 logits, no masks). Takes logits, temperatures and keys of R rows; writes tokens int32 [R] and
+# The C sampler (CPU, fp32 logits, no masks): from logits, temperatures and keys of R rows tokens int32 [R] and
 # log-probabilities float32 [R].
-NativeSample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+NativeSample = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -101,11 +101,11 @@ class Sampler:
 
         A row's result never depends on the other rows: each step below works row by row.
         """
-        if self.is_native:
+        if self._native is not None and not self._count:
             temperature, keys = torch.from_numpy(rows.temperature), torch.from_numpy(rows.keys)
-            token, logprob = self._sample_native(logits, temperature, keys)
+            token, logprob = self._native(logits, temperature, keys)
             if rows.is_masked:
-                self._resample_masked(logits, rows, token, logprob)
+                self._resample_masked(self._native, logits, rows, token, logprob)
             return token, logprob
         if self._kernel is not None and not self._count:
             both = self._kernel(logits, *self._staging.upload(rows), rows.is_masked)
@@ -119,21 +119,15 @@ class Sampler:
             return parts[0]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _sample_native(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._native is not None
-        count = logits.shape[0]
-        token, logprob = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.float32)
-        self._native(logits, temperature, keys, token, logprob)
-        return token, logprob
-
-    def _resample_masked(self, logits: Tensor, rows: SamplingRows, token: Tensor, logprob: Tensor) -> None:
+    @staticmethod
+    def _resample_masked(
+        native: NativeSample, logits: Tensor, rows: SamplingRows, token: Tensor, logprob: Tensor
+    ) -> None:
         """Draws the rows with a mask again, from what the mask leaves. Mutates `token` and `logprob`."""
         at = np.flatnonzero(rows.masked)
         some, index = rows.part(at), torch.from_numpy(at)
         scores = logits[index] / torch.from_numpy(some.temperature).unsqueeze(1)
-        drawn, _ = self._sample_native(
-            some.apply_masks(scores), torch.ones(len(at)), torch.from_numpy(some.keys)
-        )
+        drawn, _ = native(some.apply_masks(scores), torch.ones(len(at)), torch.from_numpy(some.keys))
         token[index] = drawn
         logprob[index] = scores.log_softmax(-1).gather(1, drawn.long().unsqueeze(1)).squeeze(1)
 

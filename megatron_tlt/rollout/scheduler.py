@@ -21,7 +21,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.request import Prefill, Request
-from megatron_tlt.rollout.rows import FEW_ROWS, RunningRows
+from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.types import FinishReason
 
 
@@ -95,31 +95,15 @@ class Scheduler:
         Takes free blocks only: a draft never preempts a request. `commit` frees what is not used.
         """
         rows, size = self.rows, self.blocks.block_size
-        count = rows.num_rows
-        if count <= FEW_ROWS:
-            fits = [self._reserve_row(row, count) for row, count in enumerate(nodes.tolist())]
-            return np.array(fits, np.int32)
-        positions, have = rows.positions[:count], rows.num_blocks[:count]
-        room = rows.block_tables.shape[1] * size - 1 - positions
-        nodes = np.minimum(nodes, room)
-        missing = (positions + nodes) // size + 1 > have
-        if np.count_nonzero(missing):
-            for row in missing.nonzero()[0].tolist():
-                nodes[row] = self._reserve_row(row, nodes.item(row))
+        positions, have = rows.positions[: rows.num_rows], rows.num_blocks[: rows.num_rows]
+        nodes = np.minimum(nodes, rows.block_tables.shape[1] * size - 1 - positions)
+        missing = (positions + nodes) // size + 1 - have
+        for row in (missing > 0).nonzero()[0].tolist():
+            self._reserved = True
+            for block in self.blocks.allocate(min(missing.item(row), self.blocks.num_free)):
+                rows.add_block(row, block)
+            nodes[row] = min(nodes.item(row), have.item(row) * size - 1 - positions.item(row))
         return nodes
-
-    def _reserve_row(self, row: int, nodes: int) -> int:
-        """`reserve` of one row."""
-        rows, size = self.rows, self.blocks.block_size
-        position = rows.positions.item(row)
-        nodes = min(nodes, rows.block_tables.shape[1] * size - 1 - position)
-        missing = (position + nodes) // size + 1 - rows.num_blocks.item(row)
-        if missing <= 0:
-            return nodes
-        self._reserved = True
-        for block in self.blocks.allocate(min(missing, self.blocks.num_free)):
-            rows.add_block(row, block)
-        return min(nodes, rows.num_blocks.item(row) * size - 1 - position)
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Appends the step's tokens; returns the requests that ended, by order. Frees their blocks."""

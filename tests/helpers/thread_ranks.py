@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 class ThreadRank:
     """One rank; see `TensorParallel`."""
+
+    alone = staticmethod(nullcontext)
 
     def __init__(self, rank: int, shared: list[Tensor | None], barrier: threading.Barrier):
         self.rank, self.size, self._shared, self._barrier = rank, len(shared), shared, barrier

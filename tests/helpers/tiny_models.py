@@ -165,7 +165,7 @@ class Driver:
         self.free = order.tolist()
 
     def step(self, chunks: list[tuple[int, list[int]]], all_rows: bool = True) -> DecoderOutput:
-        """chunks: (sequence id, its next tokens). Logits of every row, or of each chunk's last row."""
+        """chunks: (sequence id, its next tokens). Logits of every row, or of each chunk's last row; states of all."""
         tokens, positions, slots, starts, contexts, tables = [], [], [], [0], [], []
         for seq, ids in chunks:
             first = self.done.get(seq, 0)
@@ -185,4 +185,5 @@ class Driver:
         rows = list(range(len(tokens))) if all_rows else [s - 1 for s in starts[1:]]
         data = (tokens, positions, slots, starts, contexts, padded, rows)
         batch = DecoderInput(*(torch.tensor(x, dtype=torch.int32, device=self.decoder.device) for x in data))
+        batch.all_hidden = True
         return self.decoder.forward(batch, self.kv)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def read_hidden_states(
     decoder: Decoder, texts: Iterable[Sequence[int]], block_size: int, max_tokens: int
 ) -> Iterator[Tensor]:
-    """`DecoderOutput.all_hidden` of each text, [L, ..] on the CPU, in the decoder's type.
+    """`DecoderOutput.hidden` of each text, [L, ..] on the CPU, in the decoder's type.
 
     Texts share forwards of at most `max_tokens` rows; a longer one has a forward of its own.
     """
@@ -53,6 +53,6 @@ def _hidden_of_group(decoder: Decoder, texts: Sequence[Sequence[int]], size: int
     )
     tensors = [torch.tensor(x, dtype=torch.int32, device=decoder.device) for x in lists]
     batch = replace(DecoderInput.of(tensors), all_hidden=True)
-    hidden = decoder.forward(batch, decoder.new_kv_cache(sum(blocks), size)).all_hidden
+    hidden = decoder.forward(batch, decoder.new_kv_cache(sum(blocks), size)).hidden
     assert hidden is not None, "asked for"
     yield from hidden.cpu().split(counts)

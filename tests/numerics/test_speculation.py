@@ -155,15 +155,6 @@ def test_equal_with_real_drafters(family, speculation):
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "eagle"])
-def test_equal_in_bf16(drafter):
-    jobs = random_jobs(131, 6, seed=9)
-    expected, weights = plain("qwen3", jobs, dtype=torch.bfloat16)
-    speculation = {"drafter": drafter, "selector": "fixed", "topk": 2}
-    engine = speculating_engine(small_config("qwen3"), weights, speculation=speculation, dtype=torch.bfloat16)
-    assert answer_all(engine, jobs) == expected
-
-
-@pytest.mark.parametrize("drafter", ["suffix", "eagle"])
 def test_torch_kernels(drafter):
     """Invariant: equal without exception. Default: answers part only where near-ties were counted."""
     jobs = random_jobs(131, 5, seed=10, longest=24)

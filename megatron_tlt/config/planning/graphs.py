@@ -63,6 +63,7 @@ def has_graphs(config: Config, device: Device) -> bool:
         and device == "cuda"
         and rollout.cuda_graphs
         and rollout.numerics == "default"
+        and rollout.kernels == "auto"
     )
 
 

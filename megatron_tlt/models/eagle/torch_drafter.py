@@ -9,7 +9,7 @@ copy back:
 The host decides afterwards where each chain ends; steps that no chain can reach are not taken.
 
 Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
-N steps, M blocks of a padded table, H hidden size, W width of a state, V vocabulary, C candidates that are looked at.
+N steps, M blocks of the longest context, H hidden size, W width of a state, V vocabulary, C candidates looked at.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
-_FIRST_BLOCKS = 8  # smallest padded table of keys that are gathered; the next ones double
 
 
 class TorchEagle:
@@ -179,11 +178,7 @@ class TorchRowDrafter:
         self._inputs[5:] = self._kv.num_blocks
         most = self._inputs.shape[1]
         batches = {most, *(1 << bit for bit in range(most.bit_length()))}
-        blocks = {self._max_blocks}
-        if self._eagle.policy.paged is None:
-            blocks |= {_FIRST_BLOCKS << n for n in range(16) if _FIRST_BLOCKS << n < self._max_blocks}
-        shapes = [(b, m) for b in sorted(batches, reverse=True) if b <= most for m in sorted(blocks)]
-        return [self._static(*shape) for shape in shapes]
+        return [self._static(batch) for batch in sorted(batches, reverse=True)]
 
     @torch.inference_mode()
     def draft(
@@ -211,18 +206,19 @@ class TorchRowDrafter:
         positions = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
         tokens = outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
         places = (self._slots_of(active[at], p) for p in (positions, positions - 1))
-        pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
-        self._eagle.feed(pairs, self._pages, self._kv)
+        if len(at):
+            pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
+            self._eagle.feed(pairs, self._pages, self._kv)
         rows.synced[slots] = last
 
     def _draft(
         self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, recorder: _Recorder
     ) -> None:
         steps = recorder.reachable(int(wanted.max()))
-        planned, shape = self._begin(outputs, active, wanted, steps)
+        planned = self._begin(outputs, active, wanted, steps)
         found: list[Tensor] = []
         for step in range(steps):
-            found.append(self._step(planned[step], found[-1] if found else None, shape))
+            found.append(self._step(planned[step], found[-1] if found else None))
         if not found:
             return
         results = torch.stack(found).cpu().numpy()  # [N, 2, P, C]: the draft's one wait for the device
@@ -240,13 +236,13 @@ class TorchRowDrafter:
 
     def _begin(
         self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, steps: int
-    ) -> tuple[Tensor, tuple[int, int]]:
+    ) -> Tensor:
         """Everything that a draft of so many steps reads, in one copy: positions, slots and keys of each step, int64
-        [N, 3, P], and the padded shape (P, M). Sets what stays the same, and what step 0 reads.
+        [N, 3, P]. Sets what stays the same, and what step 0 reads.
         """
         rows, count = self._rows, len(active)
         position, slot = rows.positions[active], rows.slot[active]
-        batch, blocks = self._padded(count, int((position + wanted).max()))
+        batch, blocks = min(1 << (count - 1).bit_length(), self._inputs.shape[1]), self._max_blocks
         host = np.zeros((4 + 3 * steps + blocks, batch), np.int64)
         states, heat, tokens, first = host[:4]
         planned, tables = host[4 : 4 + 3 * steps].reshape(steps, 3, batch), host[4 + 3 * steps :]
@@ -267,39 +263,32 @@ class TorchRowDrafter:
         self._next_hidden[:batch] = self._eagle.model.previous(self._pages[given[0]])
         self._temperature[:batch] = given[1].view(torch.float64)
         self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
-        self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
-        return given[4 : 4 + 3 * steps].view(steps, 3, batch), (batch, blocks)
+        self._inputs[5:, :batch] = given[4 + 3 * steps :]
+        return given[4 : 4 + 3 * steps].view(steps, 3, batch)
 
-    def _padded(self, count: int, longest: int) -> tuple[int, int]:
-        """P and M of `count` chains of at most `longest` positions."""
-        blocks = _FIRST_BLOCKS if self._eagle.policy.paged is None else self._max_blocks
-        while blocks * self._size < longest:
-            blocks *= 2
-        return min(1 << (count - 1).bit_length(), self._inputs.shape[1]), min(blocks, self._max_blocks)
-
-    def _step(self, planned: Tensor, last: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    def _step(self, planned: Tensor, last: Tensor | None) -> Tensor:
         """One position of all chains, `planned` int64 [3, P], behind the candidates `last`: scores and candidates
         float64 [2, P, C], best first. No value comes to the host.
         """
-        batch = shape[0]
+        batch = planned.shape[1]
         self._inputs[1:4, :batch] = planned
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step(*self._static(*shape))
+        self._eagle.run_step(*self._static(batch))
         found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
             tp.broadcast(found)  # all ranks go on with the same tokens
         return found
 
-    def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
-        """The step of a padded shape, with its key."""
-        return ("drafter", batch, blocks), partial(self._compute, batch, blocks)
+    def _static(self, batch: int) -> tuple[Hashable, Callable[[], object]]:
+        """The step of so many padded chains, with its key."""
+        return ("drafter", batch), partial(self._compute, batch)
 
-    def _compute(self, batch: int, blocks: int) -> None:
+    def _compute(self, batch: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""
         token, position, slot, key, first = self._inputs[:5, :batch]
-        tables = self._inputs[5 : 5 + blocks, :batch].T
+        tables = self._inputs[5:, :batch].T
         starts = torch.arange(batch + 1, device=tables.device)
         fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
         logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)

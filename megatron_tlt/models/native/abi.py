@@ -47,7 +47,7 @@ class Model(Structure):
     """`TltModel`."""
 
     _fields_ = [
-        *fields_of(c_int32, "is_bf16 hidden layers heads kv_heads head_dim inter vocab"),
+        *fields_of(c_int32, "hidden layers heads kv_heads head_dim inter vocab"),
         *fields_of(c_int32, "max_rows rope_len tp aux_count"),
         ("aux", c_int32 * 3),
         *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
@@ -65,7 +65,7 @@ class Step(Structure):
     _fields_ = [
         *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
         *fields_of(c_void_p, "token_ids positions slots query_start block_tables logit_rows"),
-        *fields_of(c_void_p, "parents branch kv logits hidden all_hidden routes"),
+        *fields_of(c_void_p, "parents branch kv logits hidden routes"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`NativeDecoder`: the rollout decoder on CPU, in C (`csrc/`), one call a forward.
+"""`NativeDecoder`: the rollout decoder on CPU, in C (`csrc/`) and float32, one call a forward.
 
 Results are independent of the batch, bit for bit: see `csrc/gemm.c` and `csrc/attention.c` for why.
 Legend: T rows, R wanted rows, H hidden size, V vocabulary.
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import BackendError
+from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routes, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native.abi import ERRORS, Step, library
 from megatron_tlt.models.native.parts import (
+    MAX_HEAD_DIM,
     Forward,
     PackedLayers,
     Packer,
-    check_support,
     fill_step,
     kv_bytes_per_block,
     new_kv_cache,
@@ -42,30 +42,31 @@ class NativeDecoder:
 
     kind = "native"
     device = torch.device("cpu")
+    dtype = torch.float32
 
     def __init__(
         self,
         config: ModelConfig,
-        dtype: torch.dtype = torch.float32,
         threads: int = 1,
         tp: TensorParallel | None = None,
         aux_layers: tuple[int, ...] = (),
     ):
         """`aux_layers`: see `base.Decoder`, at most three. Raises BackendError without a C compiler, ConfigError for a
-        dtype, head or TP size it cannot do.
+        head or TP size it cannot do.
         """
-        check_support(config, dtype)
+        if config.head_dim > MAX_HEAD_DIM:
+            raise ConfigError.of("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM} in the native decoder")
         self._lib = library()
-        self.config, self.dtype, self.threads = config, dtype, max(1, threads)
+        self.config, self.threads = config, max(1, threads)
         self.aux_layers, self.state_size = aux_layers, (len(aux_layers) + 1) * config.hidden_size
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
-        h, is_bf16 = config.hidden_size, dtype == torch.bfloat16
-        self._packer = Packer(is_bf16)
+        h = config.hidden_size
+        self._packer = Packer()
         self._layers = PackedLayers(config, self._shard, self._packer, (config.vocab_size, h))
-        self._embed = torch.zeros(config.vocab_size, h, dtype=dtype)
+        self._embed = torch.zeros(config.vocab_size, h)
         self._final_norm = torch.zeros(pad(h))
-        self._forward = Forward(config, self._shard, tp, is_bf16, self._layers)
+        self._forward = Forward(config, self._shard, tp, self._layers)
         self._forward.model.embed = self._embed.data_ptr()
         self._forward.model.head = self._layers.extra.data_ptr()
         self._forward.model.final_norm = self._final_norm.data_ptr()
@@ -117,7 +118,7 @@ class NativeDecoder:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block over all layers, heads padded to the tiles' width."""
-        return kv_bytes_per_block(self.config, self._shard, self.dtype, block_size)
+        return kv_bytes_per_block(self.config, self._shard, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
@@ -151,11 +152,9 @@ class NativeDecoder:
         fill_step(step, batch, kv)
         wanted, tokens, width = step.logits_rows, step.tokens, self.state_size
         logits = torch.empty(wanted, self.config.vocab_size)
-        hidden = torch.empty(wanted, width, dtype=self.dtype)
-        every = torch.empty(tokens, width, dtype=self.dtype) if batch.all_hidden else None
+        hidden = torch.empty(tokens, width) if batch.all_hidden else None
         branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
-        step.logits, step.hidden = logits.data_ptr(), hidden.data_ptr()
-        step.all_hidden = None if every is None else every.data_ptr()
+        step.logits, step.hidden = logits.data_ptr(), None if hidden is None else hidden.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
         routes = empty_routes(tokens, self.config) if batch.all_routes else None
         step.routes = None if routes is None else routes.data_ptr()
@@ -163,7 +162,7 @@ class NativeDecoder:
         if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
-        return DecoderOutput(logits, hidden, every, routes)
+        return DecoderOutput(logits, hidden, routes)
 
 
 def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:
@@ -183,28 +182,20 @@ def _numbers(values: Numbers) -> np.ndarray:
 
 
 def keyed_sample(
-    logits: Tensor,
-    temperature: Tensor,
-    seed_keys: Tensor,
-    out_token: Tensor | None = None,
-    out_logprob: Tensor | None = None,
-    threads: int = 1,
+    logits: Tensor, temperature: Tensor, seed_keys: Tensor, threads: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row by keyed Gumbel noise (`csrc/sample.c`); the result ignores batch and threads.
 
     logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
-    int64 (bits); returns (token [R] int32, logprob [R] float32), written into `out_token`, `out_logprob`
-    if given. logprob is log_softmax(logits / (T or 1))[token]. Raises BackendError on other types or row counts.
+    int64 (bits); returns (token [R] int32, logprob [R] float32). logprob is log_softmax(logits / (T or 1))[token].
+    Raises BackendError on other types or row counts.
     """
     rows, vocab = logits.shape
-    token = torch.empty(rows, dtype=torch.int32) if out_token is None else out_token
-    logprob = torch.empty(rows, dtype=torch.float32) if out_logprob is None else out_logprob
+    token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
     for tensor, dtypes in (
         (logits, (torch.float32,)),
         (temperature, (torch.float32,)),
         (seed_keys, (torch.uint64, torch.int64)),
-        (token, (torch.int32,)),
-        (logprob, (torch.float32,)),
     ):
         if tensor.dtype not in dtypes or tensor.shape[0] != rows or tensor.stride(-1) != 1 or tensor.is_cuda:
             raise BackendError(

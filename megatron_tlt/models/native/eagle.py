@@ -33,13 +33,13 @@ from megatron_tlt.models.native.abi import (
 )
 from megatron_tlt.models.native.decoder import NativeDecoder, Numbers, copy_blocks
 from megatron_tlt.models.native.parts import (
-    Arena,
     Forward,
     PackedLayers,
     Packer,
     kv_bytes_per_block,
     new_kv_cache,
     pad,
+    zeros,
 )
 
 
@@ -52,24 +52,23 @@ class NativeEagle:
         """The policy's embedding and LM head are read where they are, so it must stay alive."""
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
         self.config, self.dtype = config, policy.dtype
-        h, is_bf16, is_eagle3 = config.policy.hidden_size, self.dtype == torch.bfloat16, config.kind == "eagle3"
+        h, is_eagle3 = config.policy.hidden_size, config.kind == "eagle3"
         positions = config.policy.max_position_embeddings
         self._one = replace(
             config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions
         )
         self._whole = Shard(self._one, 0, 1)
-        self._packer = Packer(is_bf16)
+        self._packer = Packer()
         inputs, features = (2 * h, 3 * h) if is_eagle3 else (h, 2 * h)
         self._layers = PackedLayers(
             self._one, self._whole, self._packer, (h, features), input_norm=is_eagle3, inputs=inputs
         )
-        self._forward = Forward(self._one, self._whole, None, is_bf16, self._layers)
+        self._forward = Forward(self._one, self._whole, None, self._layers)
         embed, head = policy.tables
         self._own: dict[str, Tensor] = {}  # eagle3: norms, head and token ids, kept alive for C
         if is_eagle3:
-            size = self._packer.size(config.draft_vocab_size, h)
             self._own = {"hidden_norm": torch.zeros(pad(h)), "norm": torch.zeros(pad(h))}
-            self._own |= {"lm_head": Arena(size).take(size), "ids": torch.zeros(0, dtype=torch.int32)}
+            self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
             head = self._own["lm_head"]
             self._forward.model.final_norm = self._own["norm"].data_ptr()
         self._forward.model.embed, self._forward.model.head = embed.data_ptr(), head.data_ptr()
@@ -109,7 +108,7 @@ class NativeEagle:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block, heads padded to the tiles' width."""
-        return kv_bytes_per_block(self._one, self._whole, self.dtype, block_size)
+        return kv_bytes_per_block(self._one, self._whole, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed, one layer. Raises ConfigError unless 16 divides `block_size`."""

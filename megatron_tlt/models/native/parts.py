@@ -5,14 +5,11 @@ Legend: T rows, S sequences, R wanted rows, H hidden size, D head size, I interm
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad as pad_columns
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
@@ -26,33 +23,19 @@ from megatron_tlt.models.torch.layers import rope_table
 TILE = 16  # cached positions in a tile: block sizes are multiples of it
 MAX_HEAD_DIM = 256
 MAX_ROWS = 256  # rows computed together; longer batches are walked in chunks of this many
-_LARGE_PAGE = 2 << 20  # bytes, on x86-64 and on most arm64
+_LINE = 16  # floats of a cache line
 _PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large weight
 
 
-class Arena:
-    """Zeroed anonymous memory, allocated by the system page by page as it is touched; large pages if possible.
+def zeros(size: int) -> Tensor:
+    """[size] float32 that begin on a cache line; the system gives the memory as it is touched.
 
-    A step reads every weight, and the addresses of 10 MB in pages of 4 KiB do not fit the processor's cache of them.
+    numpy asks for large pages, PyTorch does not: a step reads every weight, and the addresses of 10 MB in pages of
+    4 KiB do not fit the processor's cache of them.
     """
-
-    def __init__(self, size: int):
-        page = mmap.PAGESIZE if size < _LARGE_PAGE else _LARGE_PAGE
-        # One more: the mapping may begin within a page. Private: mmap's default is shared, to which Linux gives large
-        # pages only where it is enabled system-wide.
-        memory = mmap.mmap(-1, align(size, page) + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without large pages: only slower
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        mapped = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
-        self._all = mapped[-mapped.data_ptr() % page :]
-        self._used = 0
-
-    def take(self, size: int) -> Tensor:
-        """[size] uint8, page-aligned."""
-        view = self._all[self._used : self._used + size]
-        self._used += align(size)
-        return view
+    whole = torch.from_numpy(np.zeros(size + _LINE, np.float32))
+    skipped = -whole.data_ptr() // whole.itemsize % _LINE
+    return whole[skipped : skipped + size]
 
 
 def pad(n: int) -> int:
@@ -60,31 +43,15 @@ def pad(n: int) -> int:
     return -(-n // 64) * 64
 
 
-def align(n: int, page: int = mmap.PAGESIZE) -> int:
-    """`n` bytes up to whole pages."""
-    return -(-n // page) * page
-
-
-def check_support(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Raises ConfigError for a type or head size that C does not compute."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(
-            ConfigProblem("dtype", str(dtype), "the native decoder computes float32 or bfloat16")
-        )
-    if config.head_dim > MAX_HEAD_DIM:
-        raise ConfigError(ConfigProblem("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM}"))
-
-
 class Packer:
     """Packs weights [rows, K] into panels (`csrc/gemm.c`)."""
 
-    def __init__(self, bf16: bool):
-        self._bf16, self._panel = bf16, int(library().tlt_panel_width())
+    def __init__(self) -> None:
+        self._panel = int(library().tlt_panel_width())
 
     def size(self, columns: int, k: int) -> int:
-        """Bytes of a packed weight of `columns` outputs."""
-        panels = -(-columns // self._panel)
-        return panels * self._panel * 4 * ((k + 1) // 2 if self._bf16 else k)
+        """Elements of a packed weight of `columns` outputs."""
+        return -(-columns // self._panel) * self._panel * k
 
     def pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
         """Writes source [rows, K] as output columns `first` ... of a packed weight.
@@ -92,31 +59,20 @@ class Packer:
         Panel i of this weight is panel i * step + offset of `target` (gate and up are interleaved).
         """
         rows, k = source.shape
-        words = (k + 1) // 2 if self._bf16 else k  # of 32 bits: a float, or a pair of bf16
-        panels = target.view(torch.int32).view(-1, words, self._panel)[offset::step]
+        panels = target.view(-1, k, self._panel)[offset::step]
         done = 0
         while done < rows:
             panel, lane = divmod(first + done, self._panel)
             whole = 0 if lane else min((rows - done) // self._panel, _PANELS_AT_ONCE)
             width = self._panel if whole else min(self._panel - lane, rows - done)
             count = max(1, whole)
-            part = self._words(source[done : done + count * width]).view(count, width, words)
+            part = source[done : done + count * width].to("cpu", torch.float32).unflatten(0, (count, width))
             panels[panel : panel + count, :, lane : lane + width] = part.transpose(1, 2)
             done += count * width
 
     def unpack(self, packed: Tensor, rows: int, k: int) -> Tensor:
-        """A copy [rows, K], float32 or bfloat16, of what `pack` wrote from column 0 on."""
-        words = (k + 1) // 2 if self._bf16 else k
-        panels = packed.view(torch.int32).view(-1, words, self._panel)
-        flat = panels.transpose(1, 2).reshape(-1, words).view(torch.bfloat16 if self._bf16 else torch.float32)
-        return flat[:rows, :k]
-
-    def _words(self, rows: Tensor) -> Tensor:
-        """The rows in the packed type, as int32."""
-        rows = rows.to("cpu", torch.bfloat16 if self._bf16 else torch.float32)
-        if self._bf16 and rows.shape[1] % 2:
-            rows = pad_columns(rows, (0, 1))
-        return rows.contiguous().view(torch.int32)
+        """A copy [rows, K] of what `pack` wrote from column 0 on."""
+        return packed.view(-1, k, self._panel).transpose(1, 2).reshape(-1, k)[:rows]
 
 
 class PackedLayers:
@@ -141,10 +97,10 @@ class PackedLayers:
             {"qkv": packer.size(qkv, inputs or h), "o": packer.size(h, shard.heads * d)} | self._mlp_sizes(index)
             for index in range(config.num_layers)
         ]
-        other = packer.size(*extra)
-        arena = Arena(sum(align(n) for of_layer in sizes for n in of_layer.values()) + align(other))
-        self._weights = [{name: arena.take(n) for name, n in of_layer.items()} for of_layer in sizes]
-        self.extra = arena.take(other)
+        every = [n for of_layer in sizes for n in of_layer.values()] + [packer.size(*extra)]
+        *parts, self.extra = zeros(sum(every)).split(every)
+        left = iter(parts)
+        self._weights = [{name: next(left) for name in of_layer} for of_layer in sizes]
         wide = {"qkv_bias": pad(qkv), "post_norm": pad(h)} | ({"input_norm": pad(h)} if input_norm else {})
         heads = {"q_norm": d, "k_norm": d} if config.qk_norm else {}
         self._vectors = [
@@ -158,7 +114,7 @@ class PackedLayers:
             self.structures[index].route = route
 
     def _mlp_sizes(self, index: int) -> dict[str, int]:
-        """Bytes of a layer's packed weights behind its attention; the shared expert's gate is the router's last row."""
+        """Elements of a layer's weights behind its attention; the shared expert's gate is the router's last row."""
         c, s, h, size = self._config, self._shard, self._config.hidden_size, self._packer.size
         if index not in c.moe_layers:
             return {"gate_up": 2 * size(s.inter, h), "down": size(h, s.inter)}
@@ -206,7 +162,7 @@ class Forward:
     """A model's structure in C with its buffers, its rotary table and its all-reduce."""
 
     def __init__(
-        self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, bf16: bool, layers: PackedLayers
+        self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, layers: PackedLayers
     ):
         self._tp = tp
         self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
@@ -216,7 +172,6 @@ class Forward:
         self._part = torch.zeros(MAX_ROWS * h)
         self._rope = rope_table(c, c.max_position_embeddings)
         self.model = Model(
-            is_bf16=bf16,
             hidden=c.hidden_size,
             layers=c.num_layers,
             heads=shard.heads,
@@ -273,18 +228,17 @@ class Forward:
         return 0
 
 
-def kv_bytes_per_block(config: ModelConfig, shard: Shard, dtype: torch.dtype, block_size: int) -> int:
+def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int) -> int:
     """Bytes of one block over all layers, heads padded to the tiles' width."""
     padded = -(-config.head_dim // TILE) * TILE
-    return config.num_layers * 2 * shard.kv_heads * block_size * padded * dtype.itemsize
+    return config.num_layers * 2 * shard.kv_heads * block_size * padded * 4
 
 
 def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
     """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
     if block_size < 1 or block_size % TILE:
         raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
-    size = max(1, num_blocks * bytes_per_block)
-    return KVCache(num_blocks, block_size, Arena(size).take(size))
+    return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
 
 
 def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
@@ -305,11 +259,11 @@ def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
     step.num_blocks, step.block_size, step.kv = kv.num_blocks, kv.block_size, kv.data.data_ptr()
 
 
-def address(field: str, tensor: Tensor, rows: int, dtype: torch.dtype = torch.int32) -> int:
-    """Address of a contiguous CPU tensor of `rows` rows. Raises BackendError for any other tensor."""
-    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda or tensor.shape[0] != rows:
+def address(field: str, tensor: Tensor, rows: int) -> int:
+    """Address of a contiguous int32 CPU tensor of `rows` rows. Raises BackendError for any other tensor."""
+    if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.is_cuda or tensor.shape[0] != rows:
         raise BackendError(
-            f"decoder input {field} must be contiguous {str(dtype).removeprefix('torch.')} on CPU of {rows} rows, "
+            f"decoder input {field} must be contiguous int32 on CPU of {rows} rows, "
             f"not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
         )
     return tensor.data_ptr()

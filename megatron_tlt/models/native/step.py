@@ -11,7 +11,6 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_tlt.errors import BackendError
@@ -61,7 +60,6 @@ class NativeStep:
         point_at_arrays(self._fused, rows)
         self._run = library().tlt_fused_step
         self._arguments = ctypes.byref(forward.model), ctypes.byref(self._fused), decoder.threads
-        self._is_bf16 = decoder.dtype == torch.bfloat16
         self._pages: Tensor | None = None  # kept alive for C, as the next
         self._routes: Tensor | None = None
         self._room = 0
@@ -172,7 +170,7 @@ class NativeStep:
             "logits": np.empty(room * model.vocab, np.float32),
             "sampling": np.empty(library().tlt_sample_scratch_bytes(room, model.vocab), np.uint8),
             "drawn_logprobs": np.empty(room, np.float32),
-            "hidden": np.empty((room, self._decoder.state_size), np.int16 if self._is_bf16 else np.float32),
+            "hidden": np.empty((room, self._decoder.state_size), np.float32),
             "routes": np.empty((room, model.route_bytes), np.uint8),
         }
         names = "counts tokens parents out_tokens out_index out_counts out_logprobs accepted reached"

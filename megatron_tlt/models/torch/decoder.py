@@ -188,13 +188,9 @@ class TorchDecoder:
         wanted = batch.logit_rows.long()
         if self.invariant or batch.all_hidden:
             states[-1] = self._norm_final(states[-1])
-            every = _joined(states)
-            out = DecoderOutput(self.logits(states[-1][wanted]), every[wanted])
-            out.all_hidden = every if batch.all_hidden else None
+            out = DecoderOutput(self.logits(states[-1][wanted]), _joined(states) if batch.all_hidden else None)
         else:
-            states = [state[wanted] for state in states]
-            states[-1] = self._norm_final(states[-1])
-            out = DecoderOutput(self.logits(states[-1]), _joined(states))
+            out = DecoderOutput(self.logits(self._norm_final(states[-1][wanted])))
         if batch.all_routes:
             routes = torch.cat(chosen, -1)
             out.routes = empty_routes(len(routes), self.config, self.device).copy_(routes)
@@ -221,13 +217,13 @@ class TorchDecoder:
         states = self._layers_forward(*fed, kv, plan, chosen)
         states[-1] = hidden = self._norm_final(states[-1])
         if into is None:
-            every = _joined(states)
-            return DecoderOutput(self.logits(hidden), every, every if batch.all_hidden else None)
+            return DecoderOutput(self.logits(hidden), _joined(states))
         if self.tp is None:
             torch.mm(hidden, self._head.T, out=into.logits)
         else:
             local = self._local_logits(hidden)
             into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
+        assert into.hidden is not None
         torch.cat(states, dim=-1, out=into.hidden)
         if into.routes is not None:
             into.routes.copy_(torch.cat(chosen, -1))

@@ -91,7 +91,11 @@ class FixedMemory:
             self._call("cuMemMap", self.address, self._size, 0, handle, 0)
         finally:
             self._call("cuMemRelease", handle)  # the mapping keeps it
-        self._call("cuMemSetAccess", self.address, self._size, ctypes.byref(self._access), 1)
+        try:
+            self._call("cuMemSetAccess", self.address, self._size, ctypes.byref(self._access), 1)
+        except BaseException:
+            self._driver.cuMemUnmap(self.address, self._size)
+            raise
         self.is_taken = True
         count_outside(self._device, self._size)
 

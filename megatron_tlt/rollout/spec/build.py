@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
-from megatron_tlt.rollout.graph_pool import PooledDecoder
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
@@ -57,8 +56,8 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
             "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
         )
     eagle = EagleDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
-    if isinstance(runner.decoder, PooledDecoder) and isinstance(decoder, TorchEagle):
-        decoder.use_graphs(runner.decoder.pool.run_step)
+    if runner.pool is not None and isinstance(decoder, TorchEagle):
+        decoder.use_graphs(runner.pool.run_step)
     return eagle
 
 

@@ -127,10 +127,6 @@ class Speculator:
         """Drops what the drafter kept for siblings; no request is left."""
         self.drafter.end_generate()
 
-    def use_selector(self, selector: StrategySelector) -> None:
-        """Selects by `selector` from the next step on."""
-        self.selector = selector
-
     def start_trace(self, prompt_ids: Collection[int]) -> None:
         """From now on what is drafted for answers to these prompts is kept, in place of what was; see `traced`."""
         self._trace = DraftTrace(prompt_ids)

@@ -156,7 +156,7 @@ def test_contexts_of_all_lengths_share_a_graph() -> None:
     decoder = decoder_of(replace(CONFIG, num_layers=1))
     sizes = PoolSizes(64, 4096, 16, verify_rows=512)
     pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes, capturer=EagerCapturer())
-    keys = {pool.key(n, 1, length) for n in range(1, 65) for length in (1, 100, 1000, 4000)}
+    keys = {pool.key(n, 1) for n in range(1, 65)}
     assert len(keys) == len(batch_buckets(64))
 
 
@@ -167,6 +167,6 @@ def test_drafts_of_all_running_requests_are_verified_by_a_graph(running: int) ->
     sizes = PoolSizes(running, 256, 16, rollout.verify_rows)
     pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes, capturer=EagerCapturer())
     for sequences, rows_each in ((running, 6), (running // 2, 12), (running // 8, 48), (1, 64)):
-        assert pool.key(sequences, rows_each, 200) is not None, (sequences, rows_each)
+        assert pool.key(sequences, rows_each) is not None, (sequences, rows_each)
     assert pool.memory_bytes() >= sizes.max_rows * (4096 + 256) * 2  # of bf16: nothing is kept in float32
     assert pool.memory_bytes() < sizes.max_rows * (4096 + 256) * 2 + (1 << 20)

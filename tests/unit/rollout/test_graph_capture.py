@@ -77,7 +77,7 @@ def test_ranks_whose_allocators_differ_capture_the_same_graphs() -> None:
         made, _ = steps(*names)
         sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank, "e": 5}
         fake = Fake(temporary=sizes, own=20 + 25 * rank)
-        cache = GraphCache(AgreedCapturer(fake, partial(largest, rank)) if agreed else fake, budget_bytes=270)
+        cache = GraphCache(AgreedCapturer(fake, rank, partial(largest, rank)) if agreed else fake, budget_bytes=270)
         for name in names:
             cache.capture(name, made[name])
         return [*cache.keys, cache.memory_bytes, cache.stats.refused]
@@ -120,14 +120,14 @@ def test_a_rank_that_fails_ends_all_and_leaves_none_in_a_collective(fails_in: st
 
         fake = Failing(temporary=10)
         fake.rank = rank
-        cache = GraphCache(AgreedCapturer(fake, agree, by_itself))
+        cache = GraphCache(AgreedCapturer(fake, rank, agree, by_itself))
         with pytest.raises((BackendError, torch.OutOfMemoryError)) as caught:
             cache.capture("a", step)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(one_rank, (0, 1))
-    assert second == "no memory" and first.startswith("another rank of this engine could not capture")
+    assert second == "no memory" and first.startswith("rank 1 of this engine could not capture")
 
 
 class FakeCuda:

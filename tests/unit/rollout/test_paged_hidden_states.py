@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_tlt.models.torch import transfer
+from megatron_tlt.rollout import paged_hidden_states
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates, page_bytes
+from tests.helpers.budget import cost
 
 BLOCKS, SIZE, WIDTH = 9, 4, 3
 
@@ -55,6 +58,23 @@ def test_bytes_of_a_block(dtype: torch.dtype) -> None:
     assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(
         SIZE, WIDTH, dtype
     )
+
+
+def test_the_host_waits_for_no_index_on_its_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of the host's goes by `upload`, from pinned memory: any other copy would wait for the whole step."""
+    meta = torch.device("meta")
+    pages = PagedHiddenStates(BLOCKS, SIZE, WIDTH, device=meta)
+
+    def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+        return torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device)
+
+    for module in (transfer, paged_hidden_states):
+        monkeypatch.setattr(module, "upload", upload)
+    with cost() as counted:
+        pages.write(torch.tensor([3, 1], dtype=torch.int32), torch.empty(2, WIDTH, device=meta))
+        pages.copy_blocks([0, 1], [2, 3])
+        pages.copy_slots([0, 1], [2, 3])
+    assert counted.copies == 0 and counted.launches > 0
 
 
 def test_states_leave_a_gpu_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Few rows are handled one by one, many as arrays: both leave the same state behind, blocks included."""
+"""Rows after steps of any number of tokens: where the next one goes, what was drawn, whose the blocks are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout import rows as rows_module
-from megatron_tlt.rollout import scheduler as scheduler_module
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.request import Prefill, Request
@@ -28,22 +26,23 @@ class Word:
         return token_id == self.token
 
 
-def state(scheduler: Scheduler) -> tuple:
-    rows = scheduler.rows
-    count = rows.num_rows
-    arrays = (
-        rows.counters[:, :count],
-        rows.token_ids[:count],
-        rows.num_blocks[:count],
-        rows.write_at[:count],
-    )
-    tables = [rows.block_tables[r, : rows.num_blocks[r]].tolist() for r in range(count)]
-    order = [r.order for r in rows.requests]
-    return [a.tolist() for a in arrays], tables, order, scheduler.blocks.num_free, scheduler.num_preemptions
+def check(scheduler: Scheduler) -> None:
+    """The next token's slot is where its position lies in the row's own blocks, unless it opens a new one."""
+    rows, size, held = scheduler.rows, scheduler.blocks.block_size, []
+    for row, request in enumerate(rows.requests):
+        position, table = int(rows.positions[row]), rows.block_tables[row, : rows.num_blocks[row]].tolist()
+        held += table
+        assert request.row == row and rows.context_lens[row] == position + 1
+        assert position == len(request.prompt) + rows.output_len[row] - 1
+        assert rows.token_ids[row] == rows.outputs[request.slot, rows.output_len[row] - 1]
+        if position // size < len(table):
+            assert rows.slot_mapping[row] == table[position // size] * size + position % size
+        assert len(table) in (position // size, position // size + 1), "drafts' blocks are given back"
+    assert len(set(held)) == len(held), "prompts are not shared here"
 
 
-def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list]:
-    """States after every step of a random run, and the finished requests."""
+def run(seed: int, max_running: int, num_blocks: int) -> list[Request]:
+    """A random run, checked after every step; the finished requests."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     scheduler = Scheduler(SchedulerLimits(max_running, 64, 100, V), BlockManager(num_blocks, 4))
     for i in range(12):
@@ -51,7 +50,7 @@ def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list
         stops = Word(7) if rng.random() < 0.3 else None
         prompt = numbers.integers(0, V, rng.randint(1, 20)).astype(np.int32)
         scheduler.add(Prefill(prompt, [Request(prompt, params, i, 0, i, frozenset({3}), stops)]))
-    states, finished = [], []
+    finished = []
     while not scheduler.is_idle:
         batch = scheduler.schedule()
         counts = None
@@ -59,7 +58,7 @@ def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list
             rows, n = scheduler.rows, batch.num_decode
             left = rows.limit[:n] - rows.output_len[:n] - 1
             fits = scheduler.reserve(np.minimum(left, numbers.integers(0, 9, n)).astype(np.int32))
-            states.append(fits.tolist())
+            assert (fits <= left).all() and fits.min() >= 0
             counts = numbers.integers(1, fits + 2).astype(np.int32)
         total = batch.num_draws if counts is None else int(counts.sum())
         drawn = numbers.integers(0, V, total).astype(np.int32)
@@ -67,22 +66,17 @@ def transcript(seed: int, max_running: int, num_blocks: int) -> tuple[list, list
         if counts is not None:
             scheduler.truncate(result)
         finished += scheduler.commit(batch, result)
-        states.append(state(scheduler))
-    answers = [(r.order, r.output, r.logprobs, r.finish_reason) for r in finished]
+        check(scheduler)
     assert scheduler.blocks.num_used == 0
-    return states, answers
+    return finished
 
 
 @pytest.mark.parametrize(("max_running", "num_blocks"), [(1, 60), (3, 60), (8, 120), (8, 26)])
-def test_one_by_one_equals_arrays(monkeypatch: pytest.MonkeyPatch, max_running: int, num_blocks: int) -> None:
+def test_runs_of_tokens_keep_rows_and_blocks_in_order(max_running: int, num_blocks: int) -> None:
     reasons = set()
     for seed in range(4):
-        got = []
-        for few in (0, 100):
-            monkeypatch.setattr(rows_module, "FEW_ROWS", few)
-            monkeypatch.setattr(scheduler_module, "FEW_ROWS", few)
-            got.append(transcript(seed, max_running, num_blocks))
-        assert got[0] == got[1]
-        assert len(got[0][1]) == 12
-        reasons |= {a[3] for a in got[0][1]}
+        finished = run(seed, max_running, num_blocks)
+        assert len(finished) == 12
+        assert all(len(r.output) == len(r.logprobs) <= r.params.max_tokens for r in finished)
+        reasons |= {r.finish_reason for r in finished}
     assert reasons == {"stop", "length"}

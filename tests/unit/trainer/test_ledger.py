@@ -131,7 +131,7 @@ class Replay:
         self.policy, trainer, self.backend = setup.build_models(
             self.config, self.world, None, tokenizer, self.tp
         )
-        self.graphs = self._captured(self.backend.engine.runner.decoder)  # from here on
+        self.graphs = self._captured(self.backend.engine.runner.pool)  # from here on
         self.drafter = OnlineDrafterController(self.world, self.backend, trainer)
         self.sync = BucketedSync(self.config.sync, self.backend, self.world)
 
@@ -146,14 +146,14 @@ class Replay:
         rollout = self.config.rollout
         self.backend.resume()
         runner = self.backend.engine.runner
-        decoder = getattr(runner.decoder, "inner", runner.decoder)
+        decoder = runner.decoder
         decoder.paged = lambda q, *_: torch.empty_like(q)
         prefill = self._batch(rollout.max_batched_tokens, rollout.max_running_requests)
         prefill.all_hidden = True
         every, decoder._layers = decoder._layers, decoder._layers[:2]  # what they leave behind is the same
         out = decoder.forward(prefill, KVCache(runner.kv.num_blocks, runner.kv.block_size, runner.kv.data[:2]))
         decoder._layers = every
-        runner.pages.write(prefill.slot_mapping, out.all_hidden)
+        runner.pages.write(prefill.slot_mapping, out.hidden)
         del out
         rows = verified_rows(self.config)
         hidden = torch.empty(rows, self.shape.hidden_size, dtype=torch.bfloat16, device=META)
@@ -165,9 +165,8 @@ class Replay:
         if rollout.release_cache:
             self.backend.release()
 
-    def _captured(self, decoder) -> torch.Tensor | None:
+    def _captured(self, pool) -> torch.Tensor | None:
         """What captured graphs may take of their budget beside the pool's buffers."""
-        pool = getattr(decoder, "pool", None)
         budget = self.config.rollout.graph_memory_mib << 20
         return None if pool is None else torch.empty(budget - pool.memory_bytes(), dtype=torch.uint8, device=META)
 

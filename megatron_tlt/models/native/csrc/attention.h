@@ -2,20 +2,19 @@
 #ifndef TLT_ATTENTION_H
 #define TLT_ATTENTION_H
 
-#include "act.h"
+#include "simd.h"
 
 typedef struct {
-    int kind;
     long heads, kv_heads, head_dim, padded_dim; /* padded_dim: head_dim up to a multiple of 16 */
     long num_blocks, block_size;
-    const void *k_plane, *v_plane; /* this layer's [num_blocks][kv_heads][block_size/16] tiles */
-    const void *q;                 /* activations [row][heads][padded_dim] */
-    void *out;                     /* activations [row][out_stride], head after head, unpadded */
+    const float *k_plane, *v_plane; /* this layer's [num_blocks][kv_heads][block_size/16] tiles */
+    const float *q;                 /* [row][heads][padded_dim] */
+    float *out;                     /* [row][out_stride], head after head, unpadded */
     long out_stride;
 } Attention;
 
-/* Bytes of one tile: 16 positions x padded_dim. */
-INLINE long tile_bytes(int kind, long padded_dim) { return TILE * padded_dim * (kind == KIND_F32 ? 4 : 2); }
+/* Elements of one tile: 16 positions x padded_dim. */
+INLINE long tile_size(long padded_dim) { return TILE * padded_dim; }
 
 /* The tile that holds `slot` (block * block_size + offset) for a kv head, counted in tiles of the plane. */
 INLINE long tile_index(long kv_heads, long block_size, long head, long block, long tile_in_block) {
@@ -38,11 +37,11 @@ typedef struct {
 void tlt_attend(const Attention *a, long row, long rows, long head, const Span *span);
 
 /* Writes one head of one row into the cache; key and value are float [padded_dim], zero-padded. */
-void tlt_store_key(int kind, void *tile, long lane, long padded_dim, const float *key);
-void tlt_store_value(int kind, void *tile, long lane, long padded_dim, const float *value);
+void tlt_store_key(float *tile, long lane, long padded_dim, const float *key);
+void tlt_store_value(float *tile, long lane, long padded_dim, const float *value);
 
 /* Copies one position of one head from tile to tile, bit for bit. */
-void tlt_copy_key(int kind, void *tile, long lane, const void *from_tile, long from_lane, long padded_dim);
-void tlt_copy_value(int kind, void *tile, long lane, const void *from_tile, long from_lane, long padded_dim);
+void tlt_copy_key(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim);
+void tlt_copy_value(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim);
 
 #endif

@@ -7,7 +7,7 @@
  *              ^-------------------------------- once a layer ---------------------------------------------^
  *
  * Under tensor parallelism o and down go to `part`, the caller sums it over the ranks, then it is added.
- * The residual stream is fp32 in both types; inputs of matrix products are rounded to the compute type.
+ * All numbers are fp32.
  */
 #include "decoder.h"
 
@@ -16,26 +16,23 @@
 #include "attention.h"
 
 /* out = x * rsqrt(mean(x^2) + eps) * weight, over `n` values stored with zero padding up to `padded`. */
-static void rms_norm(const float *x, const float *weight, long n, long padded, float eps, int kind, void *out,
-                     long at) {
+static void rms_norm(const float *x, const float *weight, long n, long padded, float eps, float *out) {
     vf sum = vzero();
     for (long i = 0; i < padded; i += VW) sum = vfma(vload(x + i), vload(x + i), sum);
     vf scale = vset(1.0f / sqrtf(vsum(sum) / (float)n + eps));
-    for (long i = 0; i < padded; i += VW) act_store(kind, out, at + i, vload(x + i) * scale * vload(weight + i));
+    for (long i = 0; i < padded; i += VW) vstore(out + i, vload(x + i) * scale * vload(weight + i));
 }
 
-void tlt_rms_norm(const Run *r, const float *x, const float *weight, void *out, long at) {
-    rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, r->kind, out, at);
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, float *out) {
+    rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, out);
 }
 
 /* Row `to` of x from row `row` of the residual stream. */
 static void norm_to(const Run *r, long row, const float *weight, long to) {
     const float *x = r->m->resid + row * r->hp;
-    if (weight) {
-        tlt_rms_norm(r, x, weight, r->m->x, to * r->hp);
-        return;
-    }
-    for (long i = 0; i < r->hp; i += VW) act_store(r->kind, r->m->x, to * r->hp + i, vload(x + i));
+    float *out = r->m->x + to * r->hp;
+    if (weight) tlt_rms_norm(r, x, weight, out);
+    else memcpy(out, x, (size_t)r->hp * sizeof(float));
 }
 
 void tlt_norm_row(Run *r, long row, const float *weight) { norm_to(r, row, weight, row); }
@@ -45,7 +42,7 @@ static void embed_unit(void *arg, long row) {
     const TltModel *m = r->m;
     float *out = m->resid + row * r->hp;
     memset(out, 0, (size_t)r->hp * sizeof(float));
-    load_row(m, m->embed, r->s->token_ids[r->first + row], m->hidden, out);
+    memcpy(out, m->embed + (long)r->s->token_ids[r->first + row] * m->hidden, (size_t)m->hidden * sizeof(float));
     tlt_norm_row(r, row, m->layer[0].input_norm);
 }
 
@@ -65,7 +62,7 @@ static void rotate(const Run *r, const float *in, const float *weight, const flo
         }
     }
     if (weight) {
-        rms_norm(in, weight, d, (d + VW - 1) / VW * VW, r->m->eps, KIND_F32, x, 0);
+        rms_norm(in, weight, d, (d + VW - 1) / VW * VW, r->m->eps, x);
         in = x;
     }
     long i = 0;
@@ -81,10 +78,10 @@ static void rotate(const Run *r, const float *in, const float *weight, const flo
     memset(out + d, 0, (size_t)(r->dp - d) * sizeof(float));
 }
 
-static char *kv_plane(const Run *r, long layer, long which) {
+static float *kv_plane(const Run *r, long layer, long which) {
     const TltStep *s = r->s;
     long tiles = (long)s->num_blocks * r->m->kv_heads * (s->block_size / TILE);
-    return (char *)s->kv + (layer * 2 + which) * tiles * tile_bytes(r->kind, r->dp);
+    return s->kv + (layer * 2 + which) * tiles * tile_size(r->dp);
 }
 
 /* Unit = one row: rotates its queries. */
@@ -96,8 +93,7 @@ static void query_unit(void *arg, long row) {
     float tmp[TLT_MAX_HEAD_DIM];
     for (long h = 0; h < m->heads; h++) {
         rotate(r, in + h * d, m->layer[r->layer].q_norm, rope, tmp);
-        long at = row * r->q_stride + h * r->dp;
-        for (long i = 0; i < r->dp; i += VW) act_store(r->kind, m->q, at + i, vload(tmp + i));
+        memcpy(m->q + row * r->q_stride + h * r->dp, tmp, (size_t)r->dp * sizeof(float));
     }
 }
 
@@ -106,18 +102,18 @@ static void key_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;
     const TltStep *s = r->s;
-    const long d = m->head_dim, bytes = tile_bytes(r->kind, r->dp);
-    char *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
+    const long d = m->head_dim, size = tile_size(r->dp);
+    float *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
     const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)s->positions[r->first + row] * d;
     const long slot = s->slots[r->first + row], block = slot / s->block_size, offset = slot % s->block_size;
     float tmp[TLT_MAX_HEAD_DIM];
     for (long h = 0; h < m->kv_heads; h++) {
         long tile = tile_index(m->kv_heads, s->block_size, h, block, offset / TILE);
         rotate(r, in + (m->heads + h) * d, m->layer[r->layer].k_norm, rope, tmp);
-        tlt_store_key(r->kind, keys + tile * bytes, offset % TILE, r->dp, tmp);
+        tlt_store_key(keys + tile * size, offset % TILE, r->dp, tmp);
         memcpy(tmp, in + (m->heads + m->kv_heads + h) * d, (size_t)d * sizeof(float));
         memset(tmp + d, 0, (size_t)(r->dp - d) * sizeof(float));
-        tlt_store_value(r->kind, values + tile * bytes, offset % TILE, r->dp, tmp);
+        tlt_store_value(values + tile * size, offset % TILE, r->dp, tmp);
     }
 }
 
@@ -134,16 +130,16 @@ static void attention_unit(void *arg, long unit) {
     const int32_t *u = m->units + unit / m->kv_heads * 4;
     const long row = r->first + u[0];
     int32_t path[2 * (TLT_MAX_BRANCH + 1)];
-    Attention a = {r->kind, m->heads, m->kv_heads, m->head_dim, r->dp, s->num_blocks, s->block_size,
+    Attention a = {m->heads, m->kv_heads, m->head_dim, r->dp, s->num_blocks, s->block_size,
                    kv_plane(r, r->layer, 0), kv_plane(r, r->layer, 1), m->q, m->att, r->att_stride};
     Span span = {s->positions + row, s->block_tables + (long)u[2] * s->max_blocks,
                  r->first_visible ? r->first_visible[u[2]] : 0, path, u[3] ? tlt_branch_path(s, u[2], row, path) : 0};
     tlt_attend(&a, u[0], u[1], unit % m->kv_heads, &span);
 }
 
-void tlt_linear(Run *r, const void *a, long a_stride, long k, const void *w, long n, int epilogue, const float *bias,
-                void *out, long out_stride) {
-    Gemm g = {r->kind, epilogue, r->rows, n, k, a, a_stride, w, bias, out, out_stride, 1};
+void tlt_linear(Run *r, const float *a, long a_stride, long k, const float *w, long n, int epilogue, const float *bias,
+                float *out, long out_stride) {
+    Gemm g = {epilogue, r->rows, n, k, a, a_stride, w, bias, out, out_stride, 1};
     tlt_gemm(&g, r->threads);
 }
 
@@ -190,8 +186,8 @@ static void attend_and_mix(Run *r) {
 static void project(Run *r, long from, long to) {
     const TltModel *m = r->m;
     const TltLayer *l = &m->layer[r->layer];
-    const long bytes = act_steps(r->kind, r->in_width) * NR * 4, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
-    tlt_linear(r, r->in, r->in_stride, r->in_width, (const char *)l->qkv + from * bytes, end - from * NR, EPI_BIAS,
+    const long size = r->in_width * NR, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
+    tlt_linear(r, r->in, r->in_stride, r->in_width, l->qkv + from * size, end - from * NR, EPI_BIAS,
                l->qkv_bias ? l->qkv_bias + from * NR : NULL, m->qkv_out + from * NR, r->qkv_stride);
 }
 
@@ -209,55 +205,33 @@ void tlt_run_keys(Run *r, long index) {
     tlt_parallel(r->rows, key_unit, r);
 }
 
-/* Row `at` of x to the end of row `row` of the caller's table [.][W], in the compute type. */
-static void export_hidden(const Run *r, long at, void *table, long row) {
-    const long n = r->m->hidden, item = act_bytes(r->kind), to = (row + 1) * state_width(r->m) - n;
-    if (r->kind == KIND_WIDE)
-        store_row(r->m, (const float *)r->m->x + at * r->hp, n, table, to);
-    else
-        memcpy((char *)table + to * item, (const char *)r->m->x + at * r->hp * item, (size_t)(n * item));
-}
-
-/* Residual stream of row `row` behind auxiliary layer number `r->aux` to row `to` of a table [.][W]. */
-static void export_aux(const Run *r, long row, void *table, long to) {
-    const TltModel *m = r->m;
-    store_row(m, m->resid + row * r->hp, m->hidden, table, to * state_width(m) + r->aux * m->hidden);
-}
-
-static void all_aux_unit(void *arg, long row) {
+/* Residual stream of a row behind auxiliary layer number `r->aux`. */
+static void aux_unit(void *arg, long row) {
     const Run *r = arg;
-    export_aux(r, row, r->s->all_hidden, r->first + row);
-}
-
-/* Unit = one wanted row of the step. */
-static void wanted_aux_unit(void *arg, long i) {
-    const Run *r = arg;
-    const long row = r->s->logit_rows[i] - r->first;
-    if (row >= 0 && row < r->rows) export_aux(r, row, r->s->hidden, i);
+    const long n = r->m->hidden;
+    float *state = r->s->hidden + (r->first + row) * state_width(r->m);
+    memcpy(state + r->aux * n, r->m->resid + row * r->hp, (size_t)n * sizeof(float));
 }
 
 /* A layer's output, where it is part of the state. */
 static void run_aux(Run *r, long layer) {
-    for (r->aux = 0; r->aux < r->m->aux_count; r->aux++) {
-        if (r->m->aux[r->aux] != layer) continue;
-        if (r->s->all_hidden) tlt_parallel(r->rows, all_aux_unit, r);
-        tlt_parallel(r->s->logits_rows, wanted_aux_unit, r);
-    }
+    for (r->aux = 0; r->aux < r->m->aux_count; r->aux++)
+        if (r->m->aux[r->aux] == layer && r->s->hidden) tlt_parallel(r->rows, aux_unit, r);
 }
 
-static void all_hidden_unit(void *arg, long row) {
+/* A row's final hidden state, the last part of its state. */
+static void hidden_unit(void *arg, long row) {
     Run *r = arg;
+    const long n = r->m->hidden;
     tlt_norm_row(r, row, r->m->final_norm);
-    export_hidden(r, row, r->s->all_hidden, r->first + row);
+    float *end = r->s->hidden + (r->first + row + 1) * state_width(r->m);
+    memcpy(end - n, r->m->x + row * r->hp, (size_t)n * sizeof(float));
 }
 
-/* Unit = one wanted row: the final norm, compacted into x, and the hidden state for the caller. */
+/* Unit = one wanted row: the final norm, compacted into x. */
 static void final_norm_unit(void *arg, long i) {
     const Run *r = arg;
-    const TltModel *m = r->m;
-    const long out = m->picked[2 * i], row = m->picked[2 * i + 1];
-    norm_to(r, row, m->final_norm, i);
-    if (r->s->hidden) export_hidden(r, i, r->s->hidden, out);
+    norm_to(r, r->m->picked[2 * i + 1], r->m->final_norm, i);
 }
 
 /* Final norm and LM head of the picked rows. Consecutive results are written in place in one product; rows are
@@ -268,15 +242,15 @@ static void head_of_picked(Run *r) {
     tlt_parallel(r->picked, final_norm_unit, r);
     for (long i = 0, j; i < r->picked; i = j) {
         for (j = i + 1; j < r->picked && m->picked[2 * j] == m->picked[2 * j - 2] + 1;) j++;
-        Gemm g = {r->kind, EPI_STORE, j - i, m->vocab, m->hidden, (char *)m->x + i * r->hp * act_bytes(r->kind),
-                  r->hp, m->head, NULL, s->logits + m->picked[2 * i] * (long)m->vocab, m->vocab, 0};
+        Gemm g = {EPI_STORE, j - i, m->vocab, m->hidden, m->x + i * r->hp, r->hp, m->head, NULL,
+                  s->logits + m->picked[2 * i] * (long)m->vocab, m->vocab, 0};
         tlt_gemm(&g, r->threads);
     }
 }
 
 void tlt_run_head(Run *r) {
     const TltStep *s = r->s;
-    if (s->all_hidden) tlt_parallel(r->rows, all_hidden_unit, r);
+    if (s->hidden) tlt_parallel(r->rows, hidden_unit, r);
     /* Picks the chunk's wanted rows, at most max_rows (the size of x) at a time. */
     r->picked = 0;
     for (long i = 0; i < s->logits_rows; i++) {
@@ -309,7 +283,6 @@ static void run_chunks(Run *r) {
 
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce) {
     *r = (Run){.m = m, .s = s, .all_reduce = all_reduce, .threads = threads};
-    r->kind = m->is_bf16 ? KIND_BF16 : KIND_F32;
     r->hp = r->in_stride = pad64(m->hidden);
     r->in = m->x;
     r->in_width = m->hidden;
@@ -332,24 +305,23 @@ int tlt_forward(const TltModel *m, const TltStep *s, int threads, TltAllReduce a
     return r.failed ? TLT_REDUCE_FAILED : TLT_OK;
 }
 
-int tlt_copy_slots(void *kv, const TltModel *m, int64_t num_blocks, int64_t block_size, const int32_t *src,
+int tlt_copy_slots(float *kv, const TltModel *m, int64_t num_blocks, int64_t block_size, const int32_t *src,
                    const int32_t *dst, int64_t count) {
-    const int kind = m->is_bf16 ? KIND_BF16 : KIND_F32;
-    const long dp = (m->head_dim + TILE - 1) / TILE * TILE, bytes = tile_bytes(kind, dp);
-    const long plane = num_blocks * m->kv_heads * (block_size / TILE) * bytes, slots = num_blocks * block_size;
+    const long dp = (m->head_dim + TILE - 1) / TILE * TILE, size = tile_size(dp);
+    const long plane = num_blocks * m->kv_heads * (block_size / TILE) * size, slots = num_blocks * block_size;
     for (int64_t i = 0; i < count; i++)
         if (src[i] < 0 || src[i] >= slots || dst[i] < 0 || dst[i] >= slots) return TLT_BAD_SLOT;
     for (long p = 0; p < 2L * m->layers; p++)
         for (long i = 0; i < count; i++)
             for (long h = 0; h < m->kv_heads; h++) {
-                char *base = (char *)kv + p * plane;
+                float *base = kv + p * plane;
                 const long from_lane = src[i] % TILE, to_lane = dst[i] % TILE;
-                const char *from = base + bytes * tile_index(m->kv_heads, block_size, h, src[i] / block_size,
+                const float *from = base + size * tile_index(m->kv_heads, block_size, h, src[i] / block_size,
                                                              src[i] % block_size / TILE);
-                char *to = base + bytes * tile_index(m->kv_heads, block_size, h, dst[i] / block_size,
+                float *to = base + size * tile_index(m->kv_heads, block_size, h, dst[i] / block_size,
                                                      dst[i] % block_size / TILE);
-                if (p % 2) tlt_copy_value(kind, to, to_lane, from, from_lane, dp);
-                else tlt_copy_key(kind, to, to_lane, from, from_lane, dp);
+                if (p % 2) tlt_copy_value(to, to_lane, from, from_lane, dp);
+                else tlt_copy_key(to, to_lane, from, from_lane, dp);
             }
     return TLT_OK;
 }

@@ -10,9 +10,9 @@ typedef struct {
     const TltModel *m;
     const TltStep *s;
     TltAllReduce all_reduce;
-    int kind, failed, threads;
+    int failed, threads;
     long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride; /* row lengths, elements */
-    const void *in;               /* activations that queries, keys and values are projected from; x by default */
+    const float *in;              /* what queries, keys and values are projected from; x by default */
     long in_stride, in_width;     /* elements */
     long first, rows;             /* this chunk */
     long units, picked;
@@ -26,30 +26,6 @@ INLINE long state_width(const TltModel *m) { return (m->aux_count + 1L) * m->hid
 
 INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
 
-/* `n` elements of a table in the compute type, from element `at` on, as floats. */
-INLINE void load_part(const TltModel *m, const void *table, long at, long n, float *out) {
-    if (!m->is_bf16) {
-        memcpy(out, (const float *)table + at, (size_t)n * sizeof(float));
-        return;
-    }
-    const uint16_t *in = (const uint16_t *)table + at;
-    for (long i = 0; i < n; i++) out[i] = bf16_to_f32(in[i]);
-}
-
-/* Row `row` of a [.][n] table. */
-INLINE void load_row(const TltModel *m, const void *table, long row, long n, float *out) {
-    load_part(m, table, row * n, n, out);
-}
-
-/* `n` floats to element `at` of a table in the compute type. */
-INLINE void store_row(const TltModel *m, const float *row, long n, void *table, long at) {
-    if (!m->is_bf16) {
-        memcpy((float *)table + at, row, (size_t)n * sizeof(float));
-        return;
-    }
-    for (long i = 0; i < n; i++) ((uint16_t *)table)[at + i] = f32_to_bf16(row[i]);
-}
-
 /* Everything that could make C read or write outside its memory. Fills step->branch. See step.c. */
 int tlt_check_step(const TltModel *m, const TltStep *s);
 
@@ -62,10 +38,10 @@ long tlt_branch_path(const TltStep *s, long seq, long row, int32_t *path);
 
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce);
 
-/* Norm of `hidden` values, zero-padded as `weight` is, to activations from element `at` on, padding included. */
-void tlt_rms_norm(const Run *r, const float *x, const float *weight, void *out, long at);
+/* Norm of `hidden` values, zero-padded as `weight` is, padding included. */
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, float *out);
 
-/* x = norm(residual stream) of one row, rounded; without weight only rounded. */
+/* x = norm(residual stream) of one row; without weight the stream itself. */
 void tlt_norm_row(Run *r, long row, const float *weight);
 
 /* One layer over the chunk: from x (its input norm is done) to the residual stream and the next layer's x. */
@@ -77,15 +53,14 @@ void tlt_run_experts(Run *r);
 /* Only the chunk's keys and values, from x, into the cache. */
 void tlt_run_keys(Run *r, long index);
 
-/* Last norm and LM head of the chunk's wanted rows; states of all rows if wanted. Without step->hidden the wanted
- * rows' hidden states go nowhere. */
+/* Last norm and LM head of the chunk's wanted rows; states of all rows if step->hidden is there. */
 void tlt_run_head(Run *r);
 
 /* The dense MLP of width `inter`, from x to `out` [rows][Hp] by the epilogue of its last product. */
 void tlt_run_mlp(Run *r, long inter, int epilogue, float *out);
 
 /* out[rows][N] = x[rows][K] * w^T on this chunk's rows. */
-void tlt_linear(Run *r, const void *a, long a_stride, long k, const void *w, long n, int epilogue, const float *bias,
-                void *out, long out_stride);
+void tlt_linear(Run *r, const float *a, long a_stride, long k, const float *w, long n, int epilogue, const float *bias,
+                float *out, long out_stride);
 
 #endif

@@ -1,7 +1,7 @@
 /* The trained drafter: one layer over pairs (token at s, state of s - 1), and drafts from the engine's rows.
  *
- *   eagle    pair -> fc -> x (residual stream) -> layer without input norm -> rounded: output -> policy's LM head
- *   eagle3   state -> fc -> residual stream; norms of embedding and of it, side by side -> layer -> rounded: output;
+ *   eagle    pair -> fc -> x (residual stream) -> layer without input norm -> output -> policy's LM head
+ *   eagle3   state -> fc -> residual stream; norms of embedding and of it, side by side -> layer -> output;
  *            its norm -> own LM head. A drafted token's pair has the output before in place of fc's.
  *
  * Of a pair that nothing is drafted from only key and value are computed. A draft caches the pairs that are missing, then
@@ -19,31 +19,25 @@
 typedef struct {
     Run r; /* first: units get a Run, those below cast it to this */
     const TltEagle *e;
-    const void *states;      /* [.][W] of the policy, or [.][H] outputs, compute type */
+    const float *states;     /* [.][W] of the policy, or [.][H] outputs */
     int is_output;
     const int32_t *state_of; /* of each row of the step */
-    void *out;               /* eagle3: [.][H] outputs of the step, compute type */
+    float *out;              /* eagle3: [.][H] outputs of the step */
 } EagleRun;
 
 /* Rows of `pair` have 64 elements to spare: stores may run over. */
 static long pair_stride(const TltModel *m) { return pad64(3L * m->hidden) + 64; }
 
-/* Element `from` on of a table, H of them, to activation `to` of a row of `pair`. `tmp` is padded with zeros. */
-static void copy_part(EagleRun *g, const void *table, long from, long to, float *tmp) {
-    const long n = g->r.m->hidden;
-    load_part(g->r.m, table, from, n, tmp);
-    for (long i = 0; i < n; i += VW) act_store(g->r.kind, g->e->pair, to + i, vload(tmp + i));
-}
+static void copy_row(const TltModel *m, const float *from, float *to) { memcpy(to, from, (size_t)m->hidden * sizeof *to); }
 
 /* eagle: pair = [E(token) ; hidden state]. */
 static void pair_unit(void *arg, long row) {
     EagleRun *g = arg;
-    Run *r = &g->r;
-    const TltModel *m = r->m;
-    const long at = row * pair_stride(m), n = m->hidden, from = r->first + row;
-    float *tmp = m->resid + row * r->hp; /* fc overwrites it; the padding stays 0 */
-    copy_part(g, m->embed, r->s->token_ids[from] * n, at, tmp);
-    copy_part(g, g->states, g->state_of[from] * n, at + n, tmp);
+    const TltModel *m = g->r.m;
+    const long n = m->hidden, from = g->r.first + row;
+    float *pair = g->e->pair + row * pair_stride(m);
+    copy_row(m, m->embed + g->r.s->token_ids[from] * n, pair);
+    copy_row(m, g->states + g->state_of[from] * n, pair + n);
 }
 
 /* eagle3: the three layers' outputs of a state, for fc; or an output, which is the residual stream. */
@@ -51,10 +45,12 @@ static void features_unit(void *arg, long row) {
     EagleRun *g = arg;
     const TltModel *m = g->r.m;
     const long n = m->hidden, state = g->state_of[g->r.first + row];
-    float *tmp = m->resid + row * g->r.hp;
-    if (g->is_output) load_row(m, g->states, state, n, tmp);
-    for (long i = 0; i < 3 && !g->is_output; i++)
-        copy_part(g, g->states, state * g->e->state_width + i * n, row * pair_stride(m) + i * n, tmp);
+    if (g->is_output) {
+        copy_row(m, g->states + state * n, m->resid + row * g->r.hp);
+        return;
+    }
+    const float *from = g->states + state * g->e->state_width;
+    memcpy(g->e->pair + row * pair_stride(m), from, (size_t)(3 * n) * sizeof *from);
 }
 
 /* eagle3: pair = [norm(E(token)) ; norm(residual stream)]. */
@@ -64,9 +60,9 @@ static void norms_unit(void *arg, long row) {
     const TltModel *m = r->m;
     const long at = row * pair_stride(m), n = m->hidden;
     float *resid = m->resid + row * r->hp, *tmp = m->part + row * r->hp;
-    load_row(m, m->embed, r->s->token_ids[r->first + row], n, tmp);
-    tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair, at);
-    tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair, at + n);
+    copy_row(m, m->embed + r->s->token_ids[r->first + row] * n, tmp);
+    tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair + at);
+    tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair + at + n);
     if (g->e->norm_before_residual) {
         float sum = 0;
         for (long i = 0; i < n; i++) sum += resid[i] * resid[i];
@@ -79,10 +75,10 @@ static void norms_unit(void *arg, long row) {
 static void output_unit(void *arg, long row) {
     EagleRun *g = arg;
     const TltModel *m = g->r.m;
-    store_row(m, m->resid + row * g->r.hp, m->hidden, g->out, (g->r.first + row) * m->hidden);
+    copy_row(m, m->resid + row * g->r.hp, g->out + (g->r.first + row) * m->hidden);
 }
 
-static void round_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
+static void stream_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
 
 /* The pairs of the step's rows [first, first + rows) through fc: the residual stream, and x. */
 static void join_pairs(EagleRun *g, long first) {
@@ -93,7 +89,7 @@ static void join_pairs(EagleRun *g, long first) {
     if (!g->e->hidden_norm) {
         tlt_parallel(r->rows, pair_unit, g);
         tlt_linear(r, g->e->pair, pair_stride(m), 2L * m->hidden, g->e->fc, m->hidden, EPI_STORE, NULL, m->resid, r->hp);
-        tlt_parallel(r->rows, round_unit, r);
+        tlt_parallel(r->rows, stream_unit, r);
         return;
     }
     tlt_parallel(r->rows, features_unit, g);
@@ -154,7 +150,7 @@ typedef struct {
     int32_t *tokens;             /* [B][D][K] */
     float *gaps, *acceptance;      /* [B][D][K], [B][D] */
     float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
-    void *hidden;                /* [B][H] compute type */
+    float *hidden;               /* [B][H] */
     TopK *best;
     long pairs, active;
 } Scratch;

@@ -77,9 +77,8 @@ static long sort_pairs(const Run *r) {
 static void gather_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;
-    const size_t bytes = (size_t)(r->hp * act_bytes(r->kind));
     for (long i = row * m->topk; i < (row + 1) * m->topk; i++)
-        memcpy((char *)m->pair_x + (size_t)m->place[i] * bytes, (char *)m->x + (size_t)row * bytes, bytes);
+        memcpy(m->pair_x + m->place[i] * r->hp, m->x + row * r->hp, (size_t)r->hp * sizeof(float));
 }
 
 /* Unit = one row: the sum of its experts' outputs times their gates. */
@@ -102,18 +101,18 @@ void tlt_run_experts(Run *r) {
     const TltModel *m = r->m;
     const TltLayer *l = &m->layer[r->layer];
     const long panels = ((long)m->expert_inter + NR - 1) / NR, mid = pad64(m->expert_inter);
-    const long h_panels = ((long)m->hidden + NR - 1) / NR, step = NR * 4;
+    const long h_panels = ((long)m->hidden + NR - 1) / NR;
     tlt_linear(r, m->x, r->hp, m->hidden, l->router, m->experts + (m->shared_inter > 0), EPI_STORE, NULL, m->scores,
                score_stride(m));
     tlt_parallel(r->rows, choose_unit, r);
-    Groups groups = {m->starts, m->active, sort_pairs(r), 2 * panels * act_steps(r->kind, m->hidden) * step};
+    Groups groups = {m->starts, m->active, sort_pairs(r), 2 * panels * m->hidden * NR};
     tlt_parallel(r->rows, gather_unit, r);
-    Gemm up = {r->kind, EPI_SILU, 0, 2 * panels * NR, m->hidden, m->pair_x, r->hp, l->expert_gate_up, NULL, m->pair_mid,
+    Gemm up = {EPI_SILU, 0, 2 * panels * NR, m->hidden, m->pair_x, r->hp, l->expert_gate_up, NULL, m->pair_mid,
                mid, 1};
     tlt_gemm_groups(&up, &groups, r->threads);
-    Gemm down = {r->kind, EPI_STORE, 0, m->hidden, m->expert_inter, m->pair_mid, mid, l->expert_down, NULL, m->pair_out,
+    Gemm down = {EPI_STORE, 0, m->hidden, m->expert_inter, m->pair_mid, mid, l->expert_down, NULL, m->pair_out,
                  r->hp, 1};
-    groups.w_bytes = h_panels * act_steps(r->kind, m->expert_inter) * step;
+    groups.w_size = h_panels * m->expert_inter * NR;
     tlt_gemm_groups(&down, &groups, r->threads);
     if (m->shared_inter) tlt_run_mlp(r, m->shared_inter, EPI_STORE, m->shared);
     tlt_parallel(r->rows, mix_unit, r);

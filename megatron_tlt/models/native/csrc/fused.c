@@ -91,12 +91,12 @@ static int forward(const TltModel *m, const TltFused *f, const Fed *t, int threa
     s.branch = t->branch;
     s.kv = f->kv;
     s.logits = f->logits;
-    s.hidden = f->hidden;
+    s.hidden = f->pages ? f->hidden : NULL;
     s.routes = f->route_pages ? f->routes : NULL;
     return tlt_forward(m, &s, threads, 0);
 }
 
-static size_t state_bytes(const TltModel *m) { return (size_t)state_width(m) * (m->is_bf16 ? 2 : 4); }
+static size_t state_bytes(const TltModel *m) { return (size_t)state_width(m) * sizeof(float); }
 
 /* States and experts to their pages: fed row i's to its slot. */
 static void keep(void *pages, const void *rows, size_t width, const Fed *t) {

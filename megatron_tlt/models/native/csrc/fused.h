@@ -18,8 +18,8 @@ typedef struct {
     const float *temperature;                          /* [D], 0: greedy */
     /* The draft. Parents, of trees only, count within the row's nodes; -1: the root. */
     const int32_t *counts, *tokens, *parents; /* [D], [N], [N] */
-    void *kv;
-    void *pages; /* [num_blocks * block_size][W] in the compute type: a token's state at its slot; NULL: off */
+    float *kv;
+    float *pages; /* [num_blocks * block_size][W]: a token's state at its slot; NULL: off */
     void *route_pages; /* [num_blocks * block_size][route_bytes]: its experts likewise; NULL: off */
     /* Scratch: [TLT_FUSED_INTS][T + 1], [T], [T], [2][T + 1], [T][V], [T][W], [T][route_bytes],
      * tlt_sample_scratch_bytes(T, V) */
@@ -28,7 +28,7 @@ typedef struct {
     float *row_temperature;
     uint8_t *bytes;
     float *logits;
-    void *hidden;
+    float *hidden;
     void *routes;
     void *sampling;
     /* Out: what each row emits, the fed rows that it is drawn at, and the verdict on every node. */

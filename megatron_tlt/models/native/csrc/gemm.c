@@ -1,7 +1,6 @@
 /* Packed matrix product for 1 to a few hundred rows.
  *
- * A weight W[N][K] is stored as panels of NR columns: fp32 [N/NR][K][NR], bf16 [N/NR][K/2][NR][2]. A kernel
- * keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
+ * A weight W[N][K] is stored as panels of NR columns: [N/NR][K][NR]. A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
  * multiply-adds in ascending k, whatever M, NP, the number of rows or of threads: batch invariance by design.
  * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one. Panels are read
  * straight through, which the hardware prefetches well: software prefetch gained nothing or cost time (Zen 3, Zen 4).
@@ -16,76 +15,72 @@
 
 #define MAX_NP 4
 #define MAX_M 12
+#define UNROLL 4 /* steps over K */
 #define CHUNK_BYTES 65536 /* weights that several row blocks go over before the next: a fraction of the L2 cache */
 
 typedef struct {
-    const char *a;     /* first row, first k */
-    long a_stride;     /* bytes */
-    const char *w;     /* first panel */
-    long panel;        /* bytes */
+    const float *a;    /* first row, first k */
+    long a_stride;     /* all in elements */
+    const float *w;    /* first panel */
+    long panel;
     long steps;        /* over K */
     long calls;        /* times NP panels */
     float *out;        /* first row, first column */
-    long out_stride;   /* elements */
+    long out_stride;
     const float *bias; /* of the first column, or NULL */
     int add;           /* the sums are added to `out` */
 } KernelArgs;
 
 /* Step `u` from the current one. Rows are addressed from one base per three rows, which fits the addressing modes
  * (base, +s, +2s). The shorter side is held in registers, the longer one passes through. */
-INLINE void step(const int kind, const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV],
-                 const char *const *base, long s, const char *const *w) {
-    const int V = NP * NV, halves = act_halves(kind);
-    ALL for (int half = 0; half < halves; half++) {
-        const long at = u * act_step_bytes(kind) + half * 4, column = u * NR * 4;
-        vf a[MAX_M], b[MAX_NP * NV];
-        if (M >= V) {
-            ALL for (int v = 0; v < V; v++) b[v] = act_column(kind, half, w[v / NV] + column + v % NV * VW * 4);
-            ALL for (int m = 0; m < M; m++) {
-                a[m] = act_row(base[m / 3] + m % 3 * s + at);
-                ALL for (int v = 0; v < V; v++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
-            }
-        } else {
-            ALL for (int m = 0; m < M; m++) a[m] = act_row(base[m / 3] + m % 3 * s + at);
-            ALL for (int v = 0; v < V; v++) {
-                b[v] = act_column(kind, half, w[v / NV] + column + v % NV * VW * 4);
-                ALL for (int m = 0; m < M; m++) acc[m][v] = act_fma(kind, acc[m][v], a[m], b[v]);
-            }
+INLINE void step(const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV], const float *const *base, long s,
+                 const float *const *w) {
+    const int V = NP * NV;
+    vf a[MAX_M], b[MAX_NP * NV];
+    if (M >= V) {
+        ALL for (int v = 0; v < V; v++) b[v] = column_at(w[v / NV] + u * NR + v % NV * VW);
+        ALL for (int m = 0; m < M; m++) {
+            a[m] = row_at(base[m / 3] + m % 3 * s + u);
+            ALL for (int v = 0; v < V; v++) acc[m][v] = accumulate(acc[m][v], a[m], b[v]);
+        }
+    } else {
+        ALL for (int m = 0; m < M; m++) a[m] = row_at(base[m / 3] + m % 3 * s + u);
+        ALL for (int v = 0; v < V; v++) {
+            b[v] = column_at(w[v / NV] + u * NR + v % NV * VW);
+            ALL for (int m = 0; m < M; m++) acc[m][v] = accumulate(acc[m][v], a[m], b[v]);
         }
     }
 }
 
 /* acc[m][v] = sums over K of M rows and NP panels from `panels` on. */
-INLINE void walk(const int kind, const int M, const int NP, const KernelArgs *args, const char *panels,
-                 vf (*acc)[MAX_NP * NV]) {
-    const int unroll = kind == KIND_F32 ? 4 : (kind == KIND_DP ? 2 : 1);
+INLINE void walk(const int M, const int NP, const KernelArgs *args, const float *panels, vf (*acc)[MAX_NP * NV]) {
     const long s = args->a_stride;
-    const char *base[MAX_M / 3], *w[MAX_NP];
+    const float *base[MAX_M / 3], *w[MAX_NP];
     ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] = args->a + 3 * r * s;
     ALL for (int p = 0; p < NP; p++) w[p] = panels + p * args->panel;
     ALL for (int m = 0; m < M; m++)
         ALL for (int v = 0; v < NP * NV; v++) acc[m][v] = vzero();
     long left = args->steps;
-    for (; left >= unroll; left -= unroll) {
-        ALL for (int u = 0; u < unroll; u++) step(kind, M, NP, u, acc, base, s, w);
-        ALL for (int p = 0; p < NP; p++) w[p] += unroll * NR * 4;
-        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += unroll * act_step_bytes(kind);
+    for (; left >= UNROLL; left -= UNROLL) {
+        ALL for (int u = 0; u < UNROLL; u++) step(M, NP, u, acc, base, s, w);
+        ALL for (int p = 0; p < NP; p++) w[p] += UNROLL * NR;
+        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += UNROLL;
     }
     for (; left > 0; left--) {
-        step(kind, M, NP, 0, acc, base, s, w);
-        ALL for (int p = 0; p < NP; p++) w[p] += NR * 4;
-        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += act_step_bytes(kind);
+        step(M, NP, 0, acc, base, s, w);
+        ALL for (int p = 0; p < NP; p++) w[p] += NR;
+        ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += 1;
     }
 }
 
-INLINE void kernel(const int kind, const int M, const int NP, const KernelArgs *args) {
+INLINE void kernel(const int M, const int NP, const KernelArgs *args) {
     const int V = NP * NV;
-    const char *panels = args->w;
+    const float *panels = args->w;
     const float *bias = args->bias;
     float *out = args->out;
     for (long call = 0; call < args->calls; call++) {
         vf acc[MAX_M][MAX_NP * NV]; /* only [M][V] is used, and lives in registers */
-        walk(kind, M, NP, args, panels, acc);
+        walk(M, NP, args, panels, acc);
         ALL for (int m = 0; m < M; m++) {
             float *y = out + m * args->out_stride;
             if (args->add) {
@@ -102,35 +97,23 @@ INLINE void kernel(const int kind, const int M, const int NP, const KernelArgs *
     }
 }
 
-#define KERNEL(kind, M, NP) \
-    static __attribute__((noinline)) void kernel_##kind##_##M##_##NP(const KernelArgs *a) { kernel(kind, M, NP, a); }
-#define KERNELS(kind) \
-    KERNEL(kind, 1, 1) KERNEL(kind, 1, 2) KERNEL(kind, 1, 3) KERNEL(kind, 1, 4) \
-    KERNEL(kind, 2, 1) KERNEL(kind, 2, 2) KERNEL(kind, 2, 3) KERNEL(kind, 2, 4) \
-    KERNEL(kind, 3, 1) KERNEL(kind, 3, 2) KERNEL(kind, 3, 3) KERNEL(kind, 3, 4) \
-    KERNEL(kind, 4, 1) KERNEL(kind, 4, 2) KERNEL(kind, 4, 3) \
-    KERNEL(kind, 5, 1) KERNEL(kind, 5, 2) KERNEL(kind, 6, 1) KERNEL(kind, 6, 2) \
-    KERNEL(kind, 7, 1) KERNEL(kind, 8, 1) KERNEL(kind, 9, 1) KERNEL(kind, 10, 1) KERNEL(kind, 11, 1) KERNEL(kind, 12, 1)
+#define KERNEL(M, NP) \
+    static __attribute__((noinline)) void kernel_##M##_##NP(const KernelArgs *a) { kernel(M, NP, a); }
+KERNEL(1, 1) KERNEL(1, 2) KERNEL(1, 3) KERNEL(1, 4)
+KERNEL(2, 1) KERNEL(2, 2) KERNEL(2, 3) KERNEL(2, 4)
+KERNEL(3, 1) KERNEL(3, 2) KERNEL(3, 3) KERNEL(3, 4)
+KERNEL(4, 1) KERNEL(4, 2) KERNEL(4, 3)
+KERNEL(5, 1) KERNEL(5, 2) KERNEL(6, 1) KERNEL(6, 2)
+KERNEL(7, 1) KERNEL(8, 1) KERNEL(9, 1) KERNEL(10, 1) KERNEL(11, 1) KERNEL(12, 1)
 typedef void (*KernelFn)(const KernelArgs *);
-#define N_(kind, M, NP) kernel_##kind##_##M##_##NP
-#define TABLE(kind) { \
-    {N_(kind, 1, 1), N_(kind, 1, 2), N_(kind, 1, 3), N_(kind, 1, 4)}, \
-    {N_(kind, 2, 1), N_(kind, 2, 2), N_(kind, 2, 3), N_(kind, 2, 4)}, \
-    {N_(kind, 3, 1), N_(kind, 3, 2), N_(kind, 3, 3), N_(kind, 3, 4)}, \
-    {N_(kind, 4, 1), N_(kind, 4, 2), N_(kind, 4, 3), 0}, \
-    {N_(kind, 5, 1), N_(kind, 5, 2), 0, 0}, {N_(kind, 6, 1), N_(kind, 6, 2), 0, 0}, \
-    {N_(kind, 7, 1), 0, 0, 0}, {N_(kind, 8, 1), 0, 0, 0}, {N_(kind, 9, 1), 0, 0, 0}, \
-    {N_(kind, 10, 1), 0, 0, 0}, {N_(kind, 11, 1), 0, 0, 0}, {N_(kind, 12, 1), 0, 0, 0}}
-
-KERNELS(KIND_F32)
-static const KernelFn F32_TABLE[MAX_M][MAX_NP] = TABLE(KIND_F32);
-#if TLT_DPBF16
-KERNELS(KIND_DP)
-static const KernelFn BF16_TABLE[MAX_M][MAX_NP] = TABLE(KIND_DP);
-#else
-KERNELS(KIND_WIDE)
-static const KernelFn BF16_TABLE[MAX_M][MAX_NP] = TABLE(KIND_WIDE);
-#endif
+static const KernelFn KERNELS[MAX_M][MAX_NP] = {
+    {kernel_1_1, kernel_1_2, kernel_1_3, kernel_1_4},
+    {kernel_2_1, kernel_2_2, kernel_2_3, kernel_2_4},
+    {kernel_3_1, kernel_3_2, kernel_3_3, kernel_3_4},
+    {kernel_4_1, kernel_4_2, kernel_4_3},
+    {kernel_5_1, kernel_5_2}, {kernel_6_1, kernel_6_2},
+    {kernel_7_1}, {kernel_8_1}, {kernel_9_1}, {kernel_10_1}, {kernel_11_1}, {kernel_12_1},
+};
 
 /* Panels one kernel call may take for M rows: as many as the registers hold. */
 INLINE long panels_per_call(long m) {
@@ -143,22 +126,20 @@ INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, 
         vf x = vload(gate + v * VW);
         /* e^88 is the last that fits; what lies beyond must become 0, not the wrapped exponent's garbage. */
         vf y = x / (vset(1.0f) + vexp(-vmax(x, vset(-88.0f)))) * vload(up + v * VW);
-        act_store(g->kind, g->out, row * g->out_stride + column + v * VW, y);
+        vstore(g->out + row * g->out_stride + column + v * VW, y);
     }
 }
 
 /* out = (out if `add`) + rows [row, row+m) times whole panels [panel, panel+np) + (bias if given). */
 static void product(const Gemm *g, long row, long m, long panel, long np, float *out, long out_stride,
                     const float *bias, int add) {
-    const KernelFn *table = g->kind == KIND_F32 ? F32_TABLE[m - 1] : BF16_TABLE[m - 1];
-    const long steps = act_steps(g->kind, g->k), bytes = steps * NR * 4, a_stride = g->a_stride * act_bytes(g->kind);
-    const char *a = (const char *)g->a + row * a_stride;
-    KernelArgs args = {a, a_stride, NULL, bytes, steps, 0, out, out_stride, bias, add};
+    const long size = g->k * NR;
+    KernelArgs args = {g->a + row * g->a_stride, g->a_stride, NULL, size, g->k, 0, out, out_stride, bias, add};
     for (long most = panels_per_call(m), done; np > 0; np -= done, panel += done) {
         if (most > np) most = np;
-        args.w = (const char *)g->w + panel * bytes;
+        args.w = g->w + panel * size;
         args.calls = np / most;
-        table[most - 1](&args);
+        KERNELS[m - 1][most - 1](&args);
         done = args.calls * most;
         args.out += done * NR;
         if (args.bias) args.bias += done * NR;
@@ -186,7 +167,7 @@ static void block(const Gemm *g, long row, long m, long panel, long np) {
         silu_block(g, row, m, panel, np);
         return;
     }
-    float *out = (float *)g->out + row * g->out_stride + panel * NR;
+    float *out = g->out + row * g->out_stride + panel * NR;
     const float *bias = g->epilogue == EPI_BIAS && g->bias ? g->bias + panel * NR : NULL;
     const int cut = !g->out_is_padded && (panel + np) * NR > g->n; /* only EPI_STORE has unpadded rows (the logits) */
     product(g, row, m, panel, np - cut, out, g->out_stride, bias, g->epilogue == EPI_ADD);
@@ -212,7 +193,7 @@ static void gemm_unit(void *arg, long unit) {
     const long first = part * c->panels / c->parts, last = (part + 1) * c->panels / c->parts;
     const long b0 = row_part * c->row_blocks / c->row_parts, b1 = (row_part + 1) * c->row_blocks / c->row_parts;
     const long least = (panels_per_call(g->rows / c->row_blocks) + c->couple - 1) / c->couple;
-    long group = CHUNK_BYTES / (act_steps(g->kind, g->k) * NR * 4 * c->couple);
+    long group = CHUNK_BYTES / (g->k * NR * 4 * c->couple);
     if (group < least) group = least;
     if (b1 - b0 == 1) group = last - first; /* nothing is read twice */
     for (long p = first; p < last; p += group) {
@@ -252,9 +233,9 @@ static void group_unit(void *arg, long unit) {
     const long e = c->groups->which[unit / c->parts], first = c->groups->starts[e];
     Gemm g = *c->g;
     g.rows = c->groups->starts[e + 1] - first;
-    g.a = (const char *)g.a + first * g.a_stride * act_bytes(g.kind);
-    g.w = (const char *)g.w + e * c->groups->w_bytes;
-    g.out = (char *)g.out + first * g.out_stride * (g.epilogue == EPI_SILU ? act_bytes(g.kind) : 4);
+    g.a += first * g.a_stride;
+    g.w += e * c->groups->w_size;
+    g.out += first * g.out_stride;
     Cut one = uncut(&g);
     one.parts = c->parts;
     gemm_unit(&one, unit % c->parts);

@@ -29,13 +29,6 @@
 #define TILE 16         /* cached positions in a KV tile, on every machine */
 #define TV (TILE / VW)  /* vectors across a KV tile */
 
-/* bf16 dot products in hardware (VDPBF16PS), else bf16 weights are widened to float. */
-#if VW == 16 && defined(__AVX512BF16__)
-#define TLT_DPBF16 1
-#else
-#define TLT_DPBF16 0
-#endif
-
 typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
@@ -58,16 +51,6 @@ INLINE vf vfma(vf a, vf b, vf c) {
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
-#endif
-}
-
-/* c + the products of the bf16 pairs of a and b; only where TLT_DPBF16. */
-INLINE vf vdp_bf16(vu a, vu b, vf c) {
-#if TLT_DPBF16
-    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#else
-    (void)a, (void)b;
-    return c;
 #endif
 }
 
@@ -152,23 +135,35 @@ INLINE vf vlog(vf x) {
     return vlog_parts(e, f);
 }
 
-INLINE float bf16_to_f32(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
+/* A product's inner loop over registers is written out by the compiler: ALL goes before each loop over M or V. A step over
+ * K multiplies VW columns of one operand with the same value of the other in all lanes. */
+#define ALL _Pragma("GCC unroll 16")
+
+/* Keeps a value in a register: compilers tend to load it again for each use, and loads are the bottleneck. */
+INLINE vu in_register(vu x) {
+#if VW > 4
+    __asm__("" : "+v"(x));
+#endif
+    return x;
 }
 
-/* Round to nearest even. */
-INLINE uint16_t f32_to_bf16(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+INLINE vf column_at(const float *p) { return (vf)in_register(vloadu32(p)); }
+
+INLINE vf row_at(const float *p) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    return (vf)in_register(vsetu(x));
 }
 
-INLINE vu vround_bf16(vf x) {
-    vu u = (vu)x;
-    return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+/* acc + a * b. The form of the instruction that overwrites the sum is spelt out: left to itself, GCC 12 picks others and
+ * copies sums around, up to 1.3 times slower. */
+INLINE vf accumulate(vf acc, vf a, vf b) {
+#if VW > 4
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+#else
+    return vfma(a, b, acc);
+#endif
 }
 
 #endif

@@ -19,37 +19,36 @@
 #define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
 
 typedef struct {
-    const void *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */
-    const float *qkv_bias;                /* padded to panels, or NULL */
-    const float *input_norm, *post_norm;  /* [Hp] zero-padded; input_norm NULL: none */
-    const float *q_norm, *k_norm;         /* [D] or NULL */
+    const float *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */
+    const float *qkv_bias;                 /* padded to panels, or NULL */
+    const float *input_norm, *post_norm;   /* [Hp] zero-padded; input_norm NULL: none */
+    const float *q_norm, *k_norm;          /* [D] or NULL */
     /* A layer with experts; else NULL. `gate_up` and `down` are then those of the expert that all rows share. */
-    const void *router;                       /* packed panels of E columns; with a shared expert one more, its gate */
-    const void *expert_gate_up, *expert_down; /* E packed weights, one after the other */
-    int64_t route;                            /* number of the layer among those with experts */
+    const float *router;                       /* packed panels of E columns; with a shared expert one more, its gate */
+    const float *expert_gate_up, *expert_down; /* E packed weights, one after the other */
+    int64_t route;                             /* number of the layer among those with experts */
 } TltLayer;
 
 typedef struct {
-    int32_t is_bf16, hidden, layers, heads, kv_heads, head_dim, inter, vocab;
+    int32_t hidden, layers, heads, kv_heads, head_dim, inter, vocab;
     int32_t max_rows, rope_len, tp;
     int32_t aux_count, aux[TLT_MAX_AUX]; /* ascending, never the last layer */
     int32_t experts, topk, expert_inter, shared_inter; /* E, k, F, the shared expert's width or 0; E 0: none */
     int32_t renormalise, route_bytes; /* whether a row's gates sum to 1; bytes of its routes over all layers */
     float eps;
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
-    const void *embed;       /* [V][H] row-major, fp32 or bf16 */
-    const void *head;        /* packed panels */
+    const float *embed;      /* [V][H] row-major */
+    const float *head;       /* packed panels */
     const float *final_norm; /* [Hp] or NULL: none */
     const TltLayer *layer;   /* [L] */
     /* Buffers of max_rows rows; row lengths are padded to a multiple of 64 floats. */
     float *resid, *part, *qkv_out;
-    void *x, *q, *att, *mid; /* inputs of matrix products: "activations", see act.h */
+    float *x, *q, *att, *mid; /* inputs of matrix products */
     int32_t *units;          /* [max_rows][4]: first row, rows, sequence, whether a branch of a draft tree */
     int32_t *picked;         /* [max_rows][2]: logit index, row */
     /* Of layers with experts, see experts.c; N = max_rows * k pairs of a row and an expert. */
     float *scores, *gates, *shared; /* [max_rows][E + 1 padded], [max_rows][k + 1], [max_rows][Hp] */
-    void *pair_x, *pair_mid;        /* activations [N][Hp], [N][F padded] */
-    float *pair_out;                /* [N][Hp] */
+    float *pair_x, *pair_mid, *pair_out; /* [N][Hp], [N][F padded], [N][Hp] */
     int32_t *chosen, *place;        /* [N]: expert of a pair, and where it stands once sorted by expert */
     int32_t *starts, *active;       /* [E + 1], [E]: where an expert's pairs begin; the experts that have some */
 } TltModel;
@@ -59,10 +58,9 @@ typedef struct {
     const int32_t *token_ids, *positions, *slots, *query_start, *block_tables, *logit_rows;
     const int32_t *parents; /* [T] row whose token precedes, -1 for a sequence's first row; NULL: rows follow each other */
     uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
-    void *kv;      /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
+    float *kv;     /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
-    void *hidden;  /* [R][W] fp32 or bf16 */
-    void *all_hidden; /* [T][W] likewise, or NULL */
+    float *hidden; /* [T][W] states, or NULL */
     void *routes;     /* [T][layers with experts][k] experts of each row, uint8 if E <= 256 else int16; or NULL */
 } TltStep;
 
@@ -84,7 +82,7 @@ enum {
 
 int tlt_panel_width(void);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
-int tlt_copy_slots(void *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
+int tlt_copy_slots(float *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
                    const int32_t *dst, int64_t count);
 void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                       const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads);

@@ -67,6 +67,18 @@ def test_a_device_without_room_is_out_of_memory_and_an_error_names_the_way_out(d
             memory.take()
 
 
+def test_a_mapping_that_may_not_be_written_to_is_undone(driver, monkeypatch) -> None:
+    memory = HostMemory(driver, MIB)
+    memory.release()
+    with monkeypatch.context() as patched:
+        patched.setattr(memory._access, "flags", 0)
+        with pytest.raises(BackendError, match="cuMemSetAccess failed"):
+            memory.take()
+    assert bytes_of(driver, "taken").value == 0 and not memory.is_taken
+    memory.take()
+    assert memory.tensor().fill_(3).sum() == 3 * MIB
+
+
 def test_a_cache_keeps_its_address_and_starts_with_zeros(driver, monkeypatch) -> None:
     monkeypatch.setattr(base, "FixedMemory", lambda size, device: HostMemory(driver, size))
     kv = KVCache(4, 16, torch.ones(2, 2, 5 * 16, 8, dtype=torch.bfloat16))
