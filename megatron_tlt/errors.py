@@ -40,10 +40,11 @@ class ConfigProblem:
 
 
 class ConfigError(TltError, ValueError):
-    """A configuration that cannot run. Carries every problem found, not only the first."""
+    """A configuration that cannot run. Carries every problem found, not only the first, and each once."""
 
     def __init__(self, problems: list[ConfigProblem] | ConfigProblem):
-        self.problems = [problems] if isinstance(problems, ConfigProblem) else list(problems)
+        given = [problems] if isinstance(problems, ConfigProblem) else problems
+        self.problems = list({str(p): p for p in given}.values())  # two checks may find the same
         super().__init__("\n".join(str(p) for p in self.problems))
 
     @classmethod

@@ -145,7 +145,8 @@ class SourceStream:
             raise DataError(
                 f"the saved data position belongs to other prompts (or another seed or order): saved "
                 f"{state.get('source')} [{state.get('fingerprint')}], configured {self._source.description} "
-                f"[{self.fingerprint}]. Resume with the same data, or start a new run from the weights"
+                f"[{self.fingerprint}]. Resume with the same data, or start a new run: another train.run_dir, or "
+                "checkpoint.resume=never (`megatron-tlt export` keeps the weights of this one)"
             )
         self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], state["dropped"]
 

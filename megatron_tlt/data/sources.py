@@ -132,7 +132,7 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     Raises DataError naming file and line.
     """
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: " + ("is a directory, not a JSONL file" if path.is_dir() else "no such file"))
     records, numbers = [], []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

@@ -108,7 +108,7 @@ def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
     if function.name == "python":
         if function.path is None or ":" not in function.path:
             yield ConfigProblem(
-                f"{path}.path", function.path, "is required: module:function or file.py:function"
+                f"{path}.path", function.path, "must be package.module:function or path/to/file.py:function"
             )
     elif function.path is not None or function.params:
         yield ConfigProblem(f"{path}.name", function.name, "path and params are for name: python")

@@ -86,7 +86,7 @@ def test_resuming_on_other_data_is_refused(ten: PromptSourceConfig, tmp_path: Pa
         ten.model_copy(update={"seed": 9}),
         TASKS,
     ):
-        with pytest.raises(DataError, match=r"(?s)belongs to other prompts.*ten\.jsonl"):
+        with pytest.raises(DataError, match=r"(?s)belongs to other prompts.*ten\.jsonl.*train\.run_dir"):
             stream(changed).load_state_dict(state)
     with pytest.raises(DataError):
         stream(ten, seed=5).load_state_dict(state)
@@ -199,6 +199,7 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
     )
     cases = [
         ("jsonl", "missing.jsonl", "no such file"),
+        ("jsonl", "empty", "is a directory"),
         ("parquet", "missing.parquet", "no such file"),
         ("parquet", "junk.parquet", "not a Parquet file"),
         ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'.*did you mean 'prompts'"),

@@ -60,6 +60,16 @@ def test_tasks_rewards_and_layout_are_wrong_at_once():
     assert any("actor.tp" in path for path in paths)
 
 
+def test_what_two_checks_find_is_said_once():
+    config = make(
+        data={"train": {"kind": "jsonl", "tasks": []}},
+        rewards={"functions": [{"name": "python", "path": "my_reward.py"}]},
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_report(config, 4)
+    assert sorted(p.path for p in caught.value.problems) == ["data.train.path", "rewards.functions.0.path"]
+
+
 EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position_embeddings=256)
 
 
