@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
@@ -186,7 +186,10 @@ def _unknown_key(
 ) -> ConfigProblem:
     keys = list(section.model_fields)
     path = f"{parent}.{key}" if parent else key
-    near = nearest_path(root, parent, key)
+    leaf, inner = key, value  # of another framework's tree, as in actor_rollout_ref.rollout.n=8
+    while isinstance(inner, dict) and len(inner) == 1:
+        leaf, inner = next(iter(inner.items()))
+    near = nearest_path(root, parent, leaf if leaf in SYNONYMS else key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
     if path in RENAMED_KEYS:
         return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")

@@ -39,6 +39,19 @@ SYNONYMS = {
     "model_name_or_path": "model.path",
     "max_steps": "train.num_steps",
     "output_dir": "train.run_dir",
+    "num_generations_per_prompt": "rollout.samples_per_prompt",
+    "num_prompts_per_step": "train.prompts_per_step",
+    "total_training_steps": "train.num_steps",
+    "ppo_mini_batch_size": "algorithm.mini_batches",
+    "clip_ratio": "algorithm.ratio_clip_low",
+    "adv_estimator": "algorithm.name",
+    "save_freq": "checkpoint.every",
+    "test_freq": "eval.every",
+    "max_model_len": "model.max_context",
+    "max_num_seqs": "rollout.max_running_requests",
+    "max_num_batched_tokens": "rollout.max_batched_tokens",
+    "gpu_memory_utilization": "rollout.kv_cache_mib",
+    "num_speculative_tokens": "rollout.speculation.draft_len",
 }
 
 
@@ -124,8 +137,10 @@ def nearest_path(root: type[BaseModel], parent: str, key: str) -> str | None:
     by_name: dict[str, list[str]] = {}
     for path in paths_of(root):
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
-        if path == SYNONYMS.get(key):
-            return path
+    section, _, name = SYNONYMS.get(key, "").rpartition(".")
+    for wanted in (f"{parent}.{name}", f"{section}.{name}"):
+        if wanted in by_name.get(name, ()):
+            return wanted
     near = get_close_matches(key, by_name, n=1, cutoff=0.75)
     if not near:
         return None
