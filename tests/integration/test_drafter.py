@@ -1,4 +1,4 @@
-"""`megatron-tlt drafter train | eval` on a tiny model, on one rank and on two."""
+"""`megatron-tlt drafter train | eval` of both kinds of drafter on a tiny model, to directories for engines."""
 
 from __future__ import annotations
 
@@ -9,49 +9,62 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.checkpoint import load_drafter, read_about
+from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.models.config import ModelConfig
-from tests.helpers.runs import TINY_WARM_UP, run_drafter, write_config
+from tests.helpers import engine_drafters
+from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+EAGLE3 = ["drafter.kind=eagle3", "drafter.draft_vocab_size=80", "drafter.layers=[0,1,2]"]
+KINDS = {"eagle": [], "eagle3": EAGLE3}
+ENGINES = {
+    "sglang": engine_drafters.SglangEagle3,
+    "trtllm": engine_drafters.TrtllmEagle3,
+    "vllm": engine_drafters.VllmEagle3,
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A folder with `tiny.yaml` and in `fresh` a drafter that has learned nothing."""
+    """A folder with `tiny.yaml`, a fresh drafter of each kind, and one of 60 steps in `trained-KIND`, by two ranks."""
     folder = tmp_path_factory.mktemp("drafter")
     config = write_config(folder, drafter=TINY_WARM_UP)
-    run_drafter(1, "train", config, "--out", folder / "fresh", "drafter.num_steps=1", "drafter.lr=1e-9")
+    make_model(folder / "model", num_layers=4)  # of which eagle3 reads three
+    for kind, options in KINDS.items():
+        little = [*options, "drafter.lr=1e-9", "drafter.num_steps=1", "cluster.ranks_per_node=1"]
+        run_drafter(1, "train", config, *little, "--out", folder / f"fresh-{kind}")
+        said = run_drafter(2, "train", config, *options, "--out", folder / f"trained-{kind}").stdout
+        assert "drafter step 30/60" in said and "drafter step 60/60" in said
+        assert ("drafts 80 of 288 tokens" in said) == (kind == "eagle3")
+    shutil.copytree(folder / "fresh-eagle", folder / "other")
+    about = json.loads((folder / "other" / "config.json").read_text())
+    about["policy_fingerprint"]["embedding"] = "0" * 16
+    (folder / "other" / "config.json").write_text(json.dumps(about))
     return folder
 
 
 def evaluated(run: Path, name: str, ranks: int = 1) -> dict:
-    out = run / f"{name}-{ranks}.json"
-    arguments = ["--drafter", run / name, "--out", out, f"cluster.ranks_per_node={ranks}"]
+    kind, out = name.split("-")[1], run / f"{name}-{ranks}.json"
+    arguments = ["--drafter", run / name, "--out", out, f"drafter.kind={kind}", f"cluster.ranks_per_node={ranks}"]
     assert "expected accepted length" in run_drafter(ranks, "eval", run / "tiny.yaml", *arguments).stdout
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_training_raises_acceptance_on_held_out_prompts(run: Path, ranks: int) -> None:
-    name = f"trained-{ranks}"
-    done = run_drafter(
-        ranks, "train", run / "tiny.yaml", "--out", run / name, f"cluster.ranks_per_node={ranks}"
-    )
-    assert "drafter step 30/60" in done.stdout and "drafter step 60/60" in done.stdout
-    before, after = evaluated(run, "fresh"), evaluated(run, name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_raises_acceptance_on_held_out_prompts(run: Path, kind: str) -> None:
+    before, after = evaluated(run, f"fresh-{kind}"), evaluated(run, f"trained-{kind}")
     assert after["bases"] == before["bases"] > 0
     for position in range(3):
-        assert after["overlap"][position] > before["overlap"][position] + 0.05
-    assert after["overlap"] == pytest.approx(
-        json.loads((run / name / "eval.json").read_text())["overlap"], rel=1e-6
-    )
-    saved = load_drafter(run / name, ModelConfig.from_hf(run / "model"))
-    assert saved.trained_steps == 60
+        assert after["overlap"][position] > before["overlap"][position] + (0.05 if kind == "eagle" else 0.03)
+    written = json.loads((run / f"trained-{kind}" / "eval.json").read_text())
+    assert after["overlap"] == pytest.approx(written["overlap"], rel=1e-6)
+    assert read_about(run / f"trained-{kind}")["trained_steps"] == 60
 
 
 def test_measuring_does_not_depend_on_the_ranks(run: Path) -> None:
-    one, two = evaluated(run, "fresh", 1), evaluated(run, "fresh", 2)
+    one, two = evaluated(run, "fresh-eagle", 1), evaluated(run, "fresh-eagle", 2)
     assert two["bases"] == one["bases"]
     for name in ("overlap", "coupled", "p_argmax_q", "p_top4_q"):
         assert two[name] == pytest.approx(one[name], rel=1e-6)
@@ -59,29 +72,45 @@ def test_measuring_does_not_depend_on_the_ranks(run: Path) -> None:
 
 def test_training_can_go_on_from_a_drafter(run: Path) -> None:
     short = ["drafter.num_steps=3", "drafter.lr=1e-9"]
-    run_drafter(1, "train", run / "tiny.yaml", "--drafter", run / "fresh", "--out", run / "more", *short)
+    run_drafter(1, "train", run / "tiny.yaml", "--drafter", run / "fresh-eagle", "--out", run / "more", *short)
     config = ModelConfig.from_hf(run / "model")
-    start, more = load_drafter(run / "fresh", config), load_drafter(run / "more", config)
+    start, more = load_drafter(run / "fresh-eagle", config), load_drafter(run / "more", config)
     assert more.trained_steps == 1 + 3
     for name, tensor in start.weights.items():
         torch.testing.assert_close(more.weights[name], tensor, atol=1e-7, rtol=0)
 
 
-def test_wrong_arguments_are_errors_with_a_clear_message(run: Path) -> None:
-    done = run_drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "nothing", check=False)
+def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
+    about = read_about(run / "trained-eagle3")
+    assert (about["eagle3_layers"], about["draft_vocab_size"]) == ([0, 1, 2], 80)
+    for kind, engine in ENGINES.items():
+        export_drafter(run / "trained-eagle3", run / kind, kind, torch.float32)
+        read = engine(run / kind)
+        assert read.aux_layers(4) == [0, 1, 2]
+        assert len(read.offsets) == 80
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("train --out x drafter.kind=eagle3 drafter.layers=[0,1,3]", "drafter.layers = [0, 1, 3]: must be three"),
+        ("train --out x --drafter trained-eagle3", "is of kind eagle3, but drafter.kind = eagle"),
+        ("train --out x drafter.draft_vocab_size=8", "drafter.draft_vocab_size = 8: needs drafter.kind: eagle3"),
+        ("eval --drafter nothing", "cannot be read"),
+        ("eval --drafter other", "was made for a policy with another embedding than"),
+        ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: measuring a drafter needs held-out prompts"),
+    ],
+)
+def test_wrong_arguments_are_errors_with_a_clear_message(run: Path, command: str, says: str) -> None:
+    verb, *words = command.split()
+    places = ("x", "nothing", "other", "fresh-eagle", "trained-eagle3")
+    arguments = [run / word if word in places else word for word in words]
+    done = run_drafter(1, verb, run / "tiny.yaml", *arguments, "cluster.ranks_per_node=1", check=False)
+    assert says in done.stdout
     assert done.returncode == 2
-    assert "--drafter" in done.stdout and "cannot be read" in done.stdout
-    about = json.loads((run / "fresh" / "config.json").read_text())
-    about["policy_fingerprint"]["embedding"] = "0" * 16
-    shutil.copytree(run / "fresh", run / "other")
-    (run / "other" / "config.json").write_text(json.dumps(about))
-    arguments = ["eval", run / "tiny.yaml", "--drafter", run / "other"]
-    done = run_drafter(1, *arguments, check=False)
-    assert done.returncode == 2
-    assert "was made for a policy with another embedding than" in done.stdout
-    run_drafter(1, *arguments, "rollout.speculation.allow_other_policy=true")
-    done = run_drafter(
-        1, "eval", run / "tiny.yaml", "--drafter", run / "fresh", "data.eval=null", check=False
-    )
-    assert done.returncode == 2
-    assert "data.eval = None: measuring a drafter needs held-out prompts" in done.stdout
+    assert not (run / "x").exists()
+
+
+def test_a_drafter_of_another_policy_is_measured_if_asked_for(run: Path) -> None:
+    allowed = "rollout.speculation.allow_other_policy=true"
+    run_drafter(1, "eval", run / "tiny.yaml", "--drafter", run / "other", allowed)

@@ -33,11 +33,9 @@ def reused(run_dir):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """Uninterrupted runs on one rank: `run`, and `no_cache` without a cache."""
+    """An uninterrupted run on one rank."""
     folder = tmp_path_factory.mktemp("one")
-    config = write_config(folder)
-    run_one("train", config)
-    run_one("train", config, f"train.run_dir={folder / 'no_cache'}", "rollout_cache.enabled=false")
+    run_one("train", write_config(folder))
     return folder
 
 
@@ -65,13 +63,6 @@ def dead(one, tmp_path):
     return die
 
 
-def test_a_cache_changes_nothing_and_leaves_nothing(one):
-    assert_same_checkpoint(one / "run" / LAST, one / "no_cache" / LAST)
-    assert set(reused(one / "run").values()) == {0.0}
-    assert all("rollout_cache/reused" not in row for row in rows(one / "no_cache"))
-    assert not (one / "run" / "rollout_cache").exists()
-
-
 def test_killed_in_a_rollout_resumed_with_and_without_the_cache(one, dead, resumed, tmp_path):
     run_dir = dead(3, 9, NOW)
     (file,) = (run_dir / "rollout_cache").rglob("*.jsonl")
@@ -82,33 +73,27 @@ def test_killed_in_a_rollout_resumed_with_and_without_the_cache(one, dead, resum
     without = copy_run(run_dir, tmp_path / "without")
     shutil.rmtree(without / "rollout_cache")
     (without / "lock").unlink()
-    for folder in (run_dir, without):
-        assert "resumed after step 2" in resumed(folder)
+    for folder, enabled in ((run_dir, "true"), (without, "false")):
+        assert "resumed after step 2" in resumed(folder, f"rollout_cache.enabled={enabled}")
         assert_same_checkpoint(one / "run" / LAST, folder / LAST)
         assert not (folder / "rollout_cache").exists()
         keep = ("reward/mean", "length/mean", "policy/loss", "policy/mismatch_kl")
         values = [[{k: row.get(k) for k in keep} for row in rows(d)] for d in (folder, one / "run")]
         assert values[0] == values[1]
     assert reused(run_dir) == {1: 0, 2: 0, 3: 9, 4: 0}
-    assert reused(without) == dict.fromkeys((1, 2, 3, 4), 0)
+    assert all("rollout_cache/reused" not in row for row in rows(without)[2:])
+    assert set(reused(one / "run").values()) == {0.0} and not (one / "run" / "rollout_cache").exists()
     tokens = [rows(folder)[2]["engine/generated_tokens"] for folder in (run_dir, without)]
     assert tokens[0] < tokens[1]
 
 
-def test_steps_since_the_last_checkpoint_come_from_the_cache(one, dead, resumed):
+def test_killed_twice_in_a_step_after_one_that_has_no_checkpoint(one, dead, resumed):
     """Checkpoints every 2 steps: step 3 was finished, but its weights are gone; step 4 was under way."""
-    run_dir = dead(4, 5, NOW, "checkpoint.every=2")
-    resumed(run_dir, "checkpoint.every=2")
-    assert reused(run_dir) == {1: 0, 2: 0, 3: 32, 4: 5}
-    assert rows(run_dir)[2]["engine/generated_tokens"] == 0
-    assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
-
-
-def test_killed_twice_in_one_step(one, dead, resumed):
     for answers in (5, 6):
-        run_dir = dead(1, answers)
-    resumed(run_dir)
-    assert reused(run_dir)[1] == 11
+        run_dir = dead(4, answers, NOW, "checkpoint.every=2")
+    resumed(run_dir, "checkpoint.every=2")
+    assert reused(run_dir) == {1: 0, 2: 0, 3: 32, 4: 11}
+    assert rows(run_dir)[2]["engine/generated_tokens"] == 0
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
 
 
@@ -125,10 +110,8 @@ def test_two_ranks_and_one_steal_from_each_other(one, dead, tmp_path):
     train(config, 2, f"train.run_dir={by_one}")
     assert reused(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
-    moving = [
-        "idle.work_stealing=true",
-        "rollout.max_running_requests=4",
-    ]  # either may have answered what it cached
+    # Either may have answered what it cached.
+    moving = ["idle.work_stealing=true", "rollout.max_running_requests=4"]
     again = killed(config, tmp_path / "again", 0, 3, 9, NOW, *moving)
     train(config, 2, f"train.run_dir={again}", *moving)
     assert 9 <= reused(again)[3] < 32

@@ -18,6 +18,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.resilience.shutdown import STORE_KEY
 from megatron_tlt.resilience.signals import StopSignals
+from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.trainer.setup import build_trainer
 
@@ -40,7 +41,22 @@ def phase_with_signal(self, name):
         yield
 
 
+def give_workers_on(self):
+    """One reward worker for all starts of a rank: its imports take as long as a step."""
+    workers, self._workers = self._workers, []
+    spare.extend(workers)
+
+
+def launch(self, count):
+    while spare and len(self._workers) < count:
+        self._workers.append(spare.pop())
+    _launch(self, count)
+
+
 RLTrainer._phase = phase_with_signal
+spare: list = []
+_launch = RewardPool._launch
+RewardPool._launch, RewardPool.close = launch, give_workers_on
 
 
 def run_once(job, world):
@@ -66,6 +82,8 @@ def body(world):
         told[name] = [*run_once(job, world)]
         if job["at"]:
             told[name].append(run_once(job, world)[0])
+    for worker in spare:
+        worker.kill()
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(told))
 
