@@ -24,14 +24,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+CASES = [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)]
+
+
+@pytest.mark.parametrize(("family", "ranks"), CASES)
 def test_prompts_split_over_ranks(results: dict[int, dict], family: str, ranks: int):
     """Bit for bit: a request is computed by one rank, whose neighbours in the batch do not matter."""
     assert results[ranks][f"{family}/split"] == results[1][f"{family}/split"]
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)])
+@pytest.mark.parametrize(("family", "ranks"), CASES)
 def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int):
     """Sums over shards round differently: answers may part from TP 1's only where a near-tie was counted."""
     alone = results[1][f"{family}/tp"]["answers"]

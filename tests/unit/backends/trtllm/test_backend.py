@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
-from tests.helpers.mpi import ROOT
+from tests.helpers.mpi import start_one
 from tests.helpers.trtllm_engines import (
     DRAFTER,
     PROMPTS,
@@ -43,21 +41,10 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["1.2.1", "1.3.0rc27"])
-def backend(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TrtllmBackend]:
-    """One engine for the tests that leave it well."""
-    started = start_backend(tmp_path_factory.mktemp("engine"), version=request.param, **EAGLE)
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def lone(tmp_path: Path) -> Iterator[TrtllmBackend]:
-    """An engine of the test's own, with weights."""
-    started = start_backend(tmp_path)
-    push(started, 1)
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrtllmBackend]:
+    """One engine for the tests that leave it well; of another version in tests/integration/test_backends.py."""
+    started = start_backend(tmp_path_factory.mktemp("engine"), **EAGLE)
     yield started
     started.close()
 
@@ -116,17 +103,6 @@ def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(backend: TrtllmBacke
     push(backend, 21)
 
 
-def test_a_drafter_is_refused_by_an_engine_without(tmp_path: Path) -> None:
-    plain = start_backend(tmp_path)
-    plain.begin_update(1)
-    with pytest.raises(SyncError, match="engine that has none"):
-        plain.update_drafter(tensors(DRAFTER, 0), 1)
-    plain._transport.send(1, list(tensors(DRAFTER, 0).items()), drafter=True)
-    with pytest.raises(BackendError, match="no drafter in its model"):
-        plain.process.call("finish_update", version=1)
-    plain.close()
-
-
 def test_memory_is_given_back_between_rollouts(backend: TrtllmBackend) -> None:
     push(backend, 17)
     backend.generate(PROMPTS, PARAMS, 1)
@@ -173,7 +149,7 @@ def test_an_interrupted_rollout_is_aborted(backend: TrtllmBackend) -> None:
     assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4, "and the endless one is gone"
 
 
-def test_weights_through_shared_memory(tmp_path: Path) -> None:
+def test_weights_go_through_shared_memory_and_close_leaves_nothing(tmp_path: Path) -> None:
     backend = start_backend(tmp_path, transport="shared_memory", **EAGLE)
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
@@ -182,18 +158,33 @@ def test_weights_through_shared_memory(tmp_path: Path) -> None:
     backend.update_weights(WeightBucket(2, [("a.weight", weights["a.weight"])]))
     assert list(folder.iterdir()) == [], "one bucket at a time"
     push(backend, 3, drafter=tensors(DRAFTER, 1))
-    assert folder.stat().st_mode & 0o777 == 0o700
     assert list(folder.iterdir()) == [], "nothing stays there after a push"
+    folders, pid = (folder, backend.process.log.parent), backend.process.pid
+    assert [place.stat().st_mode & 0o777 for place in folders] == [0o700, 0o700]
     backend.close()
-    assert not folder.exists()
+    backend.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not any(place.exists() for place in folders)
+    with pytest.raises(BackendError, match="closed"):
+        backend.generate(PROMPTS, PARAMS, 1)
 
 
-def test_a_killed_engine_is_reported(lone: TrtllmBackend) -> None:
-    pid = lone.process.pid
+def test_an_engine_without_a_drafter_refuses_one_and_its_death_is_reported(tmp_path: Path) -> None:
+    plain = start_backend(tmp_path)
+    plain.begin_update(1)
+    with pytest.raises(SyncError, match="engine that has none"):
+        plain.update_drafter(tensors(DRAFTER, 0), 1)
+    plain._transport.send(1, list(tensors(DRAFTER, 0).items()), drafter=True)
+    with pytest.raises(BackendError, match="no drafter in its model"):
+        plain.process.call("finish_update", version=1)
+    push(plain, 2)
+    pid = plain.process.pid
     with pytest.raises(BackendError, match=rf"process {pid}\) was ended by signal 9.*log"):
-        lone.generate([Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, lambda *_: os.kill(pid, signal.SIGKILL))
+        plain.generate([Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, lambda *_: os.kill(pid, signal.SIGKILL))
     with pytest.raises(BackendError, match="killed or closed"):
-        lone.generate(PROMPTS, PARAMS, 1)
+        plain.generate(PROMPTS, PARAMS, 1)
+    plain.close()
 
 
 def test_a_silent_engine_is_given_up_and_killed(tmp_path: Path) -> None:
@@ -205,18 +196,6 @@ def test_a_silent_engine_is_given_up_and_killed(tmp_path: Path) -> None:
         backend.generate(PROMPTS, PARAMS, 1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_close_ends_the_process_and_removes_its_directory(lone: TrtllmBackend) -> None:
-    pid, folder = lone.process.pid, lone.process.log.parent
-    assert folder.stat().st_mode & 0o777 == 0o700
-    lone.close()
-    lone.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert not folder.exists()
-    with pytest.raises(BackendError, match="closed"):
-        lone.generate(PROMPTS, PARAMS, 1)
 
 
 PARENT = """
@@ -231,14 +210,13 @@ time.sleep(600)
 
 
 def test_the_engine_ends_when_its_rank_dies(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": tempfile.gettempdir()}
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 60
+    parent, deadline = start_one("-c", PARENT, tmp_path, TMPDIR=tempfile.gettempdir()), time.monotonic() + 120
+    while not parent.stdout.endswith("\n"):
+        assert time.monotonic() < deadline, parent.stdout
+        time.sleep(0.05)
+    pid = int(parent.stdout)
+    os.kill(parent.pid, signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
     while Path(f"/proc/{pid}").exists() and not _is_zombie(pid):
         assert time.monotonic() < deadline, "the engine outlives its rank"
         time.sleep(0.1)
