@@ -11,8 +11,9 @@ from tests.integration.slurm.scenarios import ONE_NODE, SLURM, Scene, run_here
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000006"
-FAILED_NODE = pytest.param("node_down", marks=pytest.mark.nightly)
-LATE = pytest.param("timed_out", marks=pytest.mark.nightly)
+FAILED_NODE, LATE, PREEMPTED = (
+    pytest.param(name, marks=pytest.mark.nightly) for name in ("node_down", "timed_out", "preempted")
+)
 
 
 def ended(scenes, name):
@@ -36,7 +37,7 @@ def test_an_undisturbed_job_trains_to_its_end(scenes):
     assert (logs / scene.job / "0/rank-00001.log").exists()
 
 
-@pytest.mark.parametrize("name", ["warned", LATE, "killed", "preempted", "requeued", FAILED_NODE])
+@pytest.mark.parametrize("name", ["warned", LATE, "killed", PREEMPTED, "requeued", FAILED_NODE])
 def test_an_interrupted_job_starts_again_and_gets_to_the_same_weights(scenes, name):
     scene, (state, code, restarts) = ended(scenes, name)
     assert (state, code) == ("COMPLETED", "0:0"), scene.output()
