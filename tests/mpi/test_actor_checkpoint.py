@@ -34,7 +34,7 @@ def one_rank(place: Path) -> list[dict[str, Any]]:
 
 VARIANTS = {"adam": "{}", "sgd": '{"sgd":true}', "bf16": '{"dtype":"bf16"}'}
 SHARDED = '{"tp":2,"distributed_optimizer":"on"}'
-FOUR = ['{"tp":2,"pp":2}', '{"pp":2}', '{"tp":4,"sequence_parallel":true}', "{}", '{"tp":2,"cp":2}']
+FOUR = ['{"tp":2,"pp":2}', '{"tp":4,"sequence_parallel":true}', '{"tp":2,"cp":2}']
 
 
 @pytest.fixture(scope="module")

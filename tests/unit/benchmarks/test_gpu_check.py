@@ -32,10 +32,11 @@ def test_every_line_runs_without_a_gpu(
 
 
 def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A recipe that is not there ends one part; the other still has its figures."""
     out = tmp_path / "r.json"
+    monkeypatch.setattr(sys, "executable", str(forking_python(tmp_path)))
     arguments = ["--device", "cpu", "--smoke", "--recipe", str(tmp_path / "none.yaml")]
     assert gpu_check.main([*arguments, "--parts", "update", "versions", "--out", str(out)]) == 1
     printed = capsys.readouterr().out
