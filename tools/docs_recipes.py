@@ -87,9 +87,8 @@ micro-step.
 
 Assumed in seconds: answers with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond
-80 GiB) at 35 % MFU in updates, of which attention is not counted (at 128k tokens it is more than the rest), for the
-two small recipes RTX 4090. Two steps, the drafter learning in them. Other lengths, drafters and machines:
-`megatron-tlt simulate`.
+80 GiB) at 35 % MFU in updates, attention's operations included, for the two small recipes RTX 4090. Two steps, the
+drafter learning in them. Other lengths, drafters and machines: `megatron-tlt simulate`.
 """
 
 

@@ -125,9 +125,9 @@ class SimTrainingSection(Section):
     cp: PositiveInt = 1
     """Context parallel size of the actor (layout check only: measured times are those of a rank's rows)."""
     mfu: float = Field(default=0.35, gt=0, le=1)
-    """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token."""
+    """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token, and attention's."""
     recompute: bool = True
-    """Activations are computed again in the backward pass: 8 operations instead of 6."""
+    """Activations are computed again in the backward pass: a third more operations, 8 a parameter and token."""
     logprob_passes: NonNegativeInt = 2
     """Forward passes over all answers before the update (old and reference policy)."""
     update_us_per_token: NonNegativeFloat | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from megatron_tlt.config.planning.parameters import active_parameters, layer_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
@@ -25,23 +27,33 @@ class Cluster:
         self._gpu = GPUS[config.cluster.gpu]
         self._peak = self.gpus * self._gpu.flops * config.training.mfu
 
-    def logprobs(self, tokens: int) -> float:
-        """Forward passes over `tokens` tokens of all replicas before the update."""
+    def logprobs(self, lengths: np.ndarray) -> float:
+        """Forward passes over sequences of all replicas, of so many tokens each, before the update."""
         if self._config.model is None:
             return 0.0  # part of the measured update
-        passes = self._config.training.logprob_passes
-        return passes * 2.0 * active_parameters(self._config.model) * tokens / self._peak
+        return self._config.training.logprob_passes * self._forward(lengths)
 
-    def update(self, tokens: int) -> float:
-        """Forward and backward over `tokens` tokens of all replicas, and the optimizer."""
+    def update(self, lengths: np.ndarray) -> float:
+        """Forward and backward over sequences of all replicas, of so many tokens each, and the optimizer."""
         training = self._config.training
         fixed = 1e-3 * training.update_ms
         if training.update_us_per_token is not None:
-            of_a_rank = tokens * training.tp * training.pp / self.gpus  # ranks of a replica share its tokens
+            # Ranks of a replica share its tokens.
+            of_a_rank = int(lengths.sum()) * training.tp * training.pp / self.gpus
             return fixed + 1e-6 * training.update_us_per_token * of_a_rank
-        assert self._config.model is not None, "checked by check_sim"
-        operations = 8.0 if training.recompute else 6.0
-        return fixed + operations * active_parameters(self._config.model) * tokens / self._peak
+        return fixed + (4.0 if training.recompute else 3.0) * self._forward(lengths)
+
+    def _forward(self, lengths: np.ndarray) -> float:
+        """A forward: 2 operations a parameter and token, and causal attention's 4 a layer, its width and pair of them.
+
+        Each token looks at itself and those before it, half of its sequence on average.
+        """
+        model = self._config.model
+        assert model is not None, "checked by check_sim"
+        size = lengths.astype(np.float64)
+        pairs = float((size * (size + 1) / 2).sum())
+        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+        return (2.0 * active_parameters(model) * float(size.sum()) + attention) / self._peak
 
     def push(self) -> float:
         """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""

@@ -111,8 +111,8 @@ def assumptions(config: SimConfig) -> list[str]:
     if training.update_us_per_token is None:
         operations = 8 if training.recompute else 6
         said.append(
-            f"update of {operations} operations a parameter and token and {training.logprob_passes} passes "
-            f"before it, at {training.mfu:.0%} of the peak"
+            f"update of {operations} operations a parameter and token, attention besides, and "
+            f"{training.logprob_passes} passes before it, at {training.mfu:.0%} of the peak"
         )
     else:
         said.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")

@@ -63,7 +63,7 @@ class Simulation:
         lengths = np.concatenate([r.lengths for r in rollouts])
         self._usual = np.sort(lengths).astype(np.float64)[:: max(1, len(lengths) // 256)]
         tokens = int(lengths.sum())
-        trained = tokens + len(lengths) * self._config.workload.prompt_tokens
+        trained = lengths + self._config.workload.prompt_tokens
         phases = {
             "rollout": waits.done,
             "stop": waits.late + cluster.barrier(),

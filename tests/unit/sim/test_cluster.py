@@ -1,17 +1,27 @@
+import numpy as np
 import pytest
 
+from benchmarks.gpu.bounds import train_flops
 from megatron_tlt.sim.cluster import Cluster
 from tests.helpers.sim import sim_config
 
 
 def test_updates_cost_operations_over_the_gpus():
-    cluster = Cluster(sim_config())
-    operations = 8 * 7.6157e9 * 1e6
-    assert cluster.update(1_000_000) == pytest.approx(operations / (8 * 989e12 * 0.35), rel=0.001)
-    assert Cluster(sim_config("cluster.nodes=2")).update(10**6) == pytest.approx(cluster.update(10**6) / 2)
-    assert cluster.logprobs(10**6) == pytest.approx(cluster.update(10**6) / 2)  # 2 x 2 of 8
+    cluster, answers = Cluster(sim_config()), np.full(1000, 10)
+    assert cluster.update(answers) == pytest.approx(8 * 7.6157e9 * 1e4 / (8 * 989e12 * 0.35), rel=0.001)
+    assert Cluster(sim_config("cluster.nodes=2")).update(answers) == pytest.approx(cluster.update(answers) / 2)
+    assert cluster.logprobs(answers) == pytest.approx(cluster.update(answers) / 2)  # 2 x 2 of 8
     measured = Cluster(sim_config("training.update_us_per_token=80", "training.update_ms=500"))
-    assert measured.update(1000) == pytest.approx(0.5 + 80e-6 * 1000 / 4)  # 4 replicas of tp 2
+    assert measured.update(answers) == pytest.approx(0.5 + 80e-6 * 10_000 / 4)  # 4 replicas of tp 2
+
+
+def test_attention_of_long_answers_costs_more_than_their_parameters():
+    """As `benchmarks/gpu/bounds.py` counts it, which leaves out the embedding."""
+    config = sim_config("training.recompute=false")
+    assert config.model is not None
+    found = Cluster(config).update(np.full(8, 131072))
+    assert found == pytest.approx(train_flops(config.model, 8, 131072) / (8 * 989e12 * 0.35), rel=0.05)
+    assert found > 2 * Cluster(config).update(np.full(8 * 1024, 128))
 
 
 def test_pushes_go_over_the_network_between_nodes():
