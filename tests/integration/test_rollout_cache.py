@@ -5,6 +5,7 @@ import signal
 import stat
 
 import pytest
+from make_demo_policy import write_experts
 
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, copy_run, rows, write_config
@@ -95,6 +96,19 @@ def test_killed_twice_in_a_step_after_one_that_has_no_checkpoint(one, dead, resu
     assert reused(run_dir) == {1: 0, 2: 0, 3: 32, 4: 11}
     assert rows(run_dir)[2]["engine/generated_tokens"] == 0
     assert_same_checkpoint(one / "run" / LAST, run_dir / LAST)
+
+
+def test_killed_with_experts_that_are_replayed(one, dead, resumed, tmp_path):
+    """Cached answers come with the experts of their tokens."""
+    write_experts(one / "model", one / "experts", seed=0)
+    changed = [f"model.path={one / 'experts'}", "actor.router_replay=rollout", "train.num_steps=3"]
+    changed += ["rollout.speculation.drafter=hybrid", "idle.train_drafter=true", "idle.min_steps_per_window=2"]
+    resumed(tmp_path / "whole", *changed)
+    run_dir = dead(2, 9, NOW, *changed)
+    assert "resumed after step 1" in resumed(run_dir, *changed)
+    assert reused(run_dir) == {1: 0, 2: 9, 3: 0}
+    assert all((row["policy/replayed_share"], row["policy/replay_flips"]) == (1, 0) for row in rows(run_dir))
+    assert_same_checkpoint(*(folder / "checkpoints/step-000003" for folder in (tmp_path / "whole", run_dir)))
 
 
 @pytest.mark.nightly
