@@ -1,14 +1,15 @@
 """TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
 
     make proof                          # main and curves: some 17 minutes on 2 cores
-    make proof ARGS="--parts peers"
-    python benchmarks/proof.py [--quick] [--parts main curves peers] --out r.json
+    make proof ARGS="--parts drafter peers"
+    python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
   replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
   (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter to train) runs
   once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
 - curves: seconds of a step by answers, answer length, policy and ranks, TLT on (`lib/proof_curves.py`).
+- drafter: accepted length by step of a drafter that starts from nothing (`lib/proof_drafter.py`), with a picture.
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
 
 Summary, of the size with the best `e2e`; with `_H` after the name, of hidden size H:
@@ -31,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lib import proof_curves, proof_picture
+from lib import proof_curves, proof_drafter, proof_picture
 from lib.bench_record import ROOT, read_record, write_record
 from lib.larger_policy import widen, widen_drafter
 from lib.training_runs import Rows, digests, train
@@ -236,7 +237,7 @@ def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     return rows, summary
 
 
-PARTS = {"main": main_part, "curves": proof_curves.curves, "peers": peers_part}
+PARTS = {"main": main_part, "curves": proof_curves.curves, "drafter": proof_drafter.from_nothing, "peers": peers_part}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -34,6 +34,7 @@ RANDOM_OPTIONS = ["train.prompts_per_step=64"]
 RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
 LAST = 5  # steps that the end of a curve is a mean of
 GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps
+FROM_NOTHING, DEMO_START = "from random", "warmed up"
 COLORS = {"frozen": "#888888", "trained": "#1f77b4", "from random": "#d62728", "warmed up": "#2ca02c"}
 KEPT = (
     "reward/accuracy",
@@ -62,7 +63,7 @@ def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows
     ):
         if name not in args.curves:
             continue
-        options = [*_options(path, trained), *more]
+        options = [*drafting_options(path, trained), *more]
         curves[name] = train(args, f"keepup-{name.replace(' ', '-')}", steps, options)
     lengths = {name: [row["spec/accept_length"] for row in rows] for name, rows in curves.items()}
     if args.out is not None:
@@ -70,7 +71,8 @@ def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows
     return [_row(name, rows, lengths[name]) for name, rows in curves.items()], summary(curves, lengths)
 
 
-def _options(drafter: Path | None, trained: bool) -> list[str]:
+def drafting_options(drafter: Path | None, trained: bool) -> list[str]:
+    """Always drafts five tokens, with the drafter in `drafter` (None: made from a layer of the policy)."""
     spec = "rollout.speculation"
     fixed = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=5"]
     path = "null" if drafter is None else str(drafter)
