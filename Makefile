@@ -90,7 +90,7 @@ bench-vllm:  ## Install vLLM's CPU build, with suffix decoding, into .venv/peers
 	$(call install_vllm,$(PEERS)-vllm)
 	$(PEERS)-vllm/bin/python -m pip install --quiet --no-deps arctic-inference==0.1.1 || \
 		echo "bench-vllm: arctic-inference did not build; vLLM has no suffix decoding"
-	@echo "python benchmarks/lib/proof_vllm.py --out r.json"
+	@echo "python benchmarks/bench_rollout.py --backend --out r.json"
 
 # reasoning_gym and pydantic are for this project's reward functions, which TRL calls.
 bench-trl:  ## Install TRL into .venv/peers-trl (1.6 GB), for benchmarks/lib/proof_trl.py

@@ -8,6 +8,10 @@ on every side. Each engine lives in a process of its own and they take turns (A 
         [--llamacpp-python PATH] --out r.json
 
 `make bench-peers` installs the other engines, each into an environment of its own.
+
+    python benchmarks/bench_rollout.py --backend [OPTIONS]
+
+compares speculating rollouts of trained drafters instead: our engine, vLLM, and TLT inside vLLM (lib/proof_vllm.py).
 """
 
 from __future__ import annotations
@@ -172,6 +176,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--backend"]:
+        from lib import proof_vllm
+
+        proof_vllm.main(sys.argv[2:])
+        return
     args = parse_arguments()
     if args.serve:
         serve(lambda: SIDES[args.serve](args.model, args.dtype, args.threads[0]))

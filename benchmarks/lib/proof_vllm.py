@@ -1,19 +1,25 @@
 """Rollouts of this project with TLT against vLLM's CPU build with its own speculation: tokens per second, same prompts.
 
-    python benchmarks/lib/proof_vllm.py [--quick] [--model DIR --drafter DIR] [--requests 4 16] --out r.json
+    python benchmarks/bench_rollout.py --backend [--quick] [--model DIR --drafter DIR] [--requests 4 16]
+        [--sides "ours TLT in vllm" "vllm eagle" ..] [--equal] [--dtype bf16] --out r.json
 
-Sides: ours plain and with TLT (the hybrid drafter, the default selector); vLLM plain, with ngram, with suffix decoding
+Sides: ours plain and with TLT (the hybrid drafter, the default selector), in the embedded engine and, without selector
+and torch.compile, inside vLLM (`rollout.backend: vllm`); vLLM plain, with ngram, with suffix decoding
 (arctic-inference) and with EAGLE, for which this project's drafter is written in vLLM's layout. vLLM 0.32 divides the
 logits of drafted positions by uninitialised memory at any temperature above 0 on CPUs (vllm#55005): its speculating
 sides run with that kernel replaced, and one more side, "vllm ngram as-shipped", without. Every side is a process of one
-thread in fp32; they take turns (A B .. A B ..). A turn is `--batches` rollouts of n requests, n / 4 new prompts times 4
-answers, each until all of its answers have ended. Answers differ between the engines, so a rate is tokens over seconds,
-and each row has the mean reward and length of the side's answers: a side that samples wrongly shows there.
+thread; they take turns (A B .. A B ..). A turn is `--batches` rollouts of n requests, n / 4 new prompts times 4
+answers, each until all of its answers have ended. Answers differ between the engines, so a rate is tokens over
+seconds, and each row has the mean reward and length of the side's answers: a side that samples wrongly shows there.
+Ours agree up to near-ties in whatever engine and with whatever drafter: "parted" counts those that differ. With
+`--equal` no answer ends before its longest length: every step has n requests, for the cost of keyed sampling.
 
 Rows: {"requests", "side", "tokens_per_s" (median of turns), "min", "max", "accept_length" (tokens a step of a request,
-0 without drafts), "reward", "mean_length", "turns"}. Summary, for n requests: `tokens_per_s_n`, ours with TLT;
-`vs_vllm_n`, that over vLLM's fastest speculating side, and `vs_vllm_plain_n` over its plain one; `tlt_gain_n` and
-`vllm_gain_n`, each engine's speculation over its own plain decoding (`vllm_gain_n`: of the fastest side).
+0 without drafts), "reward", "mean_length", "turns", "parted" (of ours: answers unlike those of our first side)}.
+Summary, for n requests: `tokens_per_s_n`, ours with TLT; `vs_vllm_n`, that over vLLM's fastest speculating side, and
+`vs_vllm_plain_n` over its plain one; `tlt_gain_n`, `tlt_in_vllm_gain_n` and `vllm_gain_n`, speculation over plain
+decoding in the same engine (`vllm_gain_n`: of the fastest side); `in_vllm_vs_vllm_n`, ours inside vLLM with TLT over
+vLLM's fastest speculating side; `keyed_vs_plain_n`, ours inside vLLM over vLLM, both plain (use `--eager`).
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.bench_record import ROOT, write_record
 from benchmarks.lib.child import Child, serve
-from benchmarks.lib.rollout_peers import AS_SHIPPED, SIDES, Answer, Work, load, write_vllm_drafter
+from benchmarks.lib.rollout_peers import AS_SHIPPED, OURS, SIDES, Answer, Work, load, write_vllm_drafter
 
 if TYPE_CHECKING:
     from megatron_tlt.types import Prompt
@@ -49,6 +55,7 @@ class Turns:
     accept_lengths: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of each answer
     lengths: list[int] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
 
     def add(self, answers: list[Answer], works: list[Work], score: Score) -> None:
         """Adds a turn."""
@@ -59,10 +66,14 @@ class Turns:
             for i, out in enumerate(answer["outputs"]):
                 self.rewards.append(score(work["first_id"] + i // work["samples"], out))
                 self.lengths.append(len(out))
+                self.outputs.append(out)
 
-    def row(self, requests: int, side: str) -> dict[str, Any]:
-        """The row of the record."""
+    def row(self, requests: int, side: str, ours: list[list[int]] | None) -> dict[str, Any]:
+        """The row of the record; `ours`: answers of our first side."""
+        is_ours = side in OURS and ours is not None
+        parted = {"parted": sum(a != b for a, b in zip(self.outputs, ours, strict=True))} if is_ours else {}
         return {
+            **parted,
             "requests": requests,
             "side": side,
             "tokens_per_s": statistics.median(self.rates),
@@ -72,13 +83,14 @@ class Turns:
             "reward": statistics.mean(self.rewards),
             "mean_length": statistics.mean(self.lengths),
             "turns": len(self.rates),
+            "answers": len(self.outputs),
         }
 
 
 class Questions:
     """The configuration's training prompts, each given out once, and the reward of answers to them."""
 
-    def __init__(self, config: Path, model: Path):
+    def __init__(self, config: Path, model: Path, are_equal: bool):
         from megatron_tlt.config.load import load_config
         from megatron_tlt.data.prompts import build_prompts
         from megatron_tlt.data.tokenizer import HFTokenizer
@@ -89,6 +101,7 @@ class Questions:
         self._stream = build_prompts(self.config.data, "train", self._tokenizer, self.config.train.seed)
         self._scorers = build_scorers(self.config.rewards)
         self._prompts: dict[int, Prompt] = {}
+        self._ends = [] if are_equal else list(self._tokenizer.eos_token_ids)
 
     def next_work(self, requests: int) -> Work:
         """One rollout's work."""
@@ -99,7 +112,7 @@ class Questions:
             "prompts": [list(p.token_ids) for p in prompts],
             "samples": SAMPLES,
             "max_tokens": self.config.rollout.max_tokens,
-            "eos": list(self._tokenizer.eos_token_ids),
+            "eos": self._ends,
         }
 
     def score(self, prompt_id: int, token_ids: list[int]) -> float:
@@ -114,9 +127,9 @@ class Questions:
 
 def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: Path) -> Child:
     """The process of one side."""
-    is_ours = side.startswith("ours")
+    is_ours = side in OURS
     python = sys.executable if is_ours else str(args.vllm_python)
-    options = ["--serve", side, "--model", str(args.model), "--context", str(context)]
+    options = ["--serve", side, "--model", str(args.model), "--context", str(context), "--dtype", args.dtype]
     options += ["--eager"] if args.eager else []
     options += ["--drafter", str(args.drafter if is_ours else vllm_drafter)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -133,12 +146,13 @@ def measure(children: list[Child], questions: Questions, requests: int, turns: i
         works = [questions.next_work(requests) for _ in range(batches)]
         for child in children:
             done[child.name].add([child.run(work) for work in works], works, questions.score)
-    rows = [of_side.row(requests, side) for side, of_side in done.items()]
+    ours = next((of_side.outputs for side, of_side in done.items() if side in OURS), None)
+    rows = [of_side.row(requests, side, ours) for side, of_side in done.items()]
     for r in rows:
         print(
             f"{requests:3d} requests  {r['side']:22s} {r['tokens_per_s']:9.1f} tokens/s ({r['min']:.1f} - "
             f"{r['max']:.1f})  accepts {r['accept_length']:5.2f}  reward {r['reward']:.3f}  "
-            f"length {r['mean_length']:.1f}",
+            f"length {r['mean_length']:.1f}  parted {r.get('parted', '-')} of {r['answers']}",
             flush=True,
         )
     return rows
@@ -150,12 +164,16 @@ def summarize(rows: Rows) -> dict[str, float]:
     for n in sorted({r["requests"] for r in rows}):
         rate = {r["side"]: r["tokens_per_s"] for r in rows if r["requests"] == n and r["side"] != AS_SHIPPED}
         ours, plain, theirs = rate.get("ours TLT"), rate.get("ours plain"), rate.get("vllm plain")
+        inside, keyed = rate.get("ours TLT in vllm"), rate.get("ours plain in vllm")
         best = max((v for k, v in rate.items() if k.startswith("vllm ") and k != "vllm plain"), default=None)
         pairs = {
             "vs_vllm": (ours, best),
             "vs_vllm_plain": (ours, theirs),
             "tlt_gain": (ours, plain),
             "vllm_gain": (best, theirs),
+            "tlt_in_vllm_gain": (inside, keyed),
+            "in_vllm_vs_vllm": (inside, best),
+            "keyed_vs_plain": (keyed, theirs),
         }
         if ours is not None:
             summary[f"tokens_per_s_{n}"] = ours
@@ -163,7 +181,7 @@ def summarize(rows: Rows) -> dict[str, float]:
     return summary
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,13 +194,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--eager", action="store_true", help="vLLM without torch.compile: starts sooner, is slower"
     )
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--equal", action="store_true", help="all answers as long as the longest")
     parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"multiples of {SAMPLES}")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batches", type=int, default=4, help="rollouts of a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not args.serve and not args.vllm_python.exists():
         parser.error(f"{args.vllm_python} is not there: make bench-vllm")
     return args
@@ -192,7 +212,7 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Rows and summary."""
     if args.quick:
         args.requests, args.turns, args.batches, args.eager = [4], 1, 2, True
-    questions = Questions(args.config, args.model)
+    questions = Questions(args.config, args.model, args.equal)
     context = questions.config.data.max_prompt_tokens + questions.config.rollout.max_tokens
     with tempfile.TemporaryDirectory() as folder:
         vllm_drafter = Path(folder) / "drafter"
@@ -206,10 +226,10 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     return rows, summarize(rows)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     if args.serve:
-        serve(lambda: load(args.serve, str(args.model), str(args.drafter), args.context, args.eager))
+        serve(lambda: load(args.serve, str(args.model), str(args.drafter), args.context, args.eager, args.dtype))
         return
     rows, summary = run(args)
     for name, value in summary.items():

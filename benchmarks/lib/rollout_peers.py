@@ -1,8 +1,8 @@
 """The engines of proof_vllm.py, this project's and vLLM's CPU build, each speculating in its own ways.
 
 A side runs in a process of its own, vLLM's in vLLM's environment, so vendors are imported inside. Each function loads a
-policy and returns a function that answers `Work`. All sample at temperature 1 in fp32, each with random numbers of its
-own.
+policy and returns a function that answers `Work`. All sample at temperature 1: this project's with keyed noise, vLLM's
+with random numbers of their own.
 """
 
 from __future__ import annotations
@@ -24,32 +24,44 @@ Run = Callable[[Work], Answer]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix"}  # as many tokens as it likes
 EAGLE = {"method": "eagle", "num_speculative_tokens": 4}
+NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 MAX_RUNNING = 64
 
 
-def embedded(kind: str, model: str, drafter: str, context: int) -> Run:
-    """This project's engine with its default selector; `kind` is a drafter's."""
+def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: str) -> Run:
+    """This project's rollouts with a drafter of `kind`: `embedded` with its default selector, or inside `vllm`."""
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.config.load import load_engine
+    from megatron_tlt.backends.vllm.build import build_vllm
     from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.types import Prompt, SamplingParams
+    from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.drafter.checkpoint import load_drafter
+    from megatron_tlt.models.loader import iter_weights
+    from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 
-    options = [f"rollout.speculation.drafter={kind}", f"rollout.max_running_requests={MAX_RUNNING}"]
-    if kind != "none":
-        options.append(f"rollout.speculation.drafter_path={drafter}")
-    section = load_engine(options)
-    backend = build_backend(section, ModelSection(path=model, max_context=context), load_weights=True)
+    speculation = {"drafter": kind, "drafter_path": None if kind == "none" else drafter}
+    settings = {"backend": engine, "dtype": dtype, "max_running_requests": MAX_RUNNING, "speculation": speculation}
+    section = RolloutSection.model_validate({**settings, "vllm": {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}})
+    policy = ModelSection(path=model, max_context=context)
+    backend: Any
+    if engine == "embedded":
+        backend = build_backend(section, policy, load_weights=True)
+    else:
+        given = load_drafter(drafter) if section.speculation.uses_eagle else None
+        backend = build_vllm(section, policy, SyncSection(), device="cpu", drafter=given)
+        backend.begin_update(0)
+        backend.update_weights(WeightBucket(0, list(iter_weights(model))))
+        backend.finish_update()
 
     def run(work: Work) -> Answer:
-        params = SamplingParams(max_tokens=work["max_tokens"], stop_token_ids=tuple(work["eos"]))
+        ends = {"stop_token_ids": tuple(work["eos"]), "ignore_eos": not work["eos"]}
+        params = SamplingParams(max_tokens=work["max_tokens"], **ends)
         ids = range(work["first_id"], work["first_id"] + len(work["prompts"]))
         prompts = [Prompt(i, str(i), tuple(p), "") for i, p in zip(ids, work["prompts"])]
         started = time.perf_counter()
         samples = backend.generate(prompts, params, work["samples"])
         seconds = time.perf_counter() - started
         spec = backend.take_stats().speculation
-        samples = sorted(samples, key=lambda s: (s.prompt_id, s.sample_index))
-        outputs = [s.token_ids for s in samples]
+        outputs = [s.token_ids for s in sorted(samples, key=lambda s: (s.prompt_id, s.sample_index))]
         return {"seconds": seconds, "outputs": outputs, "accept_length": spec.accept_length}
 
     return run
@@ -62,6 +74,7 @@ def vllm(
     model: str,
     drafter: str,
     context: int,
+    dtype: str,
 ) -> Run:
     """vLLM's engine with one of its speculation methods, in this process; `is_eager`: without torch.compile."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -74,11 +87,13 @@ def vllm(
     if speculation is not None and is_repaired:
         repair_expand()
     if speculation is not None and speculation["method"] == "eagle":
-        add_qwen3_drafter()
+        from megatron_tlt.backends.vllm.plugin import door
+
+        door.register()  # vLLM has no EAGLE drafter of a Qwen3 policy
         speculation = {**speculation, "model": drafter}
     llm = LLM(
         model,
-        dtype="float32",
+        dtype=NAMES[dtype],
         skip_tokenizer_init=True,
         max_model_len=context,
         max_num_seqs=MAX_RUNNING,
@@ -130,56 +145,29 @@ def repair_expand() -> None:
     cpu_triton_utils._expand_kernel_impl = expand
 
 
-def add_qwen3_drafter() -> None:
-    """Makes vLLM's EAGLE drafter of one Llama layer one of a Qwen3 layer, whose attention normalises queries and keys.
-
-    vLLM 0.32 has the class for Llama only.
-    """
-    from torch import nn
-    from vllm.model_executor.models import llama_eagle
-    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
-    from vllm.model_executor.models.utils import get_draft_quant_config
-
-    class Layer(Qwen3DecoderLayer):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, is_first: bool, prefix: str, config: Any):
-            quantization = get_draft_quant_config(vllm_config)
-            super().__init__(config, vllm_config.cache_config, quantization, prefix=prefix)
-            if is_first:
-                self.input_layernorm = nn.Identity()
-
-    llama_eagle.LlamaDecoderLayer = Layer
-
-
 def write_vllm_drafter(drafter: Path, folder: Path) -> None:
-    """This project's drafter of a Qwen3 policy as `add_qwen3_drafter` reads it.
-
-    `megatron-tlt drafter export` refuses it, rightly: an unchanged vLLM has no class for it.
-    """
+    """This project's drafter as the engine of `rollout.backend: vllm` reads it."""
+    from megatron_tlt.backends.vllm.args import drafter_files
     from megatron_tlt.drafter.checkpoint import load_drafter, write_directory
 
-    saved = load_drafter(drafter)
-    assert saved.config.kind == "eagle"
-    config = saved.config.policy.to_hf("float32") | {
-        "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle before it
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,  # vLLM shares the policy's tables with a drafter that has none
-    }
-    tensors = {
-        name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name: tensor
-        for name, tensor in saved.weights.items()
-    }
-    write_directory(folder, {"model.safetensors": tensors}, {"config.json": config})
+    files = drafter_files(load_drafter(drafter), "fp32")
+    write_directory(folder, files.tensors, files.json)
 
 
-def load(side: str, model: str, drafter: str, context: int, is_eager: bool) -> Run:
+def load(side: str, model: str, drafter: str, context: int, is_eager: bool, dtype: str) -> Run:
     """The side of that name. `drafter`: the directory in the format of the side's engine; `is_eager`: as `vllm`."""
-    engine, _, kind = side.partition(" ")
-    if engine == "ours":
-        return embedded({"plain": "none", "TLT": "hybrid"}[kind], model, drafter, context)
+    if side in OURS:
+        return ours(*OURS[side], model, drafter, context, dtype)
     methods = {"plain": None, "ngram": NGRAM, "suffix": SUFFIX, "eagle": EAGLE}
-    method, _, state = kind.partition(" ")
-    return vllm(methods[method], state != "as-shipped", is_eager, model, drafter, context)
+    method, _, state = side.removeprefix("vllm ").partition(" ")
+    return vllm(methods[method], state != "as-shipped", is_eager, model, drafter, context, dtype)
 
 
-SIDES = ("ours plain", "ours TLT", "vllm plain", "vllm ngram", "vllm suffix", "vllm eagle")
+OURS = {  # engine and drafter
+    "ours plain": ("embedded", "none"),
+    "ours TLT": ("embedded", "hybrid"),
+    "ours plain in vllm": ("vllm", "none"),
+    "ours TLT in vllm": ("vllm", "hybrid"),
+}
+SIDES = (*OURS, "vllm plain", "vllm ngram", "vllm suffix", "vllm eagle")
 AS_SHIPPED = "vllm ngram as-shipped"

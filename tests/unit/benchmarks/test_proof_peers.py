@@ -97,7 +97,7 @@ def test_trl_summary_pairs_steps_and_counts_standard_errors():
 
 def test_vllm_summary_takes_its_fastest_repaired_side():
     rates = {"ours plain": 50, "ours TLT": 120, "vllm plain": 30, "vllm ngram": 40, "vllm eagle": 60}
-    rates["vllm ngram as-shipped"] = 1000
+    rates |= {"vllm ngram as-shipped": 1000, "ours plain in vllm": 24, "ours TLT in vllm": 90}
     rows = [{"requests": 4, "side": side, "tokens_per_s": rate} for side, rate in rates.items()]
     assert json.loads(json.dumps(proof_vllm.summarize(rows))) == {
         "tokens_per_s_4": 120,
@@ -105,4 +105,7 @@ def test_vllm_summary_takes_its_fastest_repaired_side():
         "vs_vllm_plain_4": 4.0,
         "tlt_gain_4": 2.4,
         "vllm_gain_4": 2.0,
+        "tlt_in_vllm_gain_4": 3.75,
+        "in_vllm_vs_vllm_4": 1.5,
+        "keyed_vs_plain_4": 0.8,
     }
