@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.errors import RewardError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
 from megatron_tlt.trainer.evaluation import EvalResult
@@ -146,8 +147,9 @@ class RLTrainer:
                 scored = self._score(prompts, self.rollout.return_stolen(samples, prompts))
                 share_answers(self.world, self.backend, scored)
                 kept += [g for g in scored if self.algorithm.keep_group(self.algorithm.shaped(g))]
-                everywhere = self.world.all_gather_object([g.prompt.prompt_id for g in kept])
-                ids = sorted(prompt_id for of_rank in everywhere for prompt_id in of_rank)
+                everywhere = self.world.all_gather_object((_ids(kept), _verdicts(scored)))
+                ids = sorted(prompt_id for of_rank, _ in everywhere for prompt_id in of_rank)
+                _check_verdicts([verdicts for _, verdicts in everywhere])
             if len(ids) >= num_prompts:
                 break
         chosen = set(ids[:num_prompts])
@@ -283,3 +285,20 @@ class RLTrainer:
         self.rewards.close()
         self.metrics.close()
         self.checkpoints.close()  # last: from here on another job may use the run directory
+
+
+def _ids(groups: list[SampleGroup]) -> list[int]:
+    return [group.prompt.prompt_id for group in groups]
+
+
+def _verdicts(groups: list[SampleGroup]) -> tuple[int, str | None]:
+    """How many answers the reward functions judged, and why one of the others was not."""
+    failures = [reward.failure for group in groups for reward in group.rewards]
+    return failures.count(None), next((why for why in failures if why is not None), None)
+
+
+def _check_verdicts(everywhere: list[tuple[int, str | None]]) -> None:
+    """Raises RewardError on every rank if no answer of any rank was judged: nothing can be learned from them."""
+    why = next((why for _, why in everywhere if why is not None), None)
+    if why is not None and not any(judged for judged, _ in everywhere):
+        raise RewardError(f"the reward functions failed on every answer of this step; one of them: {why}")

@@ -273,7 +273,7 @@ def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, t
 # -- rewards ------------------------------------------------------------------------------------------------
 
 
-def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(tmp_path):
+def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_are_all(tmp_path):
     functions = [{"name": "python", "path": "tests.helpers.bad_rewards:reward"}]
     rewards = {"workers": 2, "timeout_s": 2.0, "functions": functions}
     size = {"num_steps": 1, "prompts_per_step": 12, "run_dir": str(tmp_path / "run")}
@@ -285,3 +285,8 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_only(tmp_pat
     (row,) = rows(tmp_path / "run")
     assert row["reward/failures"] == 16  # of 24 answers: 4 kinds of failure, 2 questions each, 2 answers each
     assert "16 of 24 rewards failed; one of them" in output
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "say 1", "answer": "1"}) + "\n")
+    code, output = run_one("train", config, f"train.run_dir={tmp_path / 'none'}", check=False)
+    assert code == 1
+    assert "phase score" in output and "failed on every answer of this step; one of them" in output, output[-3000:]
+    assert not (tmp_path / "none/metrics.jsonl").read_text()
