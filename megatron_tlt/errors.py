@@ -13,6 +13,7 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
         words.append(f"and {len(items) - most} more")
     return separator.join(words)
 
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
     """A line of text for each row: columns as wide as they need, those in `left` aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -66,7 +67,8 @@ class BackendError(TltError):
 
 
 class RewardError(TltError):
-    """A reward function that cannot be loaded (a reward that fails on one sample is recorded, not raised)."""
+    """A reward function that cannot be loaded, or a step in which every one failed on every answer (a failure on some
+    answers is recorded, not raised)."""
 
 
 class DataError(TltError):

@@ -130,7 +130,7 @@ def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: P
     is_ours = side in OURS
     python = sys.executable if is_ours else str(args.vllm_python)
     options = ["--serve", side, "--model", str(args.model), "--context", str(context), "--dtype", args.dtype]
-    options += ["--eager"] if args.eager else []
+    options += ["--vllm-python", str(args.vllm_python), *(["--eager"] if args.eager else [])]
     options += ["--drafter", str(args.drafter if is_ours else vllm_drafter)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path})
@@ -229,7 +229,9 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.serve:
-        serve(lambda: load(args.serve, str(args.model), str(args.drafter), args.context, args.eager, args.dtype))
+        python = str(args.vllm_python)
+        paths = str(args.model), str(args.drafter)
+        serve(lambda: load(args.serve, *paths, args.context, args.eager, args.dtype, python))
         return
     rows, summary = run(args)
     for name, value in summary.items():

@@ -28,8 +28,9 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 MAX_RUNNING = 64
 
 
-def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: str) -> Run:
-    """This project's rollouts with a drafter of `kind`: `embedded` with its default selector, or inside `vllm`."""
+def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: str, python: str) -> Run:
+    """This project's rollouts with a drafter of `kind`: `embedded` with its default selector, or inside `vllm`, the one
+    of the environment of `python`."""
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.vllm.build import build_vllm
     from megatron_tlt.config.model import ModelSection
@@ -40,7 +41,8 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
 
     speculation = {"drafter": kind, "drafter_path": None if kind == "none" else drafter}
     settings = {"backend": engine, "dtype": dtype, "max_running_requests": MAX_RUNNING, "speculation": speculation}
-    section = RolloutSection.model_validate({**settings, "vllm": {"environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}})
+    vllm_settings = {"python": python, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}
+    section = RolloutSection.model_validate({**settings, "vllm": vllm_settings})
     policy = ModelSection(path=model, max_context=context)
     backend: Any
     if engine == "embedded":
@@ -154,10 +156,11 @@ def write_vllm_drafter(drafter: Path, folder: Path) -> None:
     write_directory(folder, files.tensors, files.json)
 
 
-def load(side: str, model: str, drafter: str, context: int, is_eager: bool, dtype: str) -> Run:
-    """The side of that name. `drafter`: the directory in the format of the side's engine; `is_eager`: as `vllm`."""
+def load(side: str, model: str, drafter: str, context: int, is_eager: bool, dtype: str, python: str) -> Run:
+    """The side of that name. `drafter`: the directory in the format of the side's engine; `is_eager`: as `vllm`;
+    `python`: as `ours`."""
     if side in OURS:
-        return ours(*OURS[side], model, drafter, context, dtype)
+        return ours(*OURS[side], model, drafter, context, dtype, python)
     methods = {"plain": None, "ngram": NGRAM, "suffix": SUFFIX, "eagle": EAGLE}
     method, _, state = side.removeprefix("vllm ").partition(" ")
     return vllm(methods[method], state != "as-shipped", is_eager, model, drafter, context, dtype)

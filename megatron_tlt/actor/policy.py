@@ -11,7 +11,6 @@ One update, drawn for two mini-batches (every line is collective over the whole 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -272,7 +271,8 @@ class MegatronPolicy:
         return routing_metrics(found, layers, config.num_experts, config.num_experts_per_tok, self._replays)
 
     def _unreplayed_mismatch(self, packed: list[list[MicroBatch]], temperature: float) -> dict[str, float]:
-        """The loss's `mismatch_abs` (mean |log actor - log engine| over the tokens trained on) without replay."""
+        """The loss's `mismatch_abs` (mean |log actor - log engine| over the tokens trained on) without replay; nothing
+        where no token is trained on."""
         name, parts = "unreplayed_mismatch_abs", []
         batches = [batch for batches in packed for batch in self._unreplayed(batches)]
         found = forward_logprobs(self.model, batches, temperature)
@@ -281,7 +281,8 @@ class MegatronPolicy:
                 on = batch.response_array("loss_mask") > 0
                 apart = (logprobs - batch.response_array("rollout_logprobs")).abs()
                 parts.append({name: apart[on].sum(), "tokens": on.sum()})
-        return {name: per_token(reduce_over_world(parts, self.dims, self.world)).get(name, math.nan)}
+        sums = reduce_over_world(parts, self.dims, self.world)
+        return {name: sums[name] / sums["tokens"]} if sums.get("tokens") else {}
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         return pack(sequences, self.actor.micro_batch_tokens, self._row_layout)

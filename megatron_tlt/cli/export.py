@@ -43,11 +43,9 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.checkpoint.export import export_problems, write_run
     from megatron_tlt.checkpoint.manager import CheckpointManager
-    from megatron_tlt.trainer.preflight import check_on
     from megatron_tlt.trainer.sft import CompletionLoss
 
-    config = _for_export(config, world.size)
-    check_on(config, world)
+    config = checked(config, world)
     run_dir = Path(config.train.run_dir)
     found = export_problems(out, run_dir, str(config.checkpoint.resume)) if world.is_main else []
     if problems := world.broadcast_object(found):  # only rank 0 writes, perhaps where others see no files
@@ -65,6 +63,18 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
     if world.is_main:
         trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
         print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
+
+
+def checked(config: Config, world: World) -> Config:
+    """The configuration as this world exports it. Collective. Raises ConfigError with every problem.
+
+    The memory plan is of a run's engines and phases, so it is not asked.
+    """
+    from megatron_tlt.trainer.preflight import check_on
+
+    config = _for_export(config, world.size)
+    check_on(config, world, is_run=False)
+    return config
 
 
 def _for_export(config: Config, num_ranks: int) -> Config:

@@ -26,7 +26,8 @@ def add_report(commands: Any) -> None:
     timeline = commands.add_parser("timeline", help=text, description=text)
     timeline.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     default = Path("trace.json.gz")
-    timeline.add_argument("-o", "--out", type=Path, default=default, help=f"default: {default}")
+    text = f"written as gzip, whatever its name (default: {default})"
+    timeline.add_argument("-o", "--out", type=Path, default=default, help=text)
     timeline.add_argument("--steps", metavar="FIRST-LAST", help="only these steps, from 1 (default: all)")
     timeline.set_defaults(run=_timeline)
 
@@ -77,8 +78,8 @@ def _range(text: str | None) -> range | None:
     """ "3-5" or "4" as numbers; None: all. Raises ConfigError."""
     if text is None:
         return None
-    first, _, last = text.partition("-")
-    last = last or first
+    first, dash, last = text.partition("-")
+    last = last if dash else first
     if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
         raise ConfigError.of("--steps", text, "must look like 4 or 3-5")
     return range(int(first), int(last) + 1)

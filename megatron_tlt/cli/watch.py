@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import argparse
 
     from rich.console import RenderableType
+
+    from megatron_tlt.observe.runfiles import RunData
 
 _STEPS, _RANKS = 8, 16  # rows of the two tables
 _EVERY_S = 1.0
@@ -53,15 +56,31 @@ def view(run_dir: Path) -> tuple[RenderableType, bool]:
     from rich.console import Group
     from rich.text import Text
 
+    from megatron_tlt.observe.metrics import METRICS_FILE
     from megatron_tlt.observe.progress import steps_table
-    from megatron_tlt.observe.runfiles import read_run
+    from megatron_tlt.observe.summary import SUMMARY_FILE
 
-    run, status = read_run(run_dir), read_status(run_dir)
+    run = _run(run_dir, (_size(run_dir / METRICS_FILE), _size(run_dir / SUMMARY_FILE)))
+    status = read_status(run_dir)
     parts: list[RenderableType] = []
     if run.evals:
         values = "  ".join(f"{row['step']}: {row.get('eval/pass@1') or 0:.3f}" for row in run.evals[-6:])
         parts.append(Text(f"held-out accuracy after step  {values}"))
     if run.steps:
         parts.append(steps_table({row["step"]: row for row in run.steps[-_STEPS:]}))
-    parts.append(Text(render(run_dir, status, _RANKS), no_wrap=True, overflow="crop"))
-    return Group(*parts), status.condition not in ("running", "unknown")
+    ranks = render(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}")
+    parts.append(Text(ranks, no_wrap=True, overflow="crop"))
+    is_over = status.condition != "running" if status.rows else run.is_finished
+    return Group(*parts), is_over
+
+
+@lru_cache(maxsize=1)
+def _run(run_dir: Path, sizes: tuple[int, ...]) -> RunData:
+    """The run's metrics and summary, read again when one of them has another size."""
+    from megatron_tlt.observe.runfiles import read_run
+
+    return read_run(run_dir, with_answers=False)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1

@@ -189,7 +189,7 @@ def _unknown_key(
     leaf, inner = key, value  # of another framework's tree, as in actor_rollout_ref.rollout.n=8
     while isinstance(inner, dict) and len(inner) == 1:
         leaf, inner = next(iter(inner.items()))
-    near = nearest_path(root, parent, leaf if leaf in SYNONYMS else key)
+    near = nearest_path(root, section, parent, leaf if leaf in SYNONYMS else key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
     if path in RENAMED_KEYS:
         return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")

@@ -129,22 +129,24 @@ def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from paths_of(section, f"{prefix}{name}.")
 
 
-def nearest_path(root: type[BaseModel], parent: str, key: str) -> str | None:
-    """Full path of the valid name that `key`, found under `parent`, most likely meant; None without one.
+def nearest_path(root: type[BaseModel], section: type[BaseModel], parent: str, key: str) -> str | None:
+    """Full path of the valid name that `key`, found in `section` at `parent`, most likely meant; None without one.
 
-    Of several with that name the one beside `key`; at the root all that are one level down.
+    The section's own names come first, also in an element of a list; then those of the whole tree: of several with one
+    name the first, at the root all that are one level down.
     """
     by_name: dict[str, list[str]] = {}
     for path in paths_of(root):
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    section, _, name = SYNONYMS.get(key, "").rpartition(".")
-    for wanted in (f"{parent}.{name}", f"{section}.{name}"):
+    elsewhere, _, name = SYNONYMS.get(key, "").rpartition(".")
+    for wanted in (f"{parent}.{name}", f"{elsewhere}.{name}"):
         if wanted in by_name.get(name, ()):
             return wanted
+    if own := get_close_matches(key, section.model_fields, n=1, cutoff=0.75):
+        return f"{parent}.{own[0]}" if parent else own[0]
     near = get_close_matches(key, by_name, n=1, cutoff=0.75)
     if not near:
         return None
     found = by_name[near[0]]
-    here = [path for path in found if path.rpartition(".")[0] == parent]
     below = [path for path in found if path.count(".") == 1]
-    return here[0] if here else " or ".join(below) if below and not parent else found[0]
+    return " or ".join(below) if below and not parent else found[0]

@@ -132,8 +132,8 @@ def is_event(row: Row) -> bool:
     return has_fields(row, fields) and isinstance(attrs, dict) and needed <= attrs.keys()
 
 
-def read_run(run_dir: str | Path) -> RunData:
-    """All but the events. Raises ConfigError where there is no run."""
+def read_run(run_dir: str | Path, with_answers: bool = True) -> RunData:
+    """All but the events; `with_answers`: rollouts and samples, too. Raises ConfigError where there is no run."""
     folder = Path(run_dir)
     if not folder.is_dir():
         allowed = "must be a directory that `megatron-tlt train` has written"
@@ -155,8 +155,8 @@ def read_run(run_dir: str | Path) -> RunData:
         _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        rows(ROLLOUTS_FILE),
-        rows(SAMPLES_FILE),
+        rows(ROLLOUTS_FILE) if with_answers else [],
+        rows(SAMPLES_FILE) if with_answers else [],
         _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,

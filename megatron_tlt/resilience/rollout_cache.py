@@ -160,7 +160,7 @@ class Fingerprint(Protocol):
 
 
 class RolloutCache:
-    """One rank's part; the first rank of a replica writes, all of them read. Its errors never end a run."""
+    """One rank's part; the first rank of a replica writes, all of them read. Disk errors never end a run."""
 
     def __init__(
         self,
@@ -264,7 +264,9 @@ class RolloutCache:
                     shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
-        """Removes everything: the run has done its last step. Collective."""
+        """Removes everything, where answers are kept: the run has done its last step. Collective."""
+        if self._keyed is None:
+            return
         self.close()
         self._world.barrier()  # every file is closed
         if self._world.is_main:

@@ -80,8 +80,10 @@ def read_status(run_dir: str | Path, now: float | None = None) -> RunStatus:
     return RunStatus(detector.worst_first(rows), files.read_end(newest.start_id), missing, problems)
 
 
-def render(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None) -> str:
-    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all)."""
+def render(
+    run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None, hint: str = "--all"
+) -> str:
+    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: what shows all."""
     now = time.time() if now is None else now
     if not status.rows:
         return "\n".join([f"{run_dir}: no status files", *status.problems])
@@ -97,7 +99,7 @@ def render(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | No
     rows = [_cells(beat, condition) for beat, condition in shown]
     lines += ["", *aligned([_HEADINGS, *rows], _LEFT_ALIGNED)]
     if len(shown) < len(status.rows):
-        lines.append(f"and {len(status.rows) - len(shown)} more (--all)")
+        lines.append(f"and {len(status.rows) - len(shown)} more ({hint})")
     if count := sum(bool(beat.stacks) for beat in beats):
         folder = StatusFiles(run_dir).stacks
         lines += ["", f"stacks of {count} of {beats[0].size} ranks: {folder}/rank-N.txt"]

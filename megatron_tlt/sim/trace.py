@@ -82,18 +82,21 @@ def quantiles_of(section: LengthSection) -> np.ndarray:
 
 def _of_file(path: Path) -> np.ndarray:
     """A number a line, or JSON lines with `tokens` or `token_ids`."""
-    lengths: list[float] = []
-    number = 0
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):  # noqa: B007
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON lines may hold the other line ends of Unicode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.of(_PATH, str(path), f"cannot be read: {error}") from error
+    lengths: list[float] = []
+    for number, line in enumerate(lines, 1):
+        try:
             if line.strip():
                 lengths.append(_of_line(json.loads(line)))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        allowed = (
-            "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`; of a run give "
-            f"the directory ({error})"
-        )
-        raise ConfigError.of(_PATH, f"{path}:{number}", allowed) from error
+        except (ValueError, TypeError, KeyError) as error:
+            allowed = (
+                "each line must be a number >= 0, or JSON with `tokens` (a number >= 0) or `token_ids`; of a run give "
+                f"the directory ({error})"
+            )
+            raise ConfigError.of(_PATH, f"{path}:{number}", allowed) from error
     return np.array(lengths)
 
 

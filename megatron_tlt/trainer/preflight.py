@@ -45,12 +45,21 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     return "\n".join([render_check(config, shape, num_ranks), *absent])
 
 
-def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
-    """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
+def check_on(
+    config: Config | SftConfig,
+    world: World,
+    found_before: Sequence[ConfigProblem] = (),
+    *,
+    is_run: bool = True,
+) -> None:
+    """The checks on the world there is, where every file must be. Raises ConfigError with every problem.
+
+    `is_run`: see `find_problems`.
+    """
     problems = [*found_before, *missing_files(config), *model_problems(config), *tokenizer_problems(config)]
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems += find_problems(config, shape, world.size, device, positions)
+    problems += find_problems(config, shape, world.size, device, positions, is_run=is_run)
     problems += input_problems(config)
     found = []
     if world.is_main:  # it looks into many files, which a run that goes on may be removing

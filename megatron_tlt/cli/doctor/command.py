@@ -47,6 +47,7 @@ def examine(run_dir: Path, trtllm_python: str | None, launcher: str | None) -> l
     from megatron_tlt.cli.doctor import machine, software
 
     gpu = machine.check_gpu()
+    mpi = software.check_mpi()
     has_gpu = gpu.status in ("ok", "failed")
     return [
         software.check_python(),
@@ -58,8 +59,8 @@ def examine(run_dir: Path, trtllm_python: str | None, launcher: str | None) -> l
         software.check_transformer_engine(has_gpu),
         software.check_apex(has_gpu),
         software.check_trtllm(trtllm_python),
-        software.check_mpi(),
-        machine.check_slurm(),
+        mpi,
+        machine.check_slurm(mpi.detail),
         machine.check_disk(run_dir),
         machine.check_shared_memory(),
         machine.check_ports(),

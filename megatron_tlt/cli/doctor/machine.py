@@ -100,16 +100,16 @@ def check_ports() -> Finding:
     return Finding("ports", "ok", f"free ports on 127.0.0.1 and {name} can be listened on and reached")
 
 
-def check_slurm() -> Finding:
-    """Slurm, if it is here: its version, and whether srun can start ranks of an MPI."""
+def check_slurm(mpi: str) -> Finding:
+    """Slurm, if it is here: its version, and whether srun can start ranks of `mpi`, the library's name and version."""
     srun = shutil.which("srun")
     if srun is None:
         return Finding("Slurm", "absent", "no srun: launch/local.sh and mpiexec start ranks")
     job = os.environ.get("SLURM_JOB_ID")
-    return judge_slurm(run_program([srun, "--version"]), run_program([srun, "--mpi=list"]), job)
+    return judge_slurm(run_program([srun, "--version"]), run_program([srun, "--mpi=list"]), job, mpi)
 
 
-def judge_slurm(version: Output, plugins: Output, job: str | None) -> Finding:
+def judge_slurm(version: Output, plugins: Output, job: str | None, mpi: str) -> Finding:
     """`check_slurm` from the version and the plugin list that srun prints."""
     if version.code != 0:
         hint = "start slurmctld, or let slurm.conf be found (SLURM_CONF); without Slurm: launch/local.sh"
@@ -121,15 +121,19 @@ def judge_slurm(version: Output, plugins: Output, job: str | None) -> Finding:
     if not usable:
         hint = "MPICH needs the plugin pmi2 or pmix, Open MPI pmix: see srun --mpi=list"
         return Finding("Slurm", "failed", f"{detail}, without pmi2 and pmix", hint)
+    if "Open MPI" in mpi:
+        if "pmix" not in usable:
+            hint = "srun cannot start Open MPI's ranks: start them with its mpiexec, or use MPICH"
+            return Finding("Slurm", "warning", f"{detail}, without pmix, which Open MPI needs", hint)
+        usable = ["pmix"]
     return Finding("Slurm", "ok", f"{detail}, srun --mpi={' or '.join(usable)}")
 
 
 def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
     """Two ranks start, and meet through MPI and torch.distributed."""
     if launcher is None and mpiexec is None:
-        return Finding(
-            "two ranks", "failed", "nothing to start them with", "see the row MPI, or give --launcher"
-        )
+        hint = "put the mpiexec of mpi4py's MPI in PATH (module load, or pip install mpich), or give --launcher"
+        return Finding("two ranks", "failed", "no mpiexec to start them with", hint)
     start = shlex.split(launcher) if launcher is not None else [str(mpiexec), "-n", "2"]
     program = ["-m", "mpi4py", "-m", "megatron_tlt.cli.doctor.two_ranks", str(_TWO_RANKS_S / 2)]
     root = str(Path(__file__).resolve().parents[3])

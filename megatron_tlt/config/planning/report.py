@@ -27,8 +27,13 @@ def find_problems(
     num_ranks: int,
     device: Device | None = None,
     max_positions: int | None = None,
+    *,
+    is_run: bool = True,
 ) -> list[ConfigProblem]:
-    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
+    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included.
+
+    `is_run`: whether the phases of a run, which the memory plan is of, are to come.
+    """
     if isinstance(config, Config):
         problems = check_config(config, shape, num_ranks, device, max_positions)
     else:
@@ -36,7 +41,7 @@ def find_problems(
     shape = shape if shape is not None else config.model.architecture
     actor = config.actor
     fits = num_ranks % (actor.tp * actor.pp * actor.cp) == 0 and num_ranks // actor.pp % actor.ep == 0
-    if shape is not None and fits:
+    if shape is not None and fits and is_run:
         problems += check_memory(config, shape, num_ranks, device)
     return problems
 

@@ -29,6 +29,12 @@ def test_generate_takes_engine_settings_only(capsys):
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("steps", ["3-", "-3", "5-3", "x"])
+def test_steps_of_a_timeline_are_one_or_a_whole_range(steps, tmp_path, capsys):
+    assert main(["timeline", str(tmp_path), f"--steps={steps}"]) == 2
+    assert f"--steps = '{steps}': must look like 4 or 3-5" in capsys.readouterr().err
+
+
 def test_an_output_that_is_a_directory_is_refused_before_any_work(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert main(["report", str(tmp_path), "-o", str(tmp_path)]) == 2

@@ -73,6 +73,14 @@ def test_an_unknown_key_names_the_nearest_valid_one_with_its_path(override, near
     assert f"did you mean {nearest}?" in next(text for p, text in found.items() if path.startswith(p))
 
 
+def test_an_unknown_key_of_a_list_element_is_looked_for_in_that_element():
+    tasks = {"data": {"train": {"tasks": [{"nmae": "chain_sum"}]}}}
+    rewards = {"rewards": {"functions": [{"name": "python", "paht": "m:f"}]}}
+    found = problems(BASE | tasks | rewards)
+    assert found["data.train.tasks.0.nmae"] == "unknown key; did you mean data.train.tasks.0.name?"
+    assert found["rewards.functions.0.paht"] == "unknown key; did you mean rewards.functions.0.path?"
+
+
 def test_a_wrong_value_names_path_value_and_range():
     with pytest.raises(ConfigError, match=r"rollout\.top_p = 2: must be number > 0 and <= 1"):
         build_config(BASE, ["rollout.top_p=2"])

@@ -254,3 +254,10 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
     cache.clear()
     cache.close()
     assert not (tmp_path / "rollout_cache").exists()
+
+
+def test_a_cache_that_is_off_leaves_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "rollout_cache/step-000001").mkdir(parents=True)
+    parts: Any = (tmp_path, World(), Engine(), None, PARAMS, SAMPLES, Weights())
+    RolloutCache(RolloutCacheSection(enabled=False), *parts, identity={}, tp=1, fresh=False).clear()
+    assert (tmp_path / "rollout_cache/step-000001").exists()

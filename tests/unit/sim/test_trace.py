@@ -50,7 +50,8 @@ def test_empirical_lengths_are_distributed_like_their_values():
 def test_lengths_come_from_files(tmp_path):
     plain, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("5\n7\n\n6\n")
-    rows.write_text('{"token_ids": [1, 2, 3]}\n{"tokens": 9}\n{"tokens": [4, 8]}\n')
+    first = '{"token_ids": [1, 2, 3], "text": "a\u2028b\u0085c"}'  # two line ends of Unicode, none of the file
+    rows.write_text(first + '\n{"tokens": 9}\n{"tokens": [4, 8]}\n', encoding="utf-8")
     section = sim_config().workload.lengths
 
     def of(path):
@@ -90,3 +91,9 @@ def test_files_without_lengths_are_refused(tmp_path, text, said):
     with pytest.raises(ConfigError, match=r"workload\.lengths\.path") as caught:
         quantiles_of(sim_config().workload.lengths.model_copy(update={"path": str(path)}))
     assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named_without_a_line(tmp_path):
+    path = str(tmp_path / "none.txt")
+    with pytest.raises(ConfigError, match=f"'{path}': cannot be read"):
+        quantiles_of(sim_config().workload.lengths.model_copy(update={"path": path}))

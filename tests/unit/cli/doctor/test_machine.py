@@ -21,17 +21,19 @@ def test_a_driver_that_does_not_answer_counts_where_there_is_a_device():
 
 
 @pytest.mark.parametrize(
-    ("version", "plugins", "job", "status", "said"),
+    ("version", "plugins", "job", "status", "said", "mpi"),
     [
-        (Output(0, "slurm 22.05.8"), Output(0, "types:\n\tpmix\n\tpmi2"), "7", "ok", "--mpi=pmi2 or pmix"),
-        (Output(0, "slurm 22.05.8"), Output(0, "", "pmix none"), None, "ok", "--mpi=pmix"),
-        (Output(0, "slurm 22.05.8"), Output(0, "none openmpi"), "7", "failed", "without pmi2 and pmix"),
-        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), "7", "failed", "no configuration"),
-        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), None, "warning", "no configuration"),
+        (Output(0, "slurm 22.05.8"), Output(0, "types:\n\tpmix\n\tpmi2"), "7", "ok", "--mpi=pmi2 or pmix", "MPICH 4.2"),
+        (Output(0, "slurm 22.05.8"), Output(0, "types:\n\tpmix\n\tpmi2"), "7", "ok", "--mpi=pmix", "Open MPI v5"),
+        (Output(0, "slurm 22.05.8"), Output(0, "none pmi2"), "7", "warning", "without pmix", "Open MPI v5"),
+        (Output(0, "slurm 22.05.8"), Output(0, "", "pmix none"), None, "ok", "--mpi=pmix", ""),
+        (Output(0, "slurm 22.05.8"), Output(0, "none openmpi"), "7", "failed", "without pmi2 and pmix", "Open MPI v5"),
+        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), "7", "failed", "no configuration", ""),
+        (Output(1, "", "srun: fatal: no configuration"), Output(1, ""), None, "warning", "no configuration", ""),
     ],
 )  # fmt: skip
-def test_slurm_needs_a_plugin_for_mpi(version, plugins, job, status, said):
-    found = machine.judge_slurm(version, plugins, job)
+def test_slurm_needs_a_plugin_for_mpi(version, plugins, job, status, said, mpi):
+    found = machine.judge_slurm(version, plugins, job, mpi)
     assert found.status == status and said in found.detail
 
 
@@ -57,7 +59,8 @@ def test_two_ranks_are_judged_by_their_output():
     assert machine.judge_two_ranks(Output(1, "", text), ["mpiexec"], 1.0).detail.startswith(
         "DistributedError: mpiexec"
     )
-    assert machine.check_two_ranks(None, None).status == "failed"
+    nothing = machine.check_two_ranks(None, None)
+    assert nothing.status == "failed" and "mpiexec" in nothing.hint
 
 
 def test_programs_that_are_not_there_hang_or_fail_are_answers_too():
