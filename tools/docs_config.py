@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import element_of, field_allowed, section_of
+from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, section_of
 from megatron_tlt.config.sim import SimConfig
 
 HEADER = """\
@@ -38,7 +38,17 @@ def render() -> str:
     parts += ["`model`, `actor`, `optimizer`, `distributed` and `cluster` are as above.\n"]
     parts += [_section("`sft`", _must_section(SftConfig.model_fields["sft"]))]
     parts += ["## Simulations: `megatron-tlt simulate`\n", _simulation()]
+    parts += ["\n## Names elsewhere\n", _names_elsewhere()]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _names_elsewhere() -> str:
+    """What users of other systems call a setting; units may differ."""
+    others: dict[str, list[str]] = {}
+    for other, ours in SYNONYMS.items():
+        others.setdefault(ours, []).append(f"`{other}`")
+    rows = [f"| {', '.join(others[ours])} | `{ours}` |" for ours in sorted(others)]
+    return "\n".join(["| verl, NeMo-RL, TRL, vLLM, Megatron-LM | here |", "|---|---|", *rows])
 
 
 def _simulation() -> str:
