@@ -38,7 +38,7 @@ def render() -> str:
     parts += ["`model`, `actor`, `optimizer`, `distributed` and `cluster` are as above.\n"]
     parts += [_section("`sft`", _must_section(SftConfig.model_fields["sft"]))]
     parts += ["## Simulations: `megatron-tlt simulate`\n", _simulation()]
-    parts += ["\n## Names elsewhere\n", _names_elsewhere()]
+    parts += ["## Names elsewhere\n", _names_elsewhere()]
     return "\n".join(parts).rstrip() + "\n"
 
 
