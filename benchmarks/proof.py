@@ -1,7 +1,7 @@
 """TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
 
     make proof                          # main and curves: some 17 minutes on 2 cores
-    make proof ARGS="--parts drafter peers"
+    make proof ARGS="--parts drafter peers --out r.json"
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
@@ -259,7 +259,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-suffix", dest="suffix", action="store_false")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all jobs")
     parser.add_argument("--work", type=Path, help="folder for the jobs; by default a temporary one")
-    parser.add_argument("--picture", type=Path, help="SVG file of part main")
+    parser.add_argument("--picture", type=Path, help="SVG file of part main; that of drafter lies beside it")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -58,8 +58,8 @@ def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows
     for name, path, trained, steps, more in (
         ("frozen", drafter, False, args.keepup_steps, []),
         ("trained", drafter, True, args.keepup_steps, []),
-        ("from random", None, True, short, RANDOM_OPTIONS),
-        ("warmed up", DEMO, False, short, RANDOM_OPTIONS),
+        (FROM_NOTHING, None, True, short, RANDOM_OPTIONS),
+        (DEMO_START, DEMO, False, short, RANDOM_OPTIONS),
     ):
         if name not in args.curves:
             continue

@@ -34,5 +34,6 @@ def from_nothing(bench: Bench) -> tuple[Rows, dict[str, float]]:
     verdict = "met" if share >= GOAL else "MISSED"
     print(f"drafter from nothing, share of the demo drafter: {share:.3f}  goal {GOAL}: {verdict}", flush=True)
     if bench.args.picture is not None:
+        bench.args.picture.parent.mkdir(parents=True, exist_ok=True)
         bench.args.picture.with_name(f"{bench.args.picture.stem}-drafter.svg").write_text(picture(lengths))
     return rows, {"from_nothing_share": share, "from_nothing_micro_steps": sum(rows[0]["drafter/steps"])}

@@ -137,7 +137,9 @@ class EmbeddedBackend(BaseBackend):
         self.engine.release()
 
     def resume(self) -> None:
-        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it."""
+        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it. Collective in
+        a tensor-parallel group.
+        """
         self.engine.resume()
 
     def running_lengths(self) -> np.ndarray:

@@ -83,7 +83,7 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = 10.0
     """A function that takes longer costs that sample a recorded failure."""
     failure_value: float = 0.0
-    """Value recorded for a failed reward. Where all rewards of a step fail, the run ends."""
+    """Value recorded for a failed reward. Where all rewards of a rollout fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded."""
     workers: NonNegativeInt = 1

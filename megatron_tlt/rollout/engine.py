@@ -109,7 +109,7 @@ class Engine:
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
         """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
-        Only while no request is queued or running. Mutates the runner.
+        Only while no request is queued or running. Mutates the runner; collective in a tensor-parallel group.
         """
         assert self.is_idle, "hidden states are collected from a request's first token on"
         self._collector = collector

@@ -154,7 +154,7 @@ class Sampler:
 
 
 class _Staging:
-    """How rows are sampled, in one pinned buffer that crosses to the device in one copy."""
+    """How rows are sampled, on the device: one copy of all values."""
 
     def __init__(self, device: torch.device):
         self._device, self._width = device, 0
@@ -162,20 +162,18 @@ class _Staging:
 
     def _resize(self, width: int) -> None:
         self._width = width
-        self._host = torch.zeros(6 * width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self._on_device = torch.zeros_like(self._host, device=self._device)
+        self._on_device = torch.zeros(6 * width, dtype=torch.int32, device=self._device)
 
     def upload(self, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R], valid until the next call.
-
-        The host's buffer is written again by the next call: by then this one's draws must have come to the host.
-        """
+        """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R], valid until the next call."""
         count = len(rows.keys)
         if count > self._width:
             self._resize(2 * count)
-        for column, values in zip(_columns(self._host, count), _as_uploaded(rows), strict=True):
+        # Fresh memory a call: pinned memory is given out again only when the copies from it are done.
+        host = torch.empty(6 * count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        for column, values in zip(_columns(host, count), _as_uploaded(rows), strict=True):
             column.numpy()[:] = values
-        self._on_device[: 6 * count].copy_(self._host[: 6 * count], non_blocking=True)
+        self._on_device[: 6 * count].copy_(host, non_blocking=True)
         return _columns(self._on_device, count)
 
 

@@ -301,4 +301,4 @@ def _check_verdicts(everywhere: list[tuple[int, str | None]]) -> None:
     """Raises RewardError on every rank if no answer of any rank was judged: nothing can be learned from them."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is not None and not any(judged for judged, _ in everywhere):
-        raise RewardError(f"the reward functions failed on every answer of this step; one of them: {why}")
+        raise RewardError(f"the reward functions failed on every answer of this rollout; one of them: {why}")

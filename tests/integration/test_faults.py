@@ -288,5 +288,5 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "say 1", "answer": "1"}) + "\n")
     code, output = run_one("train", config, f"train.run_dir={tmp_path / 'none'}", check=False)
     assert code == 1
-    assert "phase score" in output and "failed on every answer of this step; one of them" in output, output[-3000:]
+    assert "phase score" in output and "failed on every answer of this rollout; one of them" in output, output[-3000:]
     assert not (tmp_path / "none/metrics.jsonl").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -28,7 +29,8 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if rollout.backend != "embedded":
         for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
             if (given := getattr(rollout, path)) != value:
-                allowed = f"must be {value!r} with rollout.backend: {rollout.backend}, whose engine has its own"
+                its_own = f"rollout.backend: {rollout.backend}, whose engine has its own (rollout.{rollout.backend})"
+                allowed = f"must be {json.dumps(value)} with {its_own}"
                 yield ConfigProblem(f"rollout.{path}", given, allowed)
     if rollout.backend == "trtllm":
         yield from _check_trtllm(config, device)

@@ -17,6 +17,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.checks.rollout import route_bytes
 from megatron_tlt.config.planning.parameters import (
     MIB,
     decoder_parameters,
@@ -36,9 +37,8 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
     parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
     states = parts * shape.hidden_size
-    routes = shape.num_experts_per_tok * len(shape.moe_layers)  # the cache has room for them, recorded or not
-    number = 1 if shape.num_experts <= 256 else 2  # bytes
-    return (keys_values + states) * element_bytes(config.rollout.dtype) + routes * number
+    # The cache has room for the experts' numbers, recorded or not.
+    return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:

@@ -163,6 +163,7 @@ class TorchRowDrafter:
         self._temperature = torch.zeros(most, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
         self._next_hidden = torch.zeros_like(self._hidden)
+        self._blocks = self._max_blocks  # of the tables, that the present draft reads
         self._candidates = min(MAX_CANDIDATES, eagle.config.draft_vocab_size)
         self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
         eagle.model.reserve_positions(self._max_blocks * self._size, device)
@@ -229,6 +230,12 @@ class TorchRowDrafter:
             if not len(at):
                 return
 
+    def _table_width(self, length: int) -> int:
+        """Blocks of each table that a draft up to `length` positions reads: all with the paged kernel, whose captured
+        graphs have one shape and which skips the rest; the other attention gathers every block that it is given.
+        """
+        return self._max_blocks if self._eagle.policy.paged is not None else -(-length // self._size)
+
     def _slots_of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         block, inside = np.divmod(positions, self._size)
         slots: np.ndarray = self._rows.block_tables[rows, block] * self._size + inside
@@ -242,7 +249,8 @@ class TorchRowDrafter:
         """
         rows, count = self._rows, len(active)
         position, slot = rows.positions[active], rows.slot[active]
-        batch, blocks = min(1 << (count - 1).bit_length(), self._inputs.shape[1]), self._max_blocks
+        batch = min(1 << (count - 1).bit_length(), self._inputs.shape[1])
+        blocks = self._blocks = self._table_width(int((position + wanted).max()))
         host = np.zeros((4 + 3 * steps + blocks, batch), np.int64)
         states, heat, tokens, first = host[:4]
         planned, tables = host[4 : 4 + 3 * steps].reshape(steps, 3, batch), host[4 + 3 * steps :]
@@ -263,7 +271,7 @@ class TorchRowDrafter:
         self._next_hidden[:batch] = self._eagle.model.previous(self._pages[given[0]])
         self._temperature[:batch] = given[1].view(torch.float64)
         self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
-        self._inputs[5:, :batch] = given[4 + 3 * steps :]
+        self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
         return given[4 : 4 + 3 * steps].view(steps, 3, batch)
 
     def _step(self, planned: Tensor, last: Tensor | None) -> Tensor:
@@ -288,7 +296,7 @@ class TorchRowDrafter:
     def _compute(self, batch: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""
         token, position, slot, key, first = self._inputs[:5, :batch]
-        tables = self._inputs[5:, :batch].T
+        tables = self._inputs[5 : 5 + self._blocks, :batch].T
         starts = torch.arange(batch + 1, device=tables.device)
         fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
         logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)
