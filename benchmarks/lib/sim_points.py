@@ -3,8 +3,8 @@
 One set of assumptions for all points: `config.sim`'s defaults and configs/sim/*.yaml. Three constants were set by
 published figures, and the points they come from are marked "input": `bandwidth_efficiency` and `step_ms` by TLT's table
 2 without drafts, `speculation_ms` and `pass_ms` by how its figure 13 grows with depth at 16 tokens to verify. So was
-one of the workload: the median answer, by the published share of rollout in a step (about 85 %; 80 % since updates count attention). All others are
-predictions. Sources: arXiv 2511.16665 (TLT), by its tables' and figures' numbers.
+one of the workload: the median answer, by the published share of rollout in a step (85 %; it is 80 % since updates
+count attention). All others are predictions. Sources: arXiv 2511.16665 (TLT), by its tables' and figures' numbers.
 """
 
 from __future__ import annotations
