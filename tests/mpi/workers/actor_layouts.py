@@ -8,10 +8,13 @@ from megatron_tlt.config.algorithm import AlgorithmName
 
 _SP = {"tp": 2, "sequence_parallel": True}
 FORWARDS = ("update", "old log-probs", "scoring")
-# Which forward hands the states out, and how a layout gathers them, are independent: four ranks try one forward.
+# Which forward hands the states out, and how ranks that share an answer gather them, are independent.
 HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
     1: [(layout, forward) for layout in ({}, {"recompute": "full"}) for forward in FORWARDS],
-    2: [(layout, f) for layout in ({**_SP, "recompute": "full"}, {"pp": 2}, {"cp": 2}, {}) for f in FORWARDS],
+    2: [
+        *((layout, forward) for layout in ({"pp": 2}, {}) for forward in FORWARDS),
+        *(({**_SP, "recompute": "full"}, "update"), ({"cp": 2}, "old log-probs")),
+    ],
     4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
 }
 ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {
