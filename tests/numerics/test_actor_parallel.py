@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_cp2_gather": (4, {"pp": 2, "cp": 2, "cp_comm_type": "all_gather", "recompute": "full"}),
     "cp2_dp2": (4, {"cp": 2}),
 }
-# SGD shows exactness. All families where TP cuts their layers, elsewhere the trickiest (tied, biases) and llama (untied).
+# SGD shows exactness. All families where TP cuts their layers, elsewhere the trickiest: tied with biases, or untied.
 SGD = [*(("tp2", kind) for kind in KINDS), *((n, k) for n in ("pp2", "tp2_pp2_sp") for k in ("qwen2", "llama"))]
 SGD += [("dp2", "qwen2"), ("dp2_overlap", "qwen2")]
 SGD += [(name, "qwen2") for name in ("tp2_sp_selective", "tp4_sp_recompute", "pp2_dp2", "cp2", "cp2_dp2")]
