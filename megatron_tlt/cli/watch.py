@@ -69,7 +69,8 @@ def view(run_dir: Path) -> tuple[RenderableType, bool]:
     if run.steps:
         parts.append(steps_table({row["step"]: row for row in run.steps[-_STEPS:]}))
     ranks = render(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}")
-    parts.append(Text(ranks, no_wrap=True, overflow="crop"))
+    headline, _, table = ranks.partition("\n")  # the headline begins with a path, of any length
+    parts += [Text(headline), Text(table, no_wrap=True, overflow="crop")]
     is_over = status.condition != "running" if status.rows else run.is_finished
     return Group(*parts), is_over
 

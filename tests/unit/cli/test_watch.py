@@ -36,7 +36,7 @@ def test_the_last_steps_and_what_the_ranks_do(tmp_path, capsys, monkeypatch):
 
 
 def test_watching_ends_with_the_run(tmp_path, capsys, monkeypatch):
-    folder = write_run(tmp_path / "r")
+    folder = write_run(tmp_path / ("r" * 90))  # longer than the terminal is wide
     beat(folder)
     looks = []
 
