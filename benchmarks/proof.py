@@ -1,6 +1,6 @@
 """TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
 
-    make proof                          # main and curves: some 17 minutes on 2 cores
+    make proof                          # main and curves: some 16 minutes on 2 cores
     make proof ARGS="--parts drafter peers --out r.json"
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
