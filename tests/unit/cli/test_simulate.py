@@ -41,7 +41,7 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
         (["configs/sim/paper-7b.yaml", "workload.lengths.kind=empirical"], "is gone: answers are drawn from"),
         (
             ["configs/sim/paper-7b.yaml", "workload.lengths.path=no.txt"],
-            f"{Path.cwd() / 'no.txt'}:0",
+            f"'{Path.cwd() / 'no.txt'}': cannot be read: [Errno 2]",
         ),
         (["configs/sim/quickstart.yaml", "costs.table=no.json"], str(Path.cwd() / "no.json")),
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
