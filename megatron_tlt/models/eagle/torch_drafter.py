@@ -163,7 +163,6 @@ class TorchRowDrafter:
         self._temperature = torch.zeros(most, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
         self._next_hidden = torch.zeros_like(self._hidden)
-        self._blocks = self._max_blocks  # of the tables, that the present draft reads
         self._candidates = min(MAX_CANDIDATES, eagle.config.draft_vocab_size)
         self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
         eagle.model.reserve_positions(self._max_blocks * self._size, device)
@@ -179,7 +178,7 @@ class TorchRowDrafter:
         self._inputs[5:] = self._kv.num_blocks
         most = self._inputs.shape[1]
         batches = {most, *(1 << bit for bit in range(most.bit_length()))}
-        return [self._static(batch) for batch in sorted(batches, reverse=True)]
+        return [self._static(batch, self._max_blocks) for batch in sorted(batches, reverse=True)]
 
     @torch.inference_mode()
     def draft(
@@ -216,10 +215,10 @@ class TorchRowDrafter:
         self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, recorder: _Recorder
     ) -> None:
         steps = recorder.reachable(int(wanted.max()))
-        planned = self._begin(outputs, active, wanted, steps)
+        planned, blocks = self._begin(outputs, active, wanted, steps)
         found: list[Tensor] = []
         for step in range(steps):
-            found.append(self._step(planned[step], found[-1] if found else None))
+            found.append(self._step(planned[step], blocks, found[-1] if found else None))
         if not found:
             return
         results = torch.stack(found).cpu().numpy()  # [N, 2, P, C]: the draft's one wait for the device
@@ -243,14 +242,14 @@ class TorchRowDrafter:
 
     def _begin(
         self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, steps: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, int]:
         """Everything that a draft of so many steps reads, in one copy: positions, slots and keys of each step, int64
-        [N, 3, P]. Sets what stays the same, and what step 0 reads.
+        [N, 3, P], and how many blocks of the tables. Sets what stays the same, and what step 0 reads.
         """
         rows, count = self._rows, len(active)
         position, slot = rows.positions[active], rows.slot[active]
         batch = min(1 << (count - 1).bit_length(), self._inputs.shape[1])
-        blocks = self._blocks = self._table_width(int((position + wanted).max()))
+        blocks = self._table_width(int((position + wanted).max()))
         host = np.zeros((4 + 3 * steps + blocks, batch), np.int64)
         states, heat, tokens, first = host[:4]
         planned, tables = host[4 : 4 + 3 * steps].reshape(steps, 3, batch), host[4 + 3 * steps :]
@@ -272,9 +271,9 @@ class TorchRowDrafter:
         self._temperature[:batch] = given[1].view(torch.float64)
         self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
         self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
-        return given[4 : 4 + 3 * steps].view(steps, 3, batch)
+        return given[4 : 4 + 3 * steps].view(steps, 3, batch), blocks
 
-    def _step(self, planned: Tensor, last: Tensor | None) -> Tensor:
+    def _step(self, planned: Tensor, blocks: int, last: Tensor | None) -> Tensor:
         """One position of all chains, `planned` int64 [3, P], behind the candidates `last`: scores and candidates
         float64 [2, P, C], best first. No value comes to the host.
         """
@@ -283,20 +282,20 @@ class TorchRowDrafter:
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step(*self._static(batch))
+        self._eagle.run_step(*self._static(batch, blocks))
         found = self._best[:, :batch].clone()
         if (tp := self._eagle.policy.tp) is not None:
             tp.broadcast(found)  # all ranks go on with the same tokens
         return found
 
-    def _static(self, batch: int) -> tuple[Hashable, Callable[[], object]]:
-        """The step of so many padded chains, with its key."""
-        return ("drafter", batch), partial(self._compute, batch)
+    def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
+        """The step of so many padded chains, with its key: `blocks` is the same wherever there are graphs."""
+        return ("drafter", batch), partial(self._compute, batch, blocks)
 
-    def _compute(self, batch: int) -> None:
+    def _compute(self, batch: int, blocks: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""
         token, position, slot, key, first = self._inputs[:5, :batch]
-        tables = self._inputs[5 : 5 + self._blocks, :batch].T
+        tables = self._inputs[5 : 5 + blocks, :batch].T
         starts = torch.arange(batch + 1, device=tables.device)
         fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
         logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)
