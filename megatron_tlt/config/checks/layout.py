@@ -21,13 +21,19 @@ def resolve_device(config: Config | SftConfig, device: Device | None) -> Device 
     return device if device is not None or configured == "auto" else configured
 
 
-def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
-    """Ranks = tp * pp * cp * dp, and what each dimension needs."""
+def check_grid(config: Config | SftConfig, num_ranks: int) -> Problems:
+    """Whether the ranks fill a grid of tp * pp * cp * dp."""
     actor = config.actor
     try:
         Dims.fit(num_ranks, actor.tp, actor.pp, actor.cp, actor.ep)
     except ConfigError as error:
         yield from error.problems
+
+
+def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
+    """Ranks = tp * pp * cp * dp, and what each dimension needs."""
+    yield from check_grid(config, num_ranks)
+    actor = config.actor
     if actor.sequence_parallel and actor.tp == 1:
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
     if device == "cpu" and actor.layer_spec == "transformer_engine":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_tlt.config.checks.layout import Device, resolve_device
+from megatron_tlt.config.checks.layout import Device, check_grid, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.dims import Dims
@@ -39,9 +39,8 @@ def find_problems(
     else:
         problems = check_sft(config, shape, num_ranks, device, max_positions)
     shape = shape if shape is not None else config.model.architecture
-    actor = config.actor
-    fits = num_ranks % (actor.tp * actor.pp * actor.cp) == 0 and num_ranks // actor.pp % actor.ep == 0
-    if shape is not None and fits and is_run:
+    is_grid = not any(check_grid(config, num_ranks))
+    if shape is not None and is_grid and is_run:
         problems += check_memory(config, shape, num_ranks, device)
     return problems
 
