@@ -24,7 +24,6 @@ Run = Callable[[Work], Answer]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix"}  # as many tokens as it likes
 EAGLE = {"method": "eagle", "num_speculative_tokens": 4}
-NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 MAX_RUNNING = 64
 
 
@@ -86,6 +85,8 @@ def vllm(
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
 
+    from megatron_tlt.models.base import ENGINE_DTYPES
+
     if speculation is not None and is_repaired:
         repair_expand()
     if speculation is not None and speculation["method"] == "eagle":
@@ -95,7 +96,7 @@ def vllm(
         speculation = {**speculation, "model": drafter}
     llm = LLM(
         model,
-        dtype=NAMES[dtype],
+        dtype=ENGINE_DTYPES[dtype],
         skip_tokenizer_init=True,
         max_model_len=context,
         max_num_seqs=MAX_RUNNING,

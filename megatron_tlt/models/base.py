@@ -20,6 +20,7 @@ from megatron_tlt.models.torch.fixed_memory import FixedMemory
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in configurations
+ENGINE_DTYPES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}  # what engines call them
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.trtllm.instances import CLASS
+from megatron_tlt.models.base import ENGINE_DTYPES
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 SLEEP_TAGS = ("kv_cache",)  # memory that is given back between rollouts; its contents are worth nothing then
 _SERIES = re.compile(r"1\.([23])\.\d+(rc\d+)?(\.post\d+)?")
 _GRAPHS = {CLASS: "CudaGraphConfig", "enable_padding": True}
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def series(version: str) -> str:
@@ -77,7 +77,7 @@ def build_llm_kwargs(
     kwargs: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),
         "backend": "pytorch",
-        "dtype": _DTYPES[rollout.dtype],
+        "dtype": ENGINE_DTYPES[rollout.dtype],
         "skip_tokenizer_init": True,
         "tensor_parallel_size": 1,
         "max_seq_len": model.max_context,

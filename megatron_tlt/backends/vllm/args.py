@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
 from megatron_tlt.drafter.export.engines import ExportFiles, engine_files, layer_names
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
 from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
 
-NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
 
 
@@ -59,7 +58,7 @@ def engine_args(
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),
         "load_format": "dummy",
-        "dtype": NAMES[rollout.dtype],
+        "dtype": ENGINE_DTYPES[rollout.dtype],
         "skip_tokenizer_init": True,
         "max_model_len": model.max_context,
         "max_num_seqs": rollout.max_running_requests,
@@ -95,7 +94,7 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
     policy = drafter.config.policy
     if drafter.config.kind == "eagle3" or not policy.qk_norm:
         return engine_files(drafter, "vllm", DTYPES[dtype])
-    about = policy.to_hf(NAMES[dtype]) | {
+    about = policy.to_hf(ENGINE_DTYPES[dtype]) | {
         "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's
