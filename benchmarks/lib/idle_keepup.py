@@ -35,7 +35,7 @@ RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times
 LAST = 5  # steps that the end of a curve is a mean of
 GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps
 FROM_NOTHING, DEMO_START = "from random", "warmed up"
-COLORS = {"frozen": "#888888", "trained": "#1f77b4", "from random": "#d62728", "warmed up": "#2ca02c"}
+COLORS = {"frozen": "#888888", "trained": "#1f77b4", FROM_NOTHING: "#d62728", DEMO_START: "#2ca02c"}
 KEPT = (
     "reward/accuracy",
     "length/mean",
@@ -101,10 +101,10 @@ def summary(curves: dict[str, Rows], lengths: dict[str, list[float]]) -> dict[st
             "accuracy_first": statistics.mean(accuracy[:LAST]),
             "accuracy_last": statistics.mean(accuracy[-LAST:]),
         }
-    if {"from random", "warmed up"} <= curves.keys():
-        share = lengths["from random"][-1] / lengths["warmed up"][-1]
+    if {FROM_NOTHING, DEMO_START} <= curves.keys():
+        share = lengths[FROM_NOTHING][-1] / lengths[DEMO_START][-1]
         found |= {"random_start_share": share, "random_start_met": float(share >= SHARE)}
-    trained = [name for name in ("trained", "from random") if name in curves]
+    trained = [name for name in ("trained", FROM_NOTHING) if name in curves]
     return found | {f"idle_per_step_{name}": _idle(curves[name]) for name in trained}
 
 

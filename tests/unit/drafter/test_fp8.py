@@ -24,7 +24,6 @@ from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 CONFIG = FAMILIES["qwen2"]
 CPU = torch.device("cpu")
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def model() -> EagleModel:
