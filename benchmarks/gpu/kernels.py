@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -200,6 +201,7 @@ def run(check: Check) -> Result:
             error, limit = case(check)
         except Exception as error_:  # noqa: BLE001 - the edge: one kernel that does not compile must not hide the others
             found.failures.append(f"{name}: {reason(error_)}")
+            traceback.print_exc()  # into the part's log
             continue
         found.rows.append({"case": name, "error": error, "limit": limit})
         if error > limit:

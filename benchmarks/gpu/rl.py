@@ -116,6 +116,7 @@ def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> N
     }
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, flush=True)  # into the part's log
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-LAST_LINES:]
         raise RuntimeError(f"train ended with {done.returncode}: {' | '.join(last)}")
