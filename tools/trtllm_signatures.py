@@ -23,8 +23,12 @@ Signature = dict[str, Any]
 def read_module(source: str) -> Signature:
     """Classes and functions of a module, by name."""
     tree = ast.parse(source)
+    classes = {node.name: _class(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:  # `Old = New`: a class under a second name
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in classes:
+            classes |= {t.id: _second_name(node.value.id) for t in node.targets if isinstance(t, ast.Name)}
     return {
-        "classes": {node.name: _class(node) for node in tree.body if isinstance(node, ast.ClassDef)},
+        "classes": classes,
         "functions": {node.name: _function(node) for node in tree.body if isinstance(node, _FUNCTIONS)},
     }
 
@@ -48,6 +52,12 @@ def _class(node: ast.ClassDef) -> Signature:
         "reached": sorted({name for method in methods for name in _reached(method)}),
         "replaced_arguments": dict(found for method in methods for found in _replaced(method)),
     }
+
+
+def _second_name(of: str) -> Signature:
+    """What a name has that stands for another class of its module."""
+    nothing: Signature = {"fields": {}, "aliases": [], "methods": {}, "reached": [], "replaced_arguments": {}}
+    return {"bases": [of], **nothing}
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
@@ -201,7 +211,9 @@ def _field(said: Signature | None, default: str | None) -> Signature:
     entry = dict(said or {"type": "any"})
     entry.pop("default", None)
     entry.pop("required", None)
-    called = re.match(r"\w+\((?:.*, )?default=([^,()]+)", default or "")  # Field(default=3, ...), which may be cut
+    called = re.match(
+        r"\w+\((?:.*, )?default=([^,()]+)", default or ""
+    )  # Field(default=3, ...), which may be cut
     try:
         entry["default"] = ast.literal_eval(called[1] if called else default or "")
     except (SyntaxError, ValueError):  # none, or one that only running code gives

@@ -11,11 +11,12 @@ import pytest
 from trtllm_signatures import names_of, read_module
 
 from megatron_tlt.backends.entries import DEVICE
-from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
+from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params
 from megatron_tlt.backends.trtllm.instances import CLASS
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import CONTRACTS
 
@@ -82,19 +83,33 @@ def test_every_call_into_the_workers_is_a_method_of_ours_or_of_every_release() -
     assert rpcs() <= set(ours()["methods"]) | set.intersection(*releases)
 
 
-def test_every_argument_of_the_older_series_is_a_field_in_the_sources() -> None:
-    """The sources of February 2026 still have what 1.2 has; a class forbids arguments that are none of its fields."""
-    sources = recorded(next(p for p in RECORDS if p.stem.startswith("llm_args")))["classes"]
+@pytest.mark.parametrize(
+    ("record", "version"), [("llm_args-2026-02", "1.2.1"), ("llm_args-late-1.3", "1.3.0rc27")]
+)
+def test_every_argument_is_a_field_in_the_sources(record: str, version: str) -> None:
+    """Sources of February 2026, which still have what 1.2 has, and of late 1.3; the classes forbid other arguments."""
+    sources = recorded(CONTRACTS / f"signatures/{record}.json")["classes"]
     known = {name: names_of(name, {n: [entry] for n, entry in sources.items()})["fields"] for name in sources}
-    said = json.loads((CONTRACTS / "1.2.1.json").read_text())["classes"]
-    for name in ("CudaGraphConfig", "KvCacheConfig", "EagleDecodingConfig", "NGramDecodingConfig"):
-        assert set(said[name]["fields"]) <= known[name], name
-    assert set(said["AsyncLLM"]["fields"]) <= known["TorchLlmArgs"]
-    rollout = RolloutSection(dtype="bf16", trtllm=TrtllmSection(python="p"))
+    section = TrtllmSection(python="p", version=version, sleep="kv_cache")
+    rollout = RolloutSection(dtype="bf16", trtllm=section)
     given = build_llm_kwargs(rollout, ModelSection(path="/m"), Eagle3Files(Path("/d"), (1, 2, 3)))
-    assert set(given) <= known["TorchLlmArgs"]
+    assert {*given} - known["TorchLlmArgs"] <= {"enable_sleep"}  # 1.2's, gone by February
     for value in (v for v in given.values() if isinstance(v, dict)):
         assert {*value} - {CLASS} <= known[value[CLASS]]
+    said = json.loads((CONTRACTS / f"{version}.json").read_text())["classes"]
+    for name in ("CudaGraphConfig", "KvCacheConfig"):
+        assert set(said[name]["fields"]) <= known[name], name
+    assert set(said["AsyncLLM"]["fields"]) - {"enable_sleep"} <= known["TorchLlmArgs"]
+
+
+def test_every_sampling_parameter_is_a_field_in_the_sources() -> None:
+    fields = recorded(next(p for p in RECORDS if p.stem.startswith("sampling_params")))["classes"]
+    known = set(fields["SamplingParams"]["fields"])
+    given = build_sampling_params(SamplingParams(max_tokens=8, min_p=0.1), (2,), speculative=False)
+    assert {*given, "seed"} <= known
+    for contract in CONTRACTS.glob("*.json"):
+        said = json.loads(contract.read_text())["classes"]["SamplingParams"]["fields"]
+        assert set(said) <= known, contract.name
 
 
 def test_the_decorator_is_used_bare_as_it_may_be() -> None:
