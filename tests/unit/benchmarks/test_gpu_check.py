@@ -56,6 +56,18 @@ def test_a_part_without_end_is_killed_and_the_rest_has_no_time(
     assert "FAILED  rl: no end after 1 s" in printed and "FAILED  versions: no time was left" in printed
 
 
+def test_a_part_without_end_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch):
+    given: list[float] = []
+
+    def run_part(args: object, part: str, work: Path, seconds: float) -> gpu_check.Found:
+        given.append(seconds)
+        return gpu_check.empty(part, 0.0)
+
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    assert gpu_check.main(["--minutes", "10", "--parts", "kernels", "decode"]) == 0
+    assert max(given) <= 180
+
+
 def test_sums():
     assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}, "e": 4}) == {
         "a": {"b": 5, "c": 2},
