@@ -22,7 +22,15 @@ from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import EngineStats, FinishReason, Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import (
+    BackendCapabilities,
+    EngineStats,
+    FinishReason,
+    Prompt,
+    Sample,
+    SamplingParams,
+    WeightBucket,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +88,11 @@ class RemoteBackend(BaseBackend):
         return self._process
 
     # -- what engines do differently ------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> BackendCapabilities:
+        """What this engine supports."""
 
     @abstractmethod
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
@@ -145,7 +158,7 @@ class RemoteBackend(BaseBackend):
         """Raises BackendError for a request that cannot be answered now, or as it is asked."""
         assert self.process
         self._weights.check_ready()
-        if params.stop:
+        if params.stop and not self.capabilities.stop_strings:
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
         most = self._max_context
         for prompt in prompts:
@@ -214,11 +227,13 @@ class RemoteBackend(BaseBackend):
         token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
         if reason is None:
             raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
-        if reason == "stop" and (not token_ids or token_ids[-1] not in stops):
+        text: str | None = message.get("text")  # cut behind the stop string that ended it
+        if reason == "stop" and text is None and (not token_ids or token_ids[-1] not in stops):
             raise BackendError(
                 f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
             )
-        text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+        if text is None:
+            text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self, pending: Pending) -> None:

@@ -164,6 +164,14 @@ def test_answers_end_at_their_stops(served: Served) -> None:
     if not served.backend.capabilities.stop_strings:
         with pytest.raises(BackendError, match="stops at tokens only"):
             answer(max_tokens=7, stop=("x",))
+        return
+    string = samples[0].text[9:12]
+    for whole, cut in zip(samples, answer(max_tokens=40, stop=(string,)), strict=True):
+        texts = [served.tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)]
+        length = next((n for n, text in enumerate(texts, 1) if string in text), None)
+        end = whole.text.find(string) + len(string) if length else None
+        expected = (whole.token_ids[:length], "stop" if length else whole.finish_reason, whole.text[:end])
+        assert (cut.token_ids, cut.finish_reason, cut.text) == expected
 
 
 def test_a_push_serves_all_of_it_or_nothing(served: Served) -> None:

@@ -83,6 +83,7 @@ def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[s
     return {
         "max_tokens": params.max_tokens,
         "stop_token_ids": sorted({*ends, *params.stop_token_ids}),
+        "stop": list(params.stop),
         "sampling": [params.temperature, params.top_k, params.top_p, params.min_p],
     }
 

@@ -74,6 +74,7 @@ def build_vllm(
                 suffix=_suffix(rollout),
                 draft_len=rollout.vllm.draft_len,
                 directory=str(directory.path),
+                tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             )
         undo.pop_all()
     return VllmBackend(

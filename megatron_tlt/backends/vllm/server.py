@@ -6,11 +6,12 @@
 
 The engine is used by its thread only, one step or one operation at a time, so that requests are batched in the order in
 which they came, and weights change between two steps. Messages are those of `trtllm/server.py`; here submit's requests
-carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file the client removes), and
+carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file the client removes) and `text` (up to the
+stop string that ended it), and
 
 | from the client | answer |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, suffix, draft_len, directory) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, suffix, draft_len, directory, tokenizer) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
 """
 
@@ -20,8 +21,9 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,29 @@ from megatron_tlt.backends.receiving import PushReceiver
 from megatron_tlt.backends.serving import dispatch, main
 from megatron_tlt.backends.vllm.plugin import door
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.rollout.stops import StopStringFinder
 
 Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine."""
+
+    number: int  # the client's
+    internal: str  # vLLM's name
+    prompt_len: int
+    stops: StopStringFinder | None
+    length: int = 0  # output tokens so far
+
+    def read(self, token_ids: Sequence[int]) -> bool:
+        """Notes the answer so far; whether a stop string has ended it. Mutates."""
+        for token in token_ids[self.length :]:
+            self.length += 1
+            if self.stops is not None and self.stops.push(token):
+                return True
+        return False
 
 
 class Host:
@@ -43,11 +66,11 @@ class Host:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._push = PushReceiver(self._load)
         self._submitted: list[Message] = []  # not in the engine yet
-        self._live: dict[str, tuple[int, str, int]] = {}  # external id -> number, internal id, prompt tokens
-        self._lengths: dict[str, int] = {}  # output tokens so far, by external id
+        self._live: dict[str, _Live] = {}  # by external id
         self._stepping: asyncio.Task[None] | None = None
         self._collects = False
-        self._directory = Path()
+        self._directory = self._tokenizer_at = Path()
+        self._tokenizer: HFTokenizer | None = None  # read when the first stop string comes
         self._files = 0
 
     @property
@@ -62,7 +85,7 @@ class Host:
 
     def progress(self) -> Message:
         """Output tokens of the running requests so far."""
-        return {"lengths": [n for n in list(self._lengths.values()) if n]}
+        return {"lengths": [live.length for live in list(self._live.values()) if live.length]}
 
     async def upkeep(self) -> None:
         """Nothing."""
@@ -89,7 +112,7 @@ class Host:
         return (await self._in_thread(lambda: self._engine.collective_rpc(method, args=args)))[0]
 
     async def _start(self, message: Message) -> Message:
-        self._directory = Path(message["directory"])
+        self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._engine = await self._in_thread(door.start_engine, message["llm"])
         names = ("hidden_bytes", "max_len", "max_requests", "suffix", "draft_len")
         await self._rpc("tlt_install", *(message[name] for name in names))
@@ -128,31 +151,40 @@ class Host:
 
     def _add(self, message: Message) -> None:
         request, params = message["request"], message["params"]
-        number = request["id"]
+        number, prompt = request["id"], message["token_ids"]
         extra = {ARGUMENT: [request["key"], *params["sampling"], request["prompt_id"]]}
-        self._live[str(number)] = (number, "", len(message["token_ids"]))
-        internal = self._engine.add_request(
-            str(number), {"prompt_token_ids": message["token_ids"]}, door.sampling_params(params, extra)
+        live = self._live[str(number)] = _Live(number, "", len(prompt), self._stop_finder(params["stop"]))
+        live.internal = self._engine.add_request(
+            str(number), {"prompt_token_ids": prompt}, door.sampling_params(params, extra)
         )
-        self._live[str(number)] = (number, internal, len(message["token_ids"]))
+
+    def _stop_finder(self, stop: list[str]) -> StopStringFinder | None:
+        if not stop:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = HFTokenizer(self._tokenizer_at)
+        return StopStringFinder(self._tokenizer, stop)
 
     def _note(self, output: Any) -> bool:
-        """Notes how long an output is; whether it has ended."""
-        if output.request_id in self._live:
-            self._lengths[output.request_id] = len(output.outputs[0].token_ids)
-        return bool(output.finished) and output.request_id in self._live
+        """Notes how long an output is; whether it has ended. At a stop string the engine drops the request."""
+        live = self._live.get(output.request_id)
+        if live is None:
+            return False
+        is_cut = live.read(output.outputs[0].token_ids)
+        if is_cut and not output.finished:
+            self._engine.abort_request([live.internal], internal=True)
+        return is_cut or bool(output.finished)
 
     def _answer(self, output: Any) -> Message:
-        number, internal, prompt = self._live.pop(output.request_id)
-        del self._lengths[output.request_id]
-        first = output.outputs[0]
-        tokens = list(first.token_ids)
-        hidden = self._hidden(internal, prompt + len(tokens) - 1)
+        live, first = self._live.pop(output.request_id), output.outputs[0]
+        text = None if live.stops is None else live.stops.cut_text
+        hidden = self._hidden(live.internal, live.prompt_len + live.length - 1)
         return {
             "type": "answer",
-            "id": number,
-            "token_ids": tokens,
-            "finish_reason": first.finish_reason,
+            "id": live.number,
+            "token_ids": list(first.token_ids[: live.length]),
+            "finish_reason": first.finish_reason if text is None else "stop",
+            **({} if text is None else {"text": text}),
             **({} if hidden is None else {"hidden": hidden}),
         }
 
@@ -183,13 +215,13 @@ class Host:
         return waiting + await self._in_thread(self._drop_live)
 
     def _drop_live(self) -> list[int]:
-        live, self._live, self._lengths = self._live, {}, {}
-        internal = [name for _, name, _ in live.values() if name]
+        live, self._live = self._live, {}
+        internal = [request.internal for request in live.values() if request.internal]
         if internal:
             self._engine.abort_request(internal, internal=True)
         for name in internal:
             self._engine.collective_rpc("tlt_end", args=(name, 0))
-        return [number for number, _, _ in live.values()]
+        return [request.number for request in live.values()]
 
     # -- pushes and figures -----------------------------------------------------------------------------------
 

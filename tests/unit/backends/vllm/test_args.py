@@ -59,11 +59,12 @@ def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:
-    params = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_token_ids=(7,))
+    masks = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
+    params = SamplingParams(max_tokens=9, stop_token_ids=(7,), stop=("x",), **masks)
     shared = {"max_tokens": 9, "sampling": [0.5, 3, 0.9, 0.1]}
-    assert request_args(params, (2,)) == {**shared, "stop_token_ids": [2, 7]}
-    forever = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, ignore_eos=True)
-    assert request_args(forever, (2,)) == {**shared, "stop_token_ids": []}
+    assert request_args(params, (2,)) == {**shared, "stop_token_ids": [2, 7], "stop": ["x"]}
+    forever = SamplingParams(max_tokens=9, ignore_eos=True, **masks)
+    assert request_args(forever, (2,)) == {**shared, "stop_token_ids": [], "stop": []}
 
 
 def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
