@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
     from torch import Tensor
@@ -199,7 +200,28 @@ class RolloutBackend(Protocol):
 
 
 class KeyedEngine(Protocol):
-    """The part of a backend with keyed sampling that can leave answers out which are there already."""
+    """What a backend with keyed sampling can besides: whoever gives an answer gives the same one."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine works on. Mutates nothing."""
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests of a `generate` under way that `withdraw` can take. Mutates nothing."""
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the next step may make requests of prompts that are on their way into the cache. Mutates nothing."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """The KV cache stays from one `generate` in this block to the next."""
+
+    def withdraw(self, count: int) -> list[tuple[int, int]]:
+        """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
+
+        To be called by its `on_progress`. Mutates the queue.
+        """
 
     def generate(
         self,
@@ -211,7 +233,7 @@ class KeyedEngine(Protocol):
         on_answer: Callable[[Sample], None] | None = None,
         goes_on: bool = False,
     ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have`.
+        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have` and those withdrawn.
 
         `on_answer` gets each finished answer; `goes_on`: this call continues the `generate` before it.
         """

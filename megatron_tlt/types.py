@@ -221,7 +221,7 @@ VLLM_CAPABILITIES = BackendCapabilities(
     logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
     stop_strings=True,
     tensor_parallel=False,
-    withdraw=False,
+    withdraw=True,
     routes=False,
     drafters=("none", "suffix", "eagle", "hybrid"),
 )

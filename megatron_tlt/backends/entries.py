@@ -88,7 +88,7 @@ def _from_ipc(*args: Any) -> torch.Tensor:
 
 
 def _ipc_args(entry: Entry) -> tuple[Any, ...]:
-    """The arguments of torch's `rebuild_cuda_tensor`, from the plain data of `weights.ipc_entry`."""
+    """The arguments of torch's `rebuild_cuda_tensor`, from the plain data of `transport.ipc_entry`."""
     ipc = entry["ipc"]
     head = (torch.Tensor, torch.Size(entry["shape"]), tuple(ipc["stride"]), ipc["offset"])
     storage = (torch.storage.TypedStorage, _dtype(entry), None)  # type: ignore[attr-defined]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +80,10 @@ class RemoteBackend(BaseBackend):
         self._name = process.launch.name
         self._drafter_sums: dict[str, int] = {}  # of the open push
         self._requests = 0
+        self._most_in_flight: int | None = None  # requests that the engine has at a time; None: all
+        # Of the generate under way, in the order in which they start.
+        self._queue: deque[tuple[Prompt, int]] = deque()
+        self._num_running = 0
         self._stats = EngineStats()
 
     @property
@@ -132,12 +138,13 @@ class RemoteBackend(BaseBackend):
         started = time.perf_counter()
         pending: Pending = {}
         arguments, without = self._sampling(params), frozenset(have)
+        wanted = ((prompt, i) for prompt in self._ordered(prompts) for i in range(num_samples))
+        self._queue.extend((prompt, i) for prompt, i in wanted if (prompt.prompt_id, i) not in without)
+        fill = partial(self._fill, params.seed, arguments, pending)
         try:
-            for prompt in self._ordered(prompts):
-                left = [i for i in range(num_samples) if (prompt.prompt_id, i) not in without]
-                self._submit(prompt, params.seed, left, arguments, pending)
+            fill()
             stops = frozenset(arguments["stop_token_ids"] or ())
-            samples = self._collect(pending, started, stops, on_progress, on_answer)
+            samples = self._collect(pending, fill, started, stops, on_progress, on_answer)
         except BaseException:  # also an interrupt: what runs must not run on, or answer the next call
             self._abandon(pending)
             raise
@@ -168,6 +175,17 @@ class RemoteBackend(BaseBackend):
                     f"prompt {prompt.prompt_id}: prompt and answer of {total} tokens exceed the context of {most}"
                 )
 
+    def _fill(self, seed: int, arguments: Mapping[str, Any], pending: Pending) -> None:
+        """Submits queued requests while the engine may have more. Adds to `pending`."""
+        most = self._most_in_flight or len(self._queue) + len(pending)
+        while self._queue and len(pending) < most:
+            prompt, first = self._queue.popleft()
+            samples = [first]
+            while self._queue and self._queue[0][0] is prompt and len(pending) + len(samples) < most:
+                samples.append(self._queue.popleft()[1])
+            self._submit(prompt, seed, samples, arguments, pending)
+        self._num_running = len(pending)
+
     def _submit(
         self,
         prompt: Prompt,
@@ -177,8 +195,6 @@ class RemoteBackend(BaseBackend):
         pending: Pending,
     ) -> None:
         """One request a sample: engines differ in what they make of several samples in one. Adds to `pending`."""
-        if not samples:
-            return
         first = self._requests + 1
         self._requests += len(samples)
         numbered = dict(zip(range(first, first + len(samples)), samples, strict=True))
@@ -193,12 +209,13 @@ class RemoteBackend(BaseBackend):
     def _collect(
         self,
         pending: Pending,
+        fill: Callable[[], None],
         started: float,
         stops: frozenset[int],
         on_progress: ProgressCallback | None,
         on_answer: Callable[[Sample], None] | None,
     ) -> list[Sample]:
-        """Waits until nothing is in flight by our own count. Empties `pending`."""
+        """Waits until nothing is queued or in flight by our own count. Empties `pending`."""
         samples: list[Sample] = []
         tokens = 0
         self._stats.started = self._stats.started or started
@@ -208,6 +225,7 @@ class RemoteBackend(BaseBackend):
                 samples.append(self._take_answer(message, stops, pending))
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
+                fill()
                 if on_answer is not None:
                     on_answer(samples[-1])
             else:
@@ -215,7 +233,7 @@ class RemoteBackend(BaseBackend):
             running = min(len(pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
-                on_progress(running, len(pending) - running, tokens)
+                on_progress(running, len(self._queue) + len(pending) - running, tokens)
         return samples
 
     def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
@@ -237,7 +255,8 @@ class RemoteBackend(BaseBackend):
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self, pending: Pending) -> None:
-        """Aborts what is in flight and waits for its end, unless the engine is gone."""
+        """Drops the queue, aborts what is in flight and waits for its end, unless the engine is gone."""
+        self._queue.clear()
         try:
             if not pending or not self.process.is_alive:
                 return

@@ -14,7 +14,7 @@ class IdleSection(Section):
     """Train the drafter while waiting for other ranks."""
     work_stealing: bool = False
     """Requests that wait in a busy rank's engine are answered by ranks that have no request left. Needs
-    rollout.tp = 1 and keyed sampling (the embedded engine)."""
+    rollout.tp = 1 and keyed sampling (backends embedded, vllm)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""
     min_steps_per_window: NonNegativeInt = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from megatron_tlt.observe.page import Chart, Section, Trace, bar
@@ -13,6 +13,7 @@ from megatron_tlt.observe.rollouts import column_sums
 from megatron_tlt.observe.runfiles import Row, RunData, has_fields
 
 PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1]}
+_LAST_STEPS = 8  # whose drafter and policy are nearly those that are exported
 _SHOWN_STRATEGIES = 7  # the most used ones; the others are one
 
 
@@ -31,6 +32,14 @@ def speculation(runs: Sequence[RunData]) -> Section:
         parts.append(
             Chart("Accepted by draft position", bars, "draft position", "share", note, layout=layout)
         )
+        note = (
+            "Tokens that a request emits in a step where this drafter serves, by the number of drafted tokens; "
+            f"from the drafts of the last {_LAST_STEPS} steps (of hybrid: both drafters'). The speed-up is at most "
+            "that: verification costs time."
+        )
+        bars = [_serving_bars(*labelled_rows) for labelled_rows in rows_of]
+        layout = {"hovermode": "closest"}
+        parts.append(Chart("Worth in serving", bars, "drafted tokens", "tokens", note, layout=layout))
         bars = [_batch_bars(*labelled_rows) for labelled_rows in rows_of]
         layout = {"xaxis": {"type": "category"}, "hovermode": "closest"}
         title, axis = "Accepted length by batch size", "running requests of a rank"
@@ -47,11 +56,23 @@ def _speculative(run: RunData) -> list[Row]:
 
 def _position_bars(label: str, rows: Sequence[Row], at: int) -> Trace:
     """For each draft position, from 1: the share of drafts accepted up to it."""
-    drafted, accepted = (column_sums([row[key] for row in rows]) for key in ("drafted_at", "accepted_at"))
-    shares = [a / d if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)]
+    drafted, shares = _shares(rows)
     hover = "position %{x}: %{y:.1%} of %{customdata} drafts"
     positions = range(1, len(drafted) + 1)
     return bar(f"accepted{label}", positions, shares, f"@{at + 1}", customdata=drafted, hovertemplate=hover)
+
+
+def _shares(rows: Sequence[Row]) -> tuple[list[int], list[float | None]]:
+    """By position, from the first: drafts that reach it, and the share of them that is right up to it."""
+    drafted, accepted = (column_sums([row[key] for row in rows]) for key in ("drafted_at", "accepted_at"))
+    return drafted, [a / d if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)]
+
+
+def _serving_bars(label: str, rows: Sequence[Row], at: int) -> Trace:
+    """Expected tokens of a step that drafts 1, 2, ... tokens: its own, and a drafted one for each accepted position."""
+    lengths = [1 + total for total in accumulate(share or 0.0 for share in _shares(rows[-_LAST_STEPS:])[1])]
+    hover = "%{x} drafted: %{y:.2f} tokens a step"
+    return bar(f"tokens{label}", range(1, len(lengths) + 1), lengths, f"@{at + 1}", hovertemplate=hover)
 
 
 def _batch_bars(label: str, rows: Sequence[Row], at: int) -> Trace:

@@ -20,7 +20,7 @@ from megatron_tlt.types import DraftStrategy
 
 @dataclass(slots=True)
 class SimDraft:
-    """Drafted nodes as `StrategySelector.prune` takes them, and which of them are the policy's."""
+    """Drafted nodes as `draft.prune` takes them, and which of them are the policy's."""
 
     cumulative_acceptance: np.ndarray  # float32 [N]
     depths: np.ndarray  # int32 [N], from 1

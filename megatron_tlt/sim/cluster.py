@@ -69,7 +69,7 @@ class Cluster:
     def barrier(self) -> float:
         """From the last replica's end to all ranks having received it.
 
-        Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (facts: measured up to
+        Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (measured up to
         256 ranks on loopback; a network adds to each hop).
         """
         if self.gpus == 1:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import EngineStats, SampleGroup
 
 _log = logging.getLogger(__name__)
-_COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions", "near_ties")
+_COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)

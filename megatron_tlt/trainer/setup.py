@@ -350,7 +350,7 @@ def _stolen_requests(
     """Work stealing between replicas; None where it is off, or there is one replica only."""
     if not config.idle.work_stealing or world.size == 1:
         return None
-    assert isinstance(backend, EmbeddedBackend), "checked with the configuration"
+    assert isinstance(backend, EmbeddedBackend | VllmBackend), "checked with the configuration"
     return StolenRequests(backend, params, config.rollout.samples_per_prompt, world)
 
 

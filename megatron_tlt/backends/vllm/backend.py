@@ -7,6 +7,7 @@ vLLM's matrix products differ in the last bits between batch shapes (docs/engine
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class VllmBackend(RemoteBackend):
         """As `RemoteBackend`. Hidden states come through `directory`."""
         super().__init__(*args, **kwargs)
         self._directory = directory
+        self._most_in_flight = self._rollout.max_running_requests  # the rest can be withdrawn
         self._sink: Callable[[HiddenStateSample], None] | None = None
         self._prompts: dict[int, Prompt] = {}  # of the generate under way
         self._seed = 0
@@ -69,6 +71,32 @@ class VllmBackend(RemoteBackend):
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer had at the last heartbeat, int32 [B]."""
         return self._lengths
+
+    # -- requests that another replica may answer -------------------------------------------------------------
+
+    is_prefilling = False  # a request that the engine has stays there
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine has."""
+        return self._num_running
+
+    @property
+    def num_unstarted(self) -> int:
+        """Requests of a `generate` under way that `withdraw` can take."""
+        return len(self._queue)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Nothing: the engine's KV cache stays."""
+        return nullcontext()
+
+    def withdraw(self, count: int) -> list[tuple[int, int]]:
+        """Takes up to `count` requests that have not begun from the end of the queue: (prompt_id, sample_index).
+
+        To be called by the `on_progress` of a `generate`.
+        """
+        taken = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+        return [(prompt.prompt_id, index) for prompt, index in taken]
 
     # -- hidden states ----------------------------------------------------------------------------------------
 

@@ -67,12 +67,7 @@ def _check_drafting(config: Config) -> Problems:
         allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
     if config.idle.work_stealing and not can.withdraw:
-        allowed = f"must be false with {name}: "
-        allowed += (
-            "its requests cannot be taken out again"
-            if can.keyed_sampling
-            else "without keyed sampling an answer depends on the engine that gives it"
-        )
+        allowed = f"must be false with {name}: an answer depends on the engine that gives it"
         yield ConfigProblem("idle.work_stealing", True, allowed)
 
 

@@ -1,4 +1,4 @@
-"""What decoding steps cost and what drafts bring, measured online: the estimates of `cost_model.CostModelSelector`.
+"""What decoding steps cost and what drafts bring, measured online: for `cost_model_selector`.
 
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, C cells.
 """

@@ -37,6 +37,7 @@ def test_every_chart_of_a_whole_run_is_there(tmp_path):
         "What each rank did",
         "Accepted length by step",
         "Accepted by draft position",
+        "Worth in serving",
         "Accepted length by batch size",
         "Strategies",
         "Drafter loss",
@@ -49,6 +50,14 @@ def test_every_chart_of_a_whole_run_is_there(tmp_path):
     for chart in charts(page).values():
         groups = [chart.traces, *chart.choices.values()]
         assert any(any(len(trace["x"]) for trace in traces) for traces in groups), chart.title
+
+
+def test_what_a_drafter_is_worth_in_serving_is_the_sum_of_what_is_accepted(tmp_path):
+    page = charts(run_page(read_run(write_run(tmp_path / "r", steps=6))))
+    (accepted,) = page["Accepted by draft position"].traces
+    (worth,) = page["Worth in serving"].traces
+    assert list(worth["y"]) == pytest.approx([1 + sum(accepted["y"][: n + 1]) for n in range(len(worth["y"]))])
+    assert worth["y"][0] > 1
 
 
 def test_the_curve_is_the_sum_of_the_ranks(tmp_path):

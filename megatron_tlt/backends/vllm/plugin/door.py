@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """A `vllm.LLMEngine` in this process. Raises RuntimeError where vLLM differs from what the plugin knows."""
+    """A `vllm.LLMEngine` in this process. Raises RuntimeError where vLLM is not as recorded in `internals`."""
     found = internals.differences(version())
     if found:
         raise RuntimeError("this vLLM does not fit the plugin: " + "; ".join(found))

@@ -68,7 +68,7 @@ FIELDS = (
 def differences(version: str) -> list[str]:
     """What of vLLM is not as recorded here; empty: the plugin fits."""
     if not version.startswith(SERIES):
-        return [f"version {version}: the plugin knows {SERIES}x"]
+        return [f"version {version}: the plugin is written for {SERIES}x"]
     found = []
     for module, name, expected in SIGNATURES:
         try:

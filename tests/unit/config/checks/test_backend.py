@@ -134,7 +134,6 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
             ["rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed"],
             "rollout.speculation.selector",
         ),
-        (["idle.work_stealing=true"], "idle.work_stealing"),
         (["rollout.tp=2"], "rollout.tp"),
         (["rollout.numerics=invariant"], "rollout.numerics"),
         (["rollout.release_cache=true"], "rollout.release_cache"),
