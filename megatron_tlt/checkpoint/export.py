@@ -1,17 +1,22 @@
-"""Writing the policy as a Hugging Face directory that `transformers`, an engine or `model.path` can load."""
+"""A policy as a Hugging Face directory that `transformers`, an engine or `model.path` can load.
+
+A live one from the ranks, tensor by tensor (`write_hf`); a checkpoint from its files, without a policy (`write_run`).
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_tlt.actor.checkpoint_files import complete_steps
-from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
+from megatron_tlt.actor.checkpoint_files import complete_steps, read_manifest
+from megatron_tlt.checkpoint.atomic import new_directory, problem_of
+from megatron_tlt.checkpoint.convert import to_hf
+from megatron_tlt.checkpoint.convert.hf_dir import copy_companions
+from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.drafter.checkpoint import described, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.loader import save_hf
@@ -20,12 +25,6 @@ if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.distributed.world import World
-
-# Copied from the source's directory where they are there.
-_COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 
 
 def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Path, dtype: str) -> None:
@@ -36,8 +35,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     weights = policy.named_weights()
     if world.is_main:
         save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
-        for source in dict.fromkeys((Path(model.path), Path(model.tokenizer or model.path))):
-            copy_companions(source, out)
+        _copy_all_companions(model, out)
     else:
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
@@ -46,43 +44,44 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
 
 def export_problems(out: Path, run_dir: Path, resume: str) -> list[ConfigProblem]:
     """What keeps the run in `run_dir` from being written as `out`, found without loading it."""
-    problems = []
+    problems = checkpoint_problems(resume)
     if problem := problem_of(out):
         problems.append(ConfigProblem("--out", str(out), problem))
+    if resume == "never":
+        problems.append(ConfigProblem("checkpoint.resume", resume, "must be auto, or a checkpoint: one is exported"))
     if resume == "auto" and not complete_steps(run_dir / "checkpoints"):
         problems.append(ConfigProblem("train.run_dir", str(run_dir), "must be a run with checkpoints"))
     return problems
 
 
-def write_run(
-    policy: MegatronPolicy,
-    world: World,
-    model: ModelSection,
-    out: Path,
-    dtype: str,
-    drafter: Mapping[str, Any] | None,
-) -> None:
-    """`write_hf`, and a checkpoint's drafter (`OnlineDrafterTrainer.state_dict`) as OUT/drafter. Collective.
+def write_run(checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str) -> str:
+    """Writes a run's checkpoint, whose files are known to be whole, and its drafter as OUT/drafter; says what it wrote.
 
-    `out` appears whole or not at all; only rank 0 writes. Raises CheckpointError, OSError.
+    One parameter is in memory at a time, on the host. Any number of ranks shares the files; `out` appears whole or not
+    at all. Collective. Raises CheckpointError, ConfigError.
     """
-    with atomic_directory(out) if world.is_main else nullcontext(out) as scratch:
-        write_hf(policy, world, model, scratch, dtype)
-        if world.is_main and drafter is not None:
+    with together(ranks):
+        manifest = read_manifest(checkpoint)
+        todo = to_hf.plan(checkpoint, dtype, model.path, verify=False)
+    said, drafter = f"policy version {manifest.policy_version}", checkpoint / DRAFTER_STATE
+    with new_directory(out, todo.num_bytes, ranks) as scratch:
+        to_hf.write_into(todo, scratch, ranks)
+        if ranks.is_main:
+            _copy_all_companions(model, scratch)
+        if ranks.is_main and drafter.is_file():
+            state = load_state(drafter)
             save_drafter(
                 scratch / "drafter",
-                described(drafter["about"], policy.config),
-                drafter["model"],
-                policy_version=policy.policy_version,
-                trained_steps=int(drafter["trained_steps"]),
+                described(state["about"], todo.config),
+                state["model"],
+                policy_version=manifest.policy_version,
+                trained_steps=int(state["trained_steps"]),
                 fingerprint=policy_fingerprint(scratch),
             )
+            said += f", drafter in {out / 'drafter'}"
+    return said
 
 
-def copy_companions(source: Path, out: Path) -> None:
-    """Copies tokenizer and generation files from one model directory to another, those that are there."""
-    if source.resolve() == out.resolve():
-        return
-    for name in _COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+def _copy_all_companions(model: ModelSection, out: Path) -> None:
+    for source in dict.fromkeys((Path(model.path), Path(model.tokenizer or model.path))):
+        copy_companions(source, out)

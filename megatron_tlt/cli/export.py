@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     import argparse
@@ -30,9 +30,8 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = read_config(args, Config)
-    return run_on_every_rank(
-        config.distributed, None, lambda world: _export_on(config, world, args.out, args.dtype)
-    )
+    host = config.distributed.model_copy(update={"device": "cpu"})  # nothing is built, on no device
+    return run_on_every_rank(host, None, lambda world: _export_on(config, world, args.out, args.dtype))
 
 
 def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> None:
@@ -40,53 +39,27 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
 
     `out` appears complete or not at all. Collective. Raises CheckpointError, ConfigError (also where `out` exists).
     """
-    from megatron_tlt.actor.policy import MegatronPolicy
-    from megatron_tlt.checkpoint.export import export_problems, write_run
-    from megatron_tlt.checkpoint.manager import CheckpointManager
-    from megatron_tlt.trainer.sft import CompletionLoss
+    from megatron_tlt.checkpoint.export import write_run
+    from megatron_tlt.checkpoint.resume import find_checkpoint
 
-    config = checked(config, world)
-    run_dir = Path(config.train.run_dir)
-    found = export_problems(out, run_dir, str(config.checkpoint.resume)) if world.is_main else []
-    if problems := world.broadcast_object(found):  # only rank 0 writes, perhaps where others see no files
+    # Only rank 0 writes, perhaps where others see no files.
+    if problems := world.broadcast_object(problems_of(config, out) if world.is_main else []):
         raise ConfigError(problems)
-    policy = MegatronPolicy(
-        world, config.model, config.actor, config.optimizer, CompletionLoss(), config.train.num_steps
-    )
-    manager = CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world)
     world.enter("load")
-    if manager.load_latest() is None:
-        raise CheckpointError(f"no checkpoint in {run_dir / 'checkpoints'}")
+    checkpoints = Path(config.train.run_dir) / "checkpoints"
+    found = find_checkpoint(world, checkpoints, config.checkpoint.resume)
+    if found is None:
+        raise CheckpointError(f"no checkpoint in {checkpoints}")
     world.enter("export")
-    drafter = manager.load_drafter()
-    write_run(policy, world, config.model, out, dtype or config.actor.dtype, drafter)
+    said = write_run(found, world, config.model, out, dtype or config.actor.dtype)
     if world.is_main:
-        trained = "" if drafter is None else f", drafter in {out / 'drafter'}"
-        print(f"wrote {out} (policy version {policy.policy_version}{trained})", flush=True)
+        print(f"wrote {out} ({said})", flush=True)
 
 
-def checked(config: Config, world: World) -> Config:
-    """The configuration as this world exports it. Collective. Raises ConfigError with every problem.
+def problems_of(config: Config, out: Path) -> list[ConfigProblem]:
+    """What keeps a configuration's run from being exported as `out`. Engines, prompts and layout do not matter."""
+    from megatron_tlt.checkpoint.export import export_problems
+    from megatron_tlt.trainer.preflight import missing_model, model_problems, tokenizer_problems
 
-    The memory plan is of a run's engines and phases, so it is not asked.
-    """
-    from megatron_tlt.trainer.preflight import check_on
-
-    config = _for_export(config, world.size)
-    check_on(config, world, is_run=False)
-    return config
-
-
-def _for_export(config: Config, num_ranks: int) -> Config:
-    """An export does not draft: a drafter that the configuration names need not be there, or fit. One rank has one
-    layout only, and takes the checkpoint of any.
-    """
-    alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "sequence_parallel": False} if num_ranks == 1 else {}
-    speculation = config.rollout.speculation.model_copy(update={"drafter": "none"})
-    engine = {"speculation": speculation} | ({"tp": 1} if alone else {})
-    sections = {
-        "actor": config.actor.model_copy(update=alone),
-        "rollout": config.rollout.model_copy(update=engine),
-        "idle": config.idle.model_copy(update={"train_drafter": False}),
-    }
-    return config.model_copy(update=sections)
+    model = [*missing_model(config), *model_problems(config), *tokenizer_problems(config)]
+    return [*model, *export_problems(out, Path(config.train.run_dir), config.checkpoint.resume)]

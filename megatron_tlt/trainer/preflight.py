@@ -49,17 +49,12 @@ def check_on(
     config: Config | SftConfig,
     world: World,
     found_before: Sequence[ConfigProblem] = (),
-    *,
-    is_run: bool = True,
 ) -> None:
-    """The checks on the world there is, where every file must be. Raises ConfigError with every problem.
-
-    `is_run`: see `find_problems`.
-    """
+    """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
     problems = [*found_before, *missing_files(config), *model_problems(config), *tokenizer_problems(config)]
     shape, positions = model_facts(config)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems += find_problems(config, shape, world.size, device, positions, is_run=is_run)
+    problems += find_problems(config, shape, world.size, device, positions)
     problems += input_problems(config)
     found = []
     if world.is_main:  # it looks into many files, which a run that goes on may be removing
@@ -103,12 +98,17 @@ def _written_directory(config: Config | SftConfig) -> tuple[str, str]:
     return "train.run_dir", config.train.run_dir
 
 
+def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A model directory that is not on this machine."""
+    if (Path(config.model.path) / "config.json").is_file():
+        return []
+    allowed = "must be a Hugging Face directory with a config.json"
+    return [ConfigProblem("model.path", config.model.path, allowed)]
+
+
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """Model, drafter, prompts and records that are not on this machine."""
-    problems = []
-    if not (Path(config.model.path) / "config.json").is_file():
-        allowed = "must be a Hugging Face directory with a config.json"
-        problems.append(ConfigProblem("model.path", config.model.path, allowed))
+    problems = missing_model(config)
     if isinstance(config, SftConfig):
         named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
     else:

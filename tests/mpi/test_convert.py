@@ -11,8 +11,11 @@ import torch
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.export import write_run
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights, save_hf
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results, save_model
 
@@ -105,15 +108,17 @@ def test_keys_and_chunks_are_those_that_megatron_writes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_runs_checkpoint_converts_to_its_weights(
+def test_a_runs_checkpoint_is_exported_bit_for_bit(
     four_ranks: list[dict[str, Any]], root: Path, kind: str, tmp_path: Path
 ) -> None:
-    todo = to_hf.plan(root / f"run-{kind}", None, config=root / kind)
-    to_hf.write(todo, tmp_path / "hf", SingleProcess())
+    """The file is the one that the live policy's tensors give."""
+    section = ModelSection(path=str(root / kind), max_context=512)
+    said = write_run(root / f"run-{kind}/step-000001", SingleProcess(), section, tmp_path / "hf", "fp32")
+    assert said == "policy version 1"
     wanted = torch.load(root / f"run-{kind}" / "after.pt")
-    found = dict(iter_weights(tmp_path / "hf"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    save_hf(tmp_path / "live", ModelConfig.from_hf(root / kind), wanted.items())
+    found, live = (tmp_path / name / "model.safetensors" for name in ("hf", "live"))
+    assert found.read_bytes() == live.read_bytes()
 
 
 @pytest.mark.parametrize(("where", "kind"), [("each", "qwen2"), ("apart", "llama")])

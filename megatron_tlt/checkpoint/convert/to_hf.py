@@ -18,8 +18,7 @@ from megatron_tlt.actor.checkpoint_files import damage_of, sync
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory
-from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
-from megatron_tlt.checkpoint.export import copy_companions
+from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype, copy_companions
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
@@ -107,32 +106,42 @@ def _pack(config: ModelConfig, itemsize: int, limit: int) -> list[list[Slot]]:
 def write(todo: Plan, out: Path, ranks: Ranks) -> None:
     """Writes `out`, which must not exist yet. Collective: files are shared out over `ranks`."""
     with new_directory(out, todo.num_bytes, ranks) as scratch:
-        with together(ranks):
-            for number in range(ranks.rank, len(todo.files), ranks.size):
-                _write_file(todo, scratch / todo.name(number), todo.files[number])
-        if ranks.is_main:
-            _write_small_files(todo, scratch)
+        write_into(todo, scratch, ranks)
+
+
+def write_into(todo: Plan, scratch: Path, ranks: Ranks) -> None:
+    """Writes everything into a directory that is there. Collective."""
+    with together(ranks):
+        for number in range(ranks.rank, len(todo.files), ranks.size):
+            _write_file(todo, scratch / todo.name(number), todo.files[number])
+    if ranks.is_main:
+        _write_small_files(todo, scratch)
 
 
 def _write_file(todo: Plan, file: Path, held: list[Slot]) -> None:
-    """One safetensors file: 8 bytes of header length, a JSON header, the tensors' bytes one after the other."""
+    """One safetensors file, as safetensors writes it: header length (8 bytes), JSON header, tensors, by name."""
     shapes = stored_shapes(todo.config)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in todo.names_in(held):  # a stack's bytes are those of its experts, in their order
-        begin, end = end, end + prod(shapes[name]) * todo.dtype.itemsize
+    starts, end = {}, 0
+    for name in sorted(todo.names_in(held)):
+        starts[name], end = end, end + prod(shapes[name]) * todo.dtype.itemsize
         header[name] = {
             "dtype": _DTYPE_WORDS[todo.dtype],
             "shape": list(shapes[name]),
-            "data_offsets": [begin, end],
+            "data_offsets": [starts[name], end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
+        first = stream.tell()
         for slot in held:
-            for tensor in todo.source.read(todo.config, slot):
-                stream.write(tensor.to(todo.dtype).contiguous().view(torch.uint8).numpy().data)
+            for name, tensor in zip(slot.hf_names, todo.source.read(todo.config, slot), strict=True):
+                stored = todo.config.names_on_disk(name)  # of a stack, those of its experts
+                parts = (tensor,) if len(stored) == 1 else tensor.flatten(0, 1).chunk(len(stored))
+                for stored_name, part in zip(stored, parts, strict=True):
+                    stream.seek(first + starts[stored_name])
+                    stream.write(part.to(todo.dtype).contiguous().view(torch.uint8).numpy().data)
     sync(file)
 
 

@@ -32,8 +32,13 @@ from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, 
 from megatron_tlt.actor.hf_names import Slot, expert_fields, shard, slots
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
 from megatron_tlt.checkpoint.atomic import new_directory
-from megatron_tlt.checkpoint.convert.hf_dir import HfDir, choose_dtype, config_with_dtype, dtype_name
-from megatron_tlt.checkpoint.export import copy_companions
+from megatron_tlt.checkpoint.convert.hf_dir import (
+    HfDir,
+    choose_dtype,
+    config_with_dtype,
+    copy_companions,
+    dtype_name,
+)
 from megatron_tlt.config.checks.layout import pp_problems, tp_problems
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import ConfigError

@@ -27,20 +27,15 @@ def find_problems(
     num_ranks: int,
     device: Device | None = None,
     max_positions: int | None = None,
-    *,
-    is_run: bool = True,
 ) -> list[ConfigProblem]:
-    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included.
-
-    `is_run`: whether the phases of a run, which the memory plan is of, are to come.
-    """
+    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
     if isinstance(config, Config):
         problems = check_config(config, shape, num_ranks, device, max_positions)
     else:
         problems = check_sft(config, shape, num_ranks, device, max_positions)
     shape = shape if shape is not None else config.model.architecture
     is_grid = not any(check_grid(config, num_ranks))
-    if shape is not None and is_grid and is_run:
+    if shape is not None and is_grid:
         problems += check_memory(config, shape, num_ranks, device)
     return problems
 

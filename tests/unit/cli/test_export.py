@@ -1,22 +1,26 @@
-"""What an export checks before it loads anything."""
+"""What an export checks before it reads anything."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
-from megatron_tlt.cli.export import checked
+from megatron_tlt.cli.export import problems_of
 from megatron_tlt.config.load import load_config
-from megatron_tlt.errors import ConfigError
 from tests.helpers.mpi import ROOT
 
 
-@pytest.mark.parametrize("recipe", ["grpo-qwen2.5-7b-1n8g", "grpo-llama3.3-70b-32n8g", "grpo-qwen3-30b-a3b-8n8g"])
-def test_one_rank_takes_a_large_recipe_but_for_files_that_are_not_here(recipe):
-    world: Any = SimpleNamespace(size=1, device=torch.device("cuda"), is_main=True, broadcast_object=lambda v: v)
-    with pytest.raises(ConfigError) as caught:
-        checked(load_config(ROOT / f"configs/recipes/{recipe}.yaml"), world)
-    assert {p.path for p in caught.value.problems} <= {"model.path", "data.train.path", "data.eval.path"}
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [("grpo-llama3.3-70b-32n8g", ()), ("grpo-qwen3-8b-1n8g-trtllm", ("rollout.trtllm.python=not/here",))],
+)
+def test_only_the_model_and_a_checkpoint_are_needed(recipe, overrides, tmp_path):
+    """No engine, drafter, prompts, memory, nor the run's ranks."""
+    config = load_config(ROOT / f"configs/recipes/{recipe}.yaml", [f"train.run_dir={tmp_path}", *overrides])
+    assert {p.path for p in problems_of(config, tmp_path / "out")} == {"model.path", "train.run_dir"}
+    (tmp_path / "checkpoints/step-000001").mkdir(parents=True)
+    assert {p.path for p in problems_of(config, tmp_path / "out")} == {"model.path"}
+
+
+def test_a_run_that_begins_anew_names_no_checkpoint(tmp_path):
+    config = load_config(ROOT / "configs/quickstart.yaml", ["checkpoint.resume=never"])
+    assert [p.path for p in problems_of(config, tmp_path / "out")] == ["checkpoint.resume"]

@@ -10,7 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_tlt.checkpoint.convert import to_hf, to_megatron
+from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.export import write_run
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import save_hf
@@ -92,8 +94,7 @@ def test_one_parameter_at_a_time(model, tmp_path, monkeypatch, tp, pp, dtype):
         return tensor
 
     monkeypatch.setattr(torch, "load", watched)
-    back = to_hf.plan(tmp_path / "mg", "fp32")
     with loaded:
-        to_hf.write(back, tmp_path / "back", SingleProcess())
+        write_run(tmp_path / "mg/release", SingleProcess(), ModelSection(path=str(hf)), tmp_path / "back", "fp32")
     assert loaded.made >= total
     assert loaded.peak <= 2 * parameter + 4096
