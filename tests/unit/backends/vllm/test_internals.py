@@ -1,4 +1,4 @@
-"""A vLLM that is not the one that the plugin knows is named, difference by difference."""
+"""A vLLM that is not the one that the plugin is written for is named, difference by difference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recorded() -> Iterator[dict[str, ModuleType]]:
 
 def test_differences_are_named(recorded: dict[str, ModuleType]) -> None:
     assert internals.differences("0.32.4") == []
-    assert internals.differences("0.33.0") == ["version 0.33.0: the plugin knows 0.32.x"]
+    assert internals.differences("0.33.0") == ["version 0.33.0: the plugin is written for 0.32.x"]
     runner = recorded["vllm.v1.worker.gpu_model_runner"]
     setattr(runner.GPUModelRunner, "_sample", function("self logits metadata extra"))  # noqa: B010
     outputs = recorded["vllm.v1.outputs"]
