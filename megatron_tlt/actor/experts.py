@@ -68,12 +68,15 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing."""
-        ends = tokens_per_expert.to(rows.device).cumsum(0).to(torch.int32)
-        wide = F.grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends)
+        counts, fc1, fc2 = tokens_per_expert.to(rows.device), self.fc1, self.fc2
+        ends = counts.cumsum(0).to(torch.int32)
+        if rows.is_cuda:
+            fc1, fc2 = (_ZeroUnused.apply(weight, counts) for weight in (fc1, fc2))
+        wide = F.grouped_mm(rows, fc1.transpose(1, 2), offs=ends)
         if not self._recompute_activation:
-            return F.grouped_mm(_gated(wide, probs), self.fc2.transpose(1, 2), offs=ends), None
+            return F.grouped_mm(_gated(wide, probs), fc2.transpose(1, 2), offs=ends), None
         again = CheckpointWithoutOutput(fp8=None)  # False would mean FP8
-        output = F.grouped_mm(again.checkpoint(_gated, wide, probs), self.fc2.transpose(1, 2), offs=ends)
+        output = F.grouped_mm(again.checkpoint(_gated, wide, probs), fc2.transpose(1, 2), offs=ends)
         again.discard_output_and_register_recompute(output)
         return output, None
 
@@ -93,6 +96,23 @@ class GroupedExperts(MegatronModule):
             )
             for name, weight in (("fc1", self.fc1), ("fc2", self.fc2))
         }
+
+
+class _ZeroUnused(torch.autograd.Function):
+    """Weights [E, ...] as they are; backward makes the gradients of experts without a row zero.
+
+    `grouped_mm` leaves them undefined on Blackwell (pytorch#172439).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return torch.where((counts > 0).view(-1, 1, 1), grads[0], 0), None
 
 
 def _gated(wide: Tensor, probs: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Router(TopKRouter):
     def _statistics(self, now: Routing, full: Tensor, chosen: Tensor, own: Tensor, ids: Tensor) -> Tensor:
         """[E] rows an expert; summed entropy; choices that were replayed; those that the router would not have made."""
         token = now.is_token
-        entropy = -torch.special.xlogy(full, full).sum(-1)[token].sum()
+        entropy = -torch.where(token, torch.special.xlogy(full, full).sum(-1), 0).sum()  # an index would wait for CUDA
         counts = (chosen & token[:, None]).sum(0)
         replayed = torch.zeros_like(token)
         if now.routes is not None:

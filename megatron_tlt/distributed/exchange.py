@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_tlt.config.dims import Dims
     from megatron_tlt.distributed.world import World
 
@@ -23,35 +27,32 @@ def redistribute(world: World, items: Sequence[tuple[T, Sequence[int]]]) -> list
     Collective over the world. One all-to-all for the sizes and one for the bytes, so a rank's traffic is what
     it sends and receives and does not grow with the world, as an all-gather's would.
     """
-    outgoing: list[list[T]] = [[] for _ in range(world.size)]
+    outgoing: list[list[bytes]] = [[] for _ in range(world.size)]
     for item, destinations in items:
+        pickled = pickle.dumps(item, protocol=5)  # once, however many ranks need it
         for rank in destinations:
-            outgoing[rank].append(item)
-    payloads = [pickle.dumps(batch, protocol=5) if batch else b"" for batch in outgoing]
+            outgoing[rank].append(pickled)
     if world.size == 1:
-        return pickle.loads(payloads[0]) if payloads[0] else []
-    sent = [len(p) for p in payloads]
+        return [pickle.loads(pickled) for pickled in outgoing[0]]
+    sent = [sum(map(len, batch)) for batch in outgoing]
     received = torch.empty(world.size, dtype=torch.int64)
     dist.all_to_all_single(received, torch.tensor(sent, dtype=torch.int64))
     sizes = received.tolist()
     inbox = torch.empty(sum(sizes), dtype=torch.uint8)
-    outbox = (
-        torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
-        if sum(sent)
-        else inbox.new_empty(0)
-    )
+    outbox = inbox.new_empty(0)
+    if sum(sent):
+        outbox = torch.frombuffer(bytearray().join(chain.from_iterable(outgoing)), dtype=torch.uint8)
+    del outgoing
     dist.all_to_all_single(inbox, outbox, output_split_sizes=sizes, input_split_sizes=sent)
-    return _unpack(inbox.numpy().tobytes(), sizes)
+    del outbox
+    return list(_unpack(inbox))
 
 
-def _unpack(data: bytes, sizes: Sequence[int]) -> list[Any]:
-    items: list[Any] = []
-    start = 0
-    for size in sizes:
-        if size:
-            items.extend(pickle.loads(data[start : start + size]))
-        start += size
-    return items
+def _unpack(inbox: Tensor) -> Iterator[Any]:
+    """The values of pickles one behind the other, uint8 [bytes]."""
+    stream = io.BytesIO(inbox.numpy())  # type: ignore[arg-type]
+    while stream.tell() < len(inbox):
+        yield pickle.load(stream)
 
 
 def gather_columns(world: World, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
