@@ -198,7 +198,7 @@ class BackendCapabilities:
     keyed_sampling: (
         bool  # an answer is a function of seed, prompt and policy: equal bit for bit with any drafter
     )
-    per_request_draft_len: bool  # our selectors decide what each request drafts
+    selectors: bool  # our selectors decide how much each step drafts
     hidden_states: bool  # the policy's hidden states of answers can be had, to train a drafter
     logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
     stop_strings: bool  # answers can end at a string, whatever its tokens
@@ -216,7 +216,7 @@ TRTLLM_CAPABILITIES = BackendCapabilities(
 )
 VLLM_CAPABILITIES = BackendCapabilities(
     keyed_sampling=True,
-    per_request_draft_len=False,
+    selectors=True,
     hidden_states=True,
     logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
     stop_strings=True,

@@ -84,6 +84,13 @@ class SpeculationSection(Section):
         return 1 + self.draft_len * self.topk * (self.drafter != "none")
 
     @property
+    def longest_draft(self) -> int:
+        """Most tokens drafted in a row, by any strategy of the selector."""
+        if self.selector != "beg_mab":
+            return self.draft_len
+        return max(parse_arm(text)[0] for text in self.bandit.arms)
+
+    @property
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
         return self.drafter in ("suffix", "hybrid")

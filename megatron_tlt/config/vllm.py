@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from megatron_tlt.config.base import Section
 
@@ -20,8 +20,6 @@ class VllmSection(Section):
     """Version of vLLM in it; another one is refused."""
     transport: Literal["shared_memory", "bytes", "cuda_ipc"] = "shared_memory"
     """How weights get there: files in /dev/shm, through the socket, or handles of GPU memory."""
-    draft_len: PositiveInt = Field(default=4, le=32)
-    """Tokens drafted in a row, the same for all requests and steps (the selector is the embedded engine's)."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running answers, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""

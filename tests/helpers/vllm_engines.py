@@ -13,7 +13,7 @@ from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
@@ -52,18 +52,24 @@ def demo_weights(seed: int | None) -> dict[str, Tensor]:
     return tensors
 
 
+# Every step draws how much it drafts: 4 tokens, 2 or none.
+ANY_LENGTH = SpeculationSection(
+    drafter="eagle",
+    selector="beg_mab",
+    bandit=BanditSection(arms=("4_1_5", "2_1_3", "0_1_1"), thresholds=(1,), epsilon=1.0, epsilon_decay=1.0),
+)
+
+
 def running_vllm() -> VllmBackend:
-    """vLLM with our EAGLE drafter; another one if the last was killed."""
+    """vLLM with our EAGLE drafter and drafts of changing lengths; another one if the last was killed."""
     if not (_started and _started[-1].process.is_alive):
-        _started.append(start_vllm(load_drafter(DRAFTER, SHAPE)))
+        _started.append(start_vllm(load_drafter(DRAFTER, SHAPE), ANY_LENGTH))
     return _started[-1]
 
 
-def start_vllm(drafter: SavedDrafter) -> VllmBackend:
+def start_vllm(drafter: SavedDrafter, speculation: SpeculationSection) -> VllmBackend:
     """vLLM with this drafter, without weights of the policy; closed when the process ends."""
-    rollout = RolloutSection(
-        backend="vllm", max_running_requests=RUNNING, speculation=SpeculationSection(drafter="eagle")
-    )
+    rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
     started = build_vllm(
         rollout,
         MODEL,

@@ -22,7 +22,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
-from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams, SpeculationStats, WeightBucket
 from tests.helpers.vllm_engines import (
     DRAFTER,
     MODEL,
@@ -85,10 +85,10 @@ def answers(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], param
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
 
 
-def accept_length(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> float:
+def drafts(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> SpeculationStats:
     backend.take_stats()
     answers(backend, prompts, SAMPLING[0])
-    return backend.take_stats().speculation.accept_length
+    return backend.take_stats().speculation
 
 
 def test_answers_are_the_embedded_engines_after_every_push(
@@ -104,7 +104,9 @@ def test_answers_are_the_embedded_engines_after_every_push(
         assert len(vllm.weight_checksums()) == len(SHAPE.parameter_shapes())
         for params in SAMPLING if version == 1 else SAMPLING[:1]:
             assert answers(vllm, prompts, params) == answers(ours, prompts, params), (version, params)
-        assert (accept_length(vllm, prompts) > 1.5) == (new is not bad), "the drafter that was pushed drafts"
+        made = drafts(vllm, prompts)
+        assert min(made.steps_by_strategy[name] for name in ("eagle_4_1_5", "eagle_2_1_3", "none")) > 5
+        assert (made.accept_length > 1.5) == (new is not bad), "the drafter that was pushed drafts"
     assert answers(vllm, prompts[::-1], SAMPLING[0]) == answers(ours, prompts, SAMPLING[0])
 
 
@@ -169,10 +171,10 @@ def test_eagle3_drafts_as_in_the_embedded_engine(tokenizer: HFTokenizer, prompts
     start = SavedDrafter(SHAPE3, bad)
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
     ours = build_backend(RolloutSection(speculation=section), MODEL, tokenizer=tokenizer, drafter=start)
-    theirs = start_vllm(start)
+    theirs = start_vllm(start, section)
     for backend in (ours, theirs):
         push(backend, 0, None)
-        assert accept_length(backend, prompts) < 1.3
+        assert drafts(backend, prompts).accept_length < 1.3
         push(backend, 1, None, good)
         backend.take_stats()
     assert_same_states(states, collect(theirs, prompts))

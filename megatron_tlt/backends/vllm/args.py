@@ -10,7 +10,6 @@ from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
 from megatron_tlt.drafter.export.engines import ExportFiles, engine_files, layer_names
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
-from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
@@ -20,19 +19,18 @@ if TYPE_CHECKING:
 SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
 
 
-def strategy_of(rollout: RolloutSection) -> DraftStrategy:
-    """What every decoding step drafts."""
-    kind, count = rollout.speculation.drafter, rollout.vllm.draft_len
-    return DraftStrategy("none", 0) if kind == "none" else DraftStrategy(kind, count, 1, count + 1)
-
-
 def speculative_config(rollout: RolloutSection, method: str, drafter: Path | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None without speculation. `drafter`: the directory of `drafter_files`, of kind
     `method`.
+
+    The plugin decides how much a step drafts. vLLM only learns the most, and that steps differ: else it would fill up
+    the first draft of a request with tokens that are none.
     """
-    count = {"num_speculative_tokens": rollout.vllm.draft_len}
     if rollout.speculation.drafter == "none":
         return None
+    longest = rollout.speculation.longest_draft
+    count: dict[str, Any] = {"num_speculative_tokens": longest}
+    count["num_speculative_tokens_per_batch_size"] = [(1, rollout.max_running_requests, longest)]
     if drafter is None:
         return {"method": "custom_class", "model": SUFFIX_PROPOSER, **count}
     return {
@@ -68,6 +66,8 @@ def engine_args(
         "async_scheduling": False,  # a step's tokens are known before the next one is scheduled
         "disable_log_stats": True,
         "enforce_eager": is_eager,
+        # Hidden states are read while a forward runs, which a whole forward's graph would not do when it is replayed.
+        "compilation_config": {} if is_eager else {"cudagraph_mode": "PIECEWISE"},
         "speculative_config": None if speculation is None else dict(speculation),
     }
     both = arguments.keys() & rollout.vllm.engine.keys()

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_tlt.backends.entries import load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
-from megatron_tlt.backends.vllm.args import request_args, strategy_of
+from megatron_tlt.backends.vllm.args import request_args
 from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
@@ -133,21 +133,23 @@ class VllmBackend(RemoteBackend):
         return list(layer_names(weights).items())
 
     def take_stats(self) -> EngineStats:
-        """Counters since the last call: steps and drafts are the sampler's in the engine. Resets them."""
+        """Counters since the last call: steps and drafts are those of the plugin in the engine. Resets them."""
         counts = self.process.call("stats")
         stats, self._stats = self._stats, EngineStats()
-        plain = counts["steps"] - counts["draft_steps"]
-        steps = {"none": plain, strategy_of(self._rollout).name: counts["draft_steps"]}
         stats.steps = counts["steps"]
-        stats.speculation = SpeculationStats(
-            steps_by_strategy={name: count for name, count in steps.items() if count},
-            row_steps=counts["rows"],
-            drafted_tokens=sum(counts["drafted_at"]),
-            emitted_tokens=counts["emitted"],
-            drafted_at=counts["drafted_at"],
-            accepted_at=counts["accepted_at"],
-        )
+        stats.speculation = speculation = SpeculationStats(**counts["speculation"])
+        speculation.by_batch = {int(size): figures for size, figures in speculation.by_batch.items()}
+        speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
         return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What speculation has learned, and how long answers were; see `EmbeddedBackend.state_dict`."""
+        return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned; nothing of another engine, drafter or selector."""
+        super().load_state_dict(state)
+        self.process.call("load_speculation", state=state.get("vllm", {}))
 
     def close(self) -> None:
         """Ends the engine's process. A second call does nothing."""

@@ -71,8 +71,7 @@ def build_vllm(
                 hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
                 max_len=model.max_context,
                 max_requests=rollout.max_running_requests,
-                suffix=_suffix(rollout),
-                draft_len=rollout.vllm.draft_len,
+                speculation=rollout.speculation.model_dump(),
                 directory=str(directory.path),
                 tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             )
@@ -89,12 +88,6 @@ def build_vllm(
         drafter_names=frozenset(() if drafter is None else drafter.weights),
         keeps_tables=keeps_tables,
     )
-
-
-def _suffix(rollout: RolloutSection) -> dict[str, Any] | None:
-    """Settings of the suffix drafter; None where it does not draft."""
-    section = rollout.speculation
-    return section.suffix.model_dump() if section.uses_suffix else None
 
 
 def _arguments(
@@ -118,7 +111,7 @@ def _arguments(
         block_bytes,
         block_size=_BLOCK,
         max_running=rollout.max_running_requests,
-        max_context=model.max_context + rollout.vllm.draft_len,  # drafts lie behind the last token
+        max_context=model.max_context + rollout.speculation.longest_draft,  # drafts lie behind the last token
         budget_bytes=cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
         device=device,
         local_ranks=local_ranks,

@@ -11,8 +11,10 @@ stop string that ended it), and
 
 | from the client | answer |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, suffix, draft_len, directory, tokenizer) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, speculation, directory, tokenizer) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
+| speculation() | reply: state, what selector and calibration have learned |
+| load_speculation(state) | reply |
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ class Host:
             "part": self._push.take_part,
             "finish_update": self._finish_update,
             "stats": self._stats,
+            "speculation": self._speculation,
+            "load_speculation": self._load_speculation,
         }
         return await dispatch(operations, message)
 
@@ -114,7 +118,7 @@ class Host:
     async def _start(self, message: Message) -> Message:
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._engine = await self._in_thread(door.start_engine, message["llm"])
-        names = ("hidden_bytes", "max_len", "max_requests", "suffix", "draft_len")
+        names = ("hidden_bytes", "max_len", "max_requests", "speculation")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
 
@@ -244,7 +248,14 @@ class Host:
         return self._push.close(sums)
 
     async def _stats(self, _: Message) -> Message:
-        return dict(await self._rpc("tlt_counts"))
+        return dict(await self._rpc("tlt_stats"))
+
+    async def _speculation(self, _: Message) -> Message:
+        return {"state": await self._rpc("tlt_speculation")}
+
+    async def _load_speculation(self, message: Message) -> Message:
+        await self._rpc("tlt_load_speculation", message["state"])
+        return {}
 
     def shutdown(self, limit_s: float | None = None) -> None:
         """Ends the engine; gives up after `limit_s` seconds."""

@@ -63,8 +63,8 @@ def _check_drafting(config: Config) -> Problems:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
-    if chosen and not can.per_request_draft_len:
-        allowed = f"cannot be had with {name}, whose draft length is the same for all requests"
+    if chosen and not can.selectors:
+        allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
     if config.idle.work_stealing and not can.withdraw:
         allowed = f"must be false with {name}: an answer depends on the engine that gives it"
@@ -72,7 +72,14 @@ def _check_drafting(config: Config) -> Problems:
 
 
 def _check_vllm(config: Config, device: str | None) -> Problems:
-    section = config.rollout.vllm
+    section, speculation = config.rollout.vllm, config.rollout.speculation
+    if speculation.drafter != "none":
+        chains = "with rollout.backend: vllm, where every token is drafted behind one other (topk 1)"
+        if speculation.topk > 1:
+            yield ConfigProblem("rollout.speculation.topk", speculation.topk, f"must be 1 {chains}")
+        trees = [arm for arm in speculation.bandit.arms if "_1_" not in arm]
+        if speculation.selector == "beg_mab" and trees:
+            yield ConfigProblem("rollout.speculation.bandit.arms", trees, f"cannot be played {chains}")
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":

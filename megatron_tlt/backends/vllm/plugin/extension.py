@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_tlt.backends.entries import Entry, Sums, load_entry
 from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
-from megatron_tlt.config.speculation import SuffixSection
+from megatron_tlt.config.speculation import SpeculationSection
 
 
 class TltWorkerExtension:
     """Methods of the worker that the server calls."""
 
     model_runner: Any
+    tlt_drafting: StepDrafting | None
     tlt_sampling: KeyedSampling
     tlt_tap: HiddenStateTap | None
     _tlt_is_loading: bool
@@ -31,19 +34,20 @@ class TltWorkerExtension:
         hidden_bytes: int,
         max_len: int,
         max_requests: int,
-        suffix: dict[str, Any] | None,
-        draft_len: int,
+        speculation: dict[str, Any],
     ) -> None:
         """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
 
-        `suffix`: settings of the suffix drafter, which drafts alone or beside EAGLE; None: it does not.
+        `speculation`: the fields of `SpeculationSection`.
         """
-        bridge = None
-        if suffix is not None:
-            vocab = self.model_runner.model_config.get_vocab_size()
-            section = SuffixSection.model_validate(suffix)
-            bridge = SuffixBridge(section, max_requests, max_len, vocab, draft_len)
-        self.tlt_sampling = KeyedSampling(self.model_runner, bridge)
+        section, suffix, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
+        if section.uses_suffix:
+            vocab = runner.model_config.get_vocab_size()
+            suffix = SuffixBridge(section.suffix, max_requests, max_len, vocab)
+        self.tlt_drafting = None
+        if section.drafter != "none":
+            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix)
+        self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
         self.tlt_tap = None
         if hidden_bytes:
             self.tlt_tap = HiddenStateTap(self.model_runner, hidden_bytes, max_len, max_requests)
@@ -62,9 +66,18 @@ class TltWorkerExtension:
         self.tlt_sampling.forget(request)
         return None if self.tlt_tap is None else self.tlt_tap.take(request, count)
 
-    def tlt_counts(self) -> dict[str, Any]:
+    def tlt_stats(self) -> dict[str, Any]:
         """Steps and drafts since the last call. Resets them."""
-        return self.tlt_sampling.counts.take()
+        return self.tlt_sampling.take_stats()
+
+    def tlt_speculation(self) -> dict[str, Any]:
+        """What selector and calibration have learned; empty without a drafter."""
+        return {} if self.tlt_drafting is None else self.tlt_drafting.state_dict()
+
+    def tlt_load_speculation(self, state: dict[str, Any]) -> None:
+        """Takes what `tlt_speculation` gave in an earlier run, if it is of the same kind."""
+        if self.tlt_drafting is not None and state:
+            self.tlt_drafting.load_state_dict(state)
 
     def tlt_begin_update(self) -> None:
         """Opens a push of the policy; one that was open is given up: its layers are half loaded until the next."""

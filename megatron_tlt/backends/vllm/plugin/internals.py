@@ -154,11 +154,12 @@ def replace_sampler(runner: Any, sample: Callable[[Tensor, Any], Any]) -> None:
 
 def replace_draft_sampler(
     runner: Any,
-    begin: Callable[[], None],
+    begin: Callable[[], int],
     sample: Callable[[Tensor], Tensor],
-    improve: Callable[[Tensor], Tensor],
+    end: Callable[[Tensor], Tensor],
 ) -> bool:
-    """`sample(logits [B, V])` instead of the drafter's, between `begin()` and `improve(drafts [B, K])`.
+    """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; `end(drafts [B, K])`
+    is what is verified.
 
     False: the drafter has no logits (suffix), or there is none.
     """
@@ -167,9 +168,8 @@ def replace_draft_sampler(
         return False
     propose = drafter.propose
 
-    def begin_and_propose(*args: Any, **kwargs: Any) -> Tensor:
-        begin()
-        return improve(propose(*args, **kwargs))
+    def begin_and_propose(num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
+        return end(propose(begin(), *args, **kwargs))
 
     def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
         return sample(drafter.model.compute_logits(hidden_states)), None

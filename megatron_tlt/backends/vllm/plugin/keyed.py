@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import internals
-from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
+from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.build import find_compiler
@@ -30,70 +30,40 @@ ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, to
 Arguments = tuple[int, float, int, float, float, int]
 
 
-class DraftCounts:
-    """Drafted and accepted tokens since the last `take`, by draft position."""
-
-    def __init__(self) -> None:
-        self._drafted = np.zeros(0, np.int64)
-        self._accepted = np.zeros(0, np.int64)
-        self.rows = self.emitted = self.steps = self.draft_steps = 0
-
-    def add(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """One step: drafted and accepted tokens of each row, int [B]."""
-        self.steps += 1
-        rows = drafted > 0
-        if not rows.any():
-            return
-        self.draft_steps += 1
-        longest = int(drafted.max())
-        if longest > len(self._drafted):
-            self._drafted = np.pad(self._drafted, (0, longest - len(self._drafted)))
-            self._accepted = np.pad(self._accepted, (0, longest - len(self._accepted)))
-        at = np.arange(longest)
-        self._drafted[:longest] += (at < drafted[rows, None]).sum(0)
-        self._accepted[:longest] += (at < accepted[rows, None]).sum(0)
-        self.rows += int(rows.sum())
-        self.emitted += int(accepted[rows].sum()) + int(rows.sum())
-
-    def take(self) -> dict[str, Any]:
-        """The counts as plain data. Resets them."""
-        counts = {
-            "steps": self.steps,
-            "draft_steps": self.draft_steps,
-            "rows": self.rows,
-            "emitted": self.emitted,
-            "drafted_at": self._drafted.tolist(),
-            "accepted_at": self._accepted.tolist(),
-        }
-        self.__init__()  # type: ignore[misc]
-        return counts
-
-
 class KeyedSampling:
     """Samples for one model runner, and perturbs what its drafter proposes."""
 
-    def __init__(self, runner: Any, suffix: SuffixBridge | None = None):
-        """Replaces the runner's sampler and its drafter's. `suffix` drafts beside the drafter, or in its place."""
-        self._runner, self._device, self._suffix = runner, torch.device(runner.device), suffix
+    def __init__(self, runner: Any, drafting: StepDrafting | None = None):
+        """Replaces the runner's sampler and its drafter's, which drafts as `drafting` says."""
+        self._runner, self._device, self._drafting = runner, torch.device(runner.device), drafting
         kernel = sample_kernel("auto", self._device)
         self._sampler = Sampler(self._device, _native_sample(self._device), kernel=kernel)
-        self.counts = DraftCounts()
+        self._steps = 0
         self._arguments: dict[str, Arguments] = {}
-        # For the proposal after a sample: the requests, positions of their next tokens, and tokens proposed.
-        self._next: tuple[SamplingRows, np.ndarray]
+        self._names: list[str] = []  # of the batch that `_batch` was made of
+        self._batch = _rows([])
+        # For the proposal after a sample: positions of the requests' next tokens, and tokens proposed.
+        self._next = np.zeros(0, np.int64)
         self._proposed = 0
         internals.replace_sampler(runner, self._sample)
+        if drafting is None:
+            return
         has_logits = internals.replace_draft_sampler(
-            runner, self._begin_proposal, self._sample_draft, self._improve
+            runner, self._begin_proposal, self._sample_draft, lambda drafts: drafting.end(self._names, drafts)
         )
-        if suffix is not None and not has_logits:
-            runner.drafter.source = suffix.propose_lists
+        if not has_logits:
+            runner.drafter.source = drafting.propose_lists
 
     def forget(self, request: str) -> None:
         """The request has ended."""
         self._arguments.pop(request, None)
-        if self._suffix is not None:
-            self._suffix.finish(request)
+        if self._drafting is not None and self._drafting.suffix is not None:
+            self._drafting.suffix.finish(request)
+
+    def take_stats(self) -> dict[str, Any]:
+        """Steps, and the fields of `SpeculationStats`, since the last call. Resets them."""
+        steps, self._steps = self._steps, 0
+        return {"steps": steps, "speculation": {} if self._drafting is None else self._drafting.take_stats()}
 
     def _arguments_of(self, request: str) -> Arguments:
         found = self._arguments.get(request)
@@ -104,49 +74,52 @@ class KeyedSampling:
 
     def _sample(self, logits: Tensor, metadata: Any) -> Any:
         """logits [T, V]: of each request one row, or one for each drafted token and a bonus row after them."""
-        names = internals.request_ids(self._runner)
-        arguments = [self._arguments_of(request) for request in names]
-        count = len(arguments)
-        drafted, draft_tokens = (
-            (np.zeros(count, np.int64), np.zeros(0, np.int64))
-            if metadata is None
-            else internals.drafts(metadata)
-        )
-        done = internals.output_lengths(self._runner)
-        rows = drafted + 1
-        owner = np.repeat(np.arange(count), rows)
-        starts = np.cumsum(rows) - rows
-        within = np.arange(len(owner)) - starts[owner]
-        sampling = _rows(arguments)
-        tokens = self._draw(logits, sampling.part(owner), done[owner] + within).cpu().numpy()
-        out, accepted = follow(tokens, starts, drafted, draft_tokens)
-        self.counts.add(drafted, accepted)
-        self._next = (sampling, done + accepted + 1)
-        if self._suffix is not None:
-            is_drawn = internals.is_drawn(self._runner)
-            self._suffix.note(names, self._prompt_of, arguments, done, drafted, accepted, out, is_drawn)
-        return internals.sampler_output(torch.from_numpy(out).to(self._device))
+        names, done = internals.request_ids(self._runner), internals.output_lengths(self._runner)
+        if names != self._names:  # how rows are sampled changes with the batch only
+            self._names, self._batch = names, _rows([self._arguments_of(request) for request in names])
+        self._steps += 1
+        count = len(names)
+        if metadata is None:
+            drafted = accepted = np.zeros(count, np.int64)
+            out = self._draw(logits, self._batch.part(slice(None)), done)[:, None]
+        else:
+            drafted, draft_tokens = internals.drafts(metadata)
+            rows = drafted + 1
+            owner, starts = np.repeat(np.arange(count), rows), np.cumsum(rows) - rows
+            within = np.arange(len(owner)) - starts[owner]
+            tokens = self._draw(logits, self._batch.part(owner), done[owner] + within)
+            chosen, accepted = follow(tokens.cpu().numpy(), starts, drafted, draft_tokens)
+            out = torch.from_numpy(chosen).to(self._device)
+        self._next = done + accepted + 1
+        if self._drafting is not None:
+            self._record(self._drafting, out, drafted, accepted, done)
+        return internals.sampler_output(out)
+
+    def _record(
+        self, drafting: StepDrafting, out: Tensor, drafted: np.ndarray, accepted: np.ndarray, done: np.ndarray
+    ) -> None:
+        if drafting.suffix is not None:
+            is_drawn, tokens = internals.is_drawn(self._runner), out.cpu().numpy()
+            batch = self._names, self._prompt_of, self._batch.keys, self._batch.temperature
+            drafting.suffix.note(*batch, done, drafted, accepted, tokens, is_drawn)
+        fed = int(internals.row_starts(self._runner)[-1])
+        drafting.record(drafted, accepted, is_decode=fed == len(drafted) + int(drafted.sum()))
 
     def _prompt_of(self, request: str) -> tuple[list[int], int]:
         """A request's prompt, and the id that its siblings share."""
         return internals.prompt_tokens(self._runner, request), self._arguments_of(request)[-1]
 
-    def _improve(self, proposed: Tensor) -> Tensor:
-        """EAGLE's drafts, or the suffix drafter's where those are worth more."""
-        if self._suffix is None or proposed.shape[1] == 0:
-            return proposed
-        return self._suffix.improve(internals.request_ids(self._runner), proposed)
-
-    def _begin_proposal(self) -> None:
+    def _begin_proposal(self) -> int:
+        assert self._drafting is not None
         self._proposed = 0
+        return self._drafting.begin()
 
     def _sample_draft(self, logits: Tensor) -> Tensor:
         """The next drafted token of each request, int64 [B]: the noise of the position that it stands for."""
-        sampling, first = self._next
-        part = sampling.part(slice(None))
+        part = self._batch.part(slice(None))
         part.is_masked = False
         self._proposed += 1
-        return self._draw(logits, part, first + self._proposed - 1).long()
+        return self._draw(logits, part, self._next + self._proposed - 1).long()
 
     def _draw(self, logits: Tensor, rows: SamplingRows, positions: np.ndarray) -> Tensor:
         """Tokens int32 [R] of logits [R, V] with the noise of these output positions. Mutates `rows`."""
@@ -185,7 +158,7 @@ def _native_sample(device: torch.device) -> NativeSample | None:
 
 def _rows(arguments: list[Arguments]) -> SamplingRows:
     """One row a request, with the request's key."""
-    keys, temperature, top_k, top_p, min_p, _ = zip(*arguments, strict=True)
+    keys, temperature, top_k, top_p, min_p, _ = zip(*arguments, strict=True) if arguments else [()] * 6
     rows = SamplingRows(
         np.array(keys, np.uint64),
         np.array(temperature, np.float32),

@@ -11,7 +11,7 @@ Legend: B rows of a step, K drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
-from megatron_tlt.types import DraftStrategy, SamplingParams
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
 
 _MEMORY = 0.9  # weight of the past in a request's mean of accepted EAGLE tokens
 _EXPLORE = 64  # proposals after which EAGLE's draft is taken for every row, whatever it was worth
@@ -48,11 +48,10 @@ class SuffixProposer:
 class SuffixBridge:
     """A `SuffixDrafter` and the rows of vLLM's batch."""
 
-    def __init__(self, section: SuffixSection, max_requests: int, max_len: int, vocab: int, draft_len: int):
+    def __init__(self, section: SuffixSection, max_requests: int, max_len: int, vocab: int):
         self._rows = RunningRows(max_requests, max_requests, 1, vocab)
         self._rows.outputs = np.zeros((max_requests, max_len), np.int32)
         self._drafter = SuffixDrafter(section, self._rows)
-        self._strategy = DraftStrategy("suffix", draft_len, 1, draft_len + 1)
         self._live: dict[str, Request] = {}  # by vLLM's name
         self._free = list(range(max_requests - 1, -1, -1))
         self._names: list[str] = []  # of the rows
@@ -67,7 +66,8 @@ class SuffixBridge:
         self,
         names: list[str],
         prompts: Callable[[str], tuple[list[int], int]],
-        arguments: list[Any],
+        keys: np.ndarray,
+        temperature: np.ndarray,
         done: np.ndarray,
         drafted: np.ndarray,
         accepted: np.ndarray,
@@ -76,7 +76,7 @@ class SuffixBridge:
     ) -> None:
         """After a step's sample: `out` [B, K + 1] was drawn behind `done` [B] tokens, where `is_drawn` [B].
 
-        `prompts(name)`: a request's prompt and prompt id; `arguments`: key, temperature, masks of each row.
+        `prompts(name)`: a request's prompt and prompt id; `keys` uint64 [B] of the requests, `temperature` [B].
         """
         self._judge(dict(zip(names, zip(drafted.tolist(), accepted.tolist(), strict=True), strict=True)))
         rows = self._rows
@@ -88,8 +88,8 @@ class SuffixBridge:
             rows.outputs[request.slot, start : start + count] = out[i, :count]
             rows.requests.append(request)
             rows.slots[row], rows.output_len[row] = request.slot, start + count
-            rows.keys[row], rows.temperature[row] = arguments[i][0], arguments[i][1]
-        self._drafter.sync_context(rows, self._strategy)
+            rows.keys[row], rows.temperature[row] = keys[i], temperature[i]
+        self._drafter.sync_context(rows, NO_DRAFT)
 
     def _request(self, name: str, prompts: Callable[[str], tuple[list[int], int]]) -> Request:
         request = self._live.get(name)
@@ -133,15 +133,15 @@ class SuffixBridge:
 
     # -- what is drafted --------------------------------------------------------------------------------------
 
-    def propose_lists(self, sampled: Lists) -> Lists:
+    def propose_lists(self, sampled: Lists, strategy: DraftStrategy) -> Lists:
         """Drafts of vLLM's rows, where `sampled` has tokens."""
-        draft = self._propose(np.ones(len(self._names), bool))
+        draft = self._propose(np.ones(len(self._names), bool), strategy)
         parts = iter(np.split(draft.tokens, np.cumsum(draft.counts)[:-1]) if len(draft.counts) else [])
         return [next(parts).tolist() if tokens else [] for tokens in sampled]
 
-    def improve(self, names: list[str], proposed: Tensor) -> Tensor:
+    def improve(self, names: list[str], proposed: Tensor, strategy: DraftStrategy) -> Tensor:
         """EAGLE's drafts [B, K] with the suffix drafts in place of those that are worth less."""
-        draft = self._propose(None)
+        draft = self._propose(None, strategy)
         taken = self._last[2] if self._last is not None else np.zeros(0, bool)
         tokens = proposed.clone()
         row_of = {name: i for i, name in enumerate(names)}
@@ -152,11 +152,19 @@ class SuffixBridge:
                 tokens[row, : len(part)] = torch.from_numpy(part).to(tokens)
         return tokens
 
-    def _propose(self, taken: np.ndarray | None) -> Draft:
+    def state_dict(self) -> dict[str, Any]:
+        """The drafter's calibration."""
+        return self._drafter.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s."""
+        self._drafter.load_state_dict(state)
+
+    def _propose(self, taken: np.ndarray | None, strategy: DraftStrategy) -> Draft:
         """The suffix drafts; `taken`: rows that use it, None: where it is worth more than EAGLE's."""
         rows = self._rows
-        lengths = np.full(rows.num_rows, self._strategy.draft_len, np.int32)
-        draft = self._drafter.propose(rows, lengths, self._strategy)
+        lengths = np.full(rows.num_rows, strategy.draft_len, np.int32)
+        draft = self._drafter.propose(rows, lengths, strategy)
         if taken is None:
             self._proposals += 1
             worth = np.bincount(draft.row_of, draft.cumulative_acceptance, minlength=rows.num_rows)

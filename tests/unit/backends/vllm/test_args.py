@@ -18,6 +18,7 @@ from megatron_tlt.backends.vllm.args import (
 from megatron_tlt.backends.vllm.launch import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
@@ -30,12 +31,11 @@ MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
 
 
 def rollout(drafter: str = "none", **vllm: Any) -> RolloutSection:
-    return RolloutSection.model_validate(
-        {"backend": "vllm", "speculation": {"drafter": drafter}, "vllm": {"draft_len": 3, **vllm}}
-    )
+    speculation = {"drafter": drafter, "draft_len": 3}
+    return RolloutSection.model_validate({"backend": "vllm", "speculation": speculation, "vllm": vllm})
 
 
-def test_every_drafter_drafts_as_many_tokens() -> None:
+def test_vllm_learns_the_longest_draft_of_every_drafter() -> None:
     assert speculative_config(rollout(), "", None) is None
     read = Path("/drafter")
     for drafter, method, given in (
@@ -47,6 +47,8 @@ def test_every_drafter_drafts_as_many_tokens() -> None:
         assert config is not None
         assert (config["method"], config["num_speculative_tokens"]) == (method, 3)
         assert ("draft_load_config" in config) == (given is not None), "the policy's weights are dummies"
+    bandit = RolloutSection(speculation=SpeculationSection(drafter="suffix", selector="beg_mab"))
+    assert (speculative_config(bandit, "", None) or {})["num_speculative_tokens"] == 6
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:

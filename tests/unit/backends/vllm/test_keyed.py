@@ -1,11 +1,11 @@
-"""Coupled verification of chains against a loop; counts by draft position."""
+"""Coupled verification of chains against a loop."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megatron_tlt.backends.vllm.plugin.keyed import DraftCounts, follow
+from megatron_tlt.backends.vllm.plugin.keyed import follow
 
 
 def by_hand(tokens: list[int], drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -35,24 +35,3 @@ def test_a_chain_is_followed_as_far_as_it_agrees(seed: int) -> None:
     assert out.shape == (len(counts), counts.max() + 1)
     assert [row[row >= 0].tolist() for row in out] == emitted
     assert accepted.tolist() == expected
-
-
-def test_drafts_are_counted_by_position() -> None:
-    counts = DraftCounts()
-    counts.add(np.array([0, 0]), np.array([0, 0]))
-    counts.add(np.array([2, 0, 3]), np.array([1, 0, 3]))
-    counts.add(np.array([1]), np.array([0]))
-    expected = {
-        "steps": 3,
-        "draft_steps": 2,
-        "rows": 3,
-        "emitted": 7,
-        "drafted_at": [3, 2, 1],
-        "accepted_at": [2, 1, 1],
-    }
-    assert counts.take() == expected
-    assert counts.take() == {
-        **dict.fromkeys(("steps", "draft_steps", "rows", "emitted"), 0),
-        "drafted_at": [],
-        "accepted_at": [],
-    }

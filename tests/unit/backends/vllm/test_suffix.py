@@ -9,14 +9,16 @@ import torch
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.models.native.build import find_compiler
+from megatron_tlt.types import DraftStrategy
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler: no suffix drafter")
 TEXT = [7, 3, 9, 4, 8, 5, 6, 2, 11, 13]
 PROMPT = [20, 21, 22]
+THREE = DraftStrategy("suffix", 3)
 
 
 def bridge() -> SuffixBridge:
-    return SuffixBridge(SuffixSection(history_mib=16), max_requests=4, max_len=64, vocab=32, draft_len=3)
+    return SuffixBridge(SuffixSection(history_mib=16), max_requests=4, max_len=64, vocab=32)
 
 
 def note(
@@ -27,8 +29,8 @@ def note(
     zeros = np.zeros(count, np.int64)
     out = np.array(tokens, np.int32)[:, None]
     is_drawn = np.array([True] * count if drawn is None else drawn)
-    arguments = [(i, 0.0, 0, 1.0, 0.0, 5) for i in range(count)]
-    b.note(list(names), lambda _: (PROMPT, 5), arguments, np.array(done), zeros, zeros, out, is_drawn)
+    keys, cold = np.arange(count, dtype=np.uint64), np.zeros(count, np.float32)
+    b.note(list(names), lambda _: (PROMPT, 5), keys, cold, np.array(done), zeros, zeros, out, is_drawn)
 
 
 def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
@@ -37,16 +39,16 @@ def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
         note(b, "a", [t], [token])
     for t, token in enumerate(TEXT[:4]):
         note(b, "ba", [t, 10 + t], [token, 1])
-    assert b.propose_lists([[1], [1]])[0] == TEXT[4:7], "b follows a"
+    assert b.propose_lists([[1], [1]], THREE)[0] == TEXT[4:7], "b follows a"
     note(b, "acb", [14, 0, 4], [1, 7, TEXT[4]], [True, False, True])
-    drafts = b.propose_lists([[1], [], [1]])
+    drafts = b.propose_lists([[1], [], [1]], THREE)
     assert drafts[1] == [], "c's prompt is still being read"
     assert drafts[2] == TEXT[5:8]
     for name in "ab":
         b.finish(name)
     note(b, "d", [0], [TEXT[0]])
     note(b, "d", [1], [TEXT[1]])
-    assert b.propose_lists([[1]]) == [TEXT[2:5]], (
+    assert b.propose_lists([[1]], THREE) == [TEXT[2:5]], (
         "c never drew a token, and a and b have ended: the forms stay"
     )
 
@@ -59,8 +61,8 @@ def test_eagle_keeps_the_rows_where_it_is_worth_more() -> None:
         note(b, "xb", [t, t], [30 - t, token])
     b._eagle[:] = 0.01
     eagle = torch.full((2, 3), 19)
-    assert b.improve(["x", "b"], eagle).tolist()[1] == TEXT[6:9]
+    assert b.improve(["x", "b"], eagle, THREE).tolist()[1] == TEXT[6:9]
     assert eagle.eq(19).all(), "EAGLE's own tensor stays"
     note(b, "xb", [6, 6], [24, TEXT[6]])
     b._eagle[:] = 3.0
-    assert b.improve(["x", "b"], eagle).tolist() == [[19] * 3] * 2
+    assert b.improve(["x", "b"], eagle, THREE).tolist() == [[19] * 3] * 2

@@ -130,9 +130,10 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
+        (["rollout.speculation.drafter=suffix", "rollout.speculation.topk=2"], "rollout.speculation.topk"),
         (
-            ["rollout.speculation.drafter=suffix", "rollout.speculation.selector=fixed"],
-            "rollout.speculation.selector",
+            ["rollout.speculation.drafter=suffix", "rollout.speculation.selector=beg_mab"],
+            "rollout.speculation.bandit.arms",
         ),
         (["rollout.tp=2"], "rollout.tp"),
         (["rollout.numerics=invariant"], "rollout.numerics"),

@@ -1,0 +1,122 @@
+"""How much vLLM's steps draft: the embedded engine's selectors on its measured steps.
+
+    step s      forward, sample  ->  record: what the drafts of s brought, and its seconds
+                proposal         ->  begin: the selector's length for s + 1; vLLM's proposer; end
+    step s + 1  ...
+
+vLLM proposes at the end of a step what the next one verifies, so a step's seconds run from the end of a proposal to the
+end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then (one layer's
+forward), because its cache could not catch up later, and that time counts as the plain step's.
+
+Legend: B rows of a step, K drafted tokens of a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.backends.vllm.plugin.suffix import Lists, SuffixBridge
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.rollout.spec.counters import SpeculationCounters
+from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.rollout.spec.selector import build_selector
+from megatron_tlt.types import NO_DRAFT, StepMeasurement
+
+
+class StepDrafting:
+    """The selector of an engine, what it learns from, and the counts of what was drafted."""
+
+    def __init__(
+        self,
+        section: SpeculationSection,
+        device: torch.device,
+        suffix: SuffixBridge | None = None,
+        clock: Callable[[], float] | None = None,
+    ):
+        """`section` drafts with chains. `suffix` drafts alone, or beside the trained drafter."""
+        self._kind, self._selector, self.suffix = section.drafter, build_selector(section, section.drafter), suffix
+        # As in the embedded engine: on CPU by this thread's own time.
+        self._clock = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
+        self._counters = SpeculationCounters()
+        self._strategy = NO_DRAFT  # of the last proposal
+        self._rows = 0  # of the last step
+        self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
+        self._started = self._proposed = self._draft_seconds = 0.0
+
+    def record(self, drafted: np.ndarray, accepted: np.ndarray, is_decode: bool) -> None:
+        """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right.
+
+        Steps that read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
+        """
+        now, strategy = self._clock(), self._strategy
+        at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
+        reached = (at < drafted[:, None]) & (at <= accepted[:, None])
+        hits = (at < accepted[:, None]).sum(0)
+        rows, fed, emitted = len(drafted), int((drafted + 1).sum()), int((accepted + 1).sum())
+        seconds = self._draft_seconds, now - self._proposed
+        step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
+        if is_decode and self._is_measured:
+            self._selector.record(step)
+        draft = _chains(drafted) if fed > rows else None
+        if is_decode or draft is not None:
+            self._counters.add(step, draft)
+        self._rows, self._is_decode, self._is_measured = rows, is_decode, False
+
+    def begin(self) -> int:
+        """How many tokens the proposal that begins now drafts for each row; 0: none."""
+        self._strategy = strategy = self._selector.select(self._rows)
+        self._started = self._clock()
+        most = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else strategy.draft_len
+        return min(strategy.draft_len, most)
+
+    def end(self, names: list[str], proposed: Tensor) -> Tensor:
+        """The proposal [B, K] of the trained drafter, or the suffix drafter's where that is worth more."""
+        if self.suffix is not None and self._strategy.kind == self._kind:
+            proposed = self.suffix.improve(names, proposed, self._strategy)
+        self._note_end()
+        return proposed
+
+    def propose_lists(self, sampled: Lists) -> Lists:
+        """A whole proposal of the suffix drafter alone, for the rows where `sampled` has tokens."""
+        assert self.suffix is not None
+        lists: Lists = [[] for _ in sampled]
+        if self.begin():
+            lists = self.suffix.propose_lists(sampled, self._strategy)
+        self._note_end()
+        return lists
+
+    def _note_end(self) -> None:
+        now, is_plain = self._clock(), self._strategy.kind == NO_DRAFT.kind
+        self._draft_seconds = 0.0 if is_plain else now - self._started
+        self._proposed = self._started if is_plain else now
+        self._is_measured = self._is_decode
+
+    def take_stats(self) -> dict[str, Any]:
+        """The fields of `SpeculationStats` since the last call. Resets them."""
+        return asdict(self._counters.take())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What selector and calibration have learned."""
+        calibration = None if self.suffix is None else self.suffix.state_dict()
+        return {"drafter": self._kind, "selector": self._selector.state_dict(), "calibration": calibration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s, if it is of this kind of drafter."""
+        if state["drafter"] == self._kind:
+            self._selector.load_state_dict(state["selector"])
+            if self.suffix is not None:
+                self.suffix.load_state_dict(state["calibration"])
+
+
+def _chains(drafted: np.ndarray) -> Draft:
+    """Chains of `drafted` int [B] tokens, for counting."""
+    total = int(drafted.sum())
+    depths = np.arange(total) - np.repeat(np.cumsum(drafted) - drafted, drafted) + 1
+    return Draft(drafted, np.zeros(total, np.int32), np.zeros(total, np.float32), depths)

@@ -1,0 +1,65 @@
+"""What the selector learns of vLLM's steps, and what it decides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
+from megatron_tlt.config.speculation import SpeculationSection
+
+PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
+LENGTH, LIKELY = 4, 0.9
+
+
+class Engine:
+    """vLLM's order of calls around a `StepDrafting`, under a clock of its own."""
+
+    def __init__(self, selector: str) -> None:
+        section = SpeculationSection(drafter="eagle", selector=selector, draft_len=LENGTH)
+        self.now = 0.0
+        self.drafting = StepDrafting(section, torch.device("cpu"), clock=lambda: self.now)
+        self.random = np.random.default_rng(0)
+        self.drafted = 0  # tokens of each row, for the next step
+
+    def step(self, rows: int, prompts: int = 0) -> int:
+        """A step of `rows` requests, with so many prompts beside them; tokens drafted for each row of the next."""
+        drafted = np.full(rows, self.drafted)
+        right = self.random.random((rows, max(1, self.drafted))) < LIKELY
+        accepted = right.cumprod(axis=1).sum(axis=1) if self.drafted else drafted
+        fed = rows * (1 + self.drafted) + 30 * prompts
+        self.now += PLAIN_S + ROW_S * max(0, fed - 8)
+        self.drafting.record(drafted, accepted, is_decode=not prompts)
+        self.drafted = self.drafting.begin()
+        self.now += DRAFT_S * self.drafted + 100.0 * prompts
+        self.drafting.end([], torch.zeros(rows, self.drafted))
+        return self.drafted
+
+
+def test_many_running_requests_draft_less_than_few() -> None:
+    engine = Engine("cost_model")
+    lengths = {rows: [engine.step(rows) for _ in range(1500)][-1] for rows in (64, 1)}
+    assert lengths == {64: 0, 1: LENGTH}
+    other = Engine("cost_model")
+    other.drafting.load_state_dict(engine.drafting.state_dict())
+    assert other.step(1) == LENGTH, "what was learned is kept"
+
+
+def test_steps_are_counted_and_those_with_prompts_not_measured() -> None:
+    engine, seen = Engine("fixed"), []
+    engine.drafting._selector.record = seen.append  # type: ignore[method-assign]
+    for rows, prompts in ((2, 1), (3, 0), (3, 0), (3, 1), (4, 0), (4, 0)):
+        engine.step(rows, prompts)
+    assert [m.num_running for m in seen] == [3, 4], "not the first behind a prompt: its drafts were slow"
+    for m in seen:
+        assert m.num_rows == m.num_running * (1 + LENGTH)
+        assert m.draft_seconds == pytest.approx(DRAFT_S * LENGTH)
+        assert m.step_seconds == pytest.approx(PLAIN_S + ROW_S * (m.num_rows - 8))
+        assert m.reached[0] == m.num_running
+        assert m.num_emitted == m.num_running + m.accepted.sum()
+        assert (m.reached[1:] == m.accepted[:-1]).all()
+    stats = engine.drafting.take_stats()
+    assert stats["steps_by_strategy"] == {f"eagle_{LENGTH}_1_0": 5}
+    assert stats["drafted_at"] == [17] * LENGTH
+    assert stats["emitted_tokens"] == stats["row_steps"] + sum(stats["accepted_at"])
