@@ -4,10 +4,10 @@
     VllmBackend --- Unix socket --- event loop --- one thread ---- LLMEngine and, in the same process, its worker
                     shared memory: weights ->, hidden states of answers <-
 
-The engine is used by its thread only, one step or one operation at a time, so that requests are batched in the order in
-which they came, and weights change between two steps. Messages are those of `trtllm/server.py`; here submit's requests
-carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file the client removes) and `text` (up to the
-stop string that ended it), and
+The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
+order in which they came, and weights change between two steps. Messages are those of `trtllm/server.py`; here submit's
+requests carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file the client removes) and `text`
+(up to the stop string that ended it), and
 
 | from the client | answer |
 |---|---|
@@ -23,6 +23,7 @@ import asyncio
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ class Host:
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._push = PushReceiver(self._load)
-        self._submitted: list[Message] = []  # not in the engine yet
+        self._submitted: deque[Message] = deque()  # not in the engine yet
+        self._waiting = 0  # operations that wait for the engine's thread
         self._live: dict[str, _Live] = {}  # by external id
         self._stepping: asyncio.Task[None] | None = None
         self._collects = False
@@ -109,7 +111,12 @@ class Host:
         return await dispatch(operations, message)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        """The result of an operation between two steps."""
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        finally:
+            self._waiting -= 1
 
     async def _rpc(self, method: str, *args: Any) -> Any:
         """The worker's result; there is one worker."""
@@ -133,12 +140,11 @@ class Host:
 
     async def _run(self) -> None:
         """Steps until nothing is in flight. A failure is the answer of every request."""
+        loop = asyncio.get_running_loop()
         try:
             self._push.check_closed()
             while self.in_flight:
-                new, self._submitted = self._submitted, []
-                for answer in await self._in_thread(self._step, new):
-                    self._send(answer)
+                await loop.run_in_executor(self._thread, self._step, loop)
         except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its requests
             traceback.print_exc()
             await self._fail(f"{type(error).__name__}: {error}")
@@ -147,11 +153,17 @@ class Host:
         for number in await self._drop():
             self._send({"type": "answer", "id": number, "error": why})
 
-    def _step(self, new: list[Message]) -> list[Message]:
-        """One step of the engine, in its thread; returns the answers that ended with it."""
-        for message in new:
-            self._add(message)
-        return [self._answer(output) for output in self._engine.step() if self._note(output)]
+    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Steps of the engine, in its thread; sends answers as they end.
+
+        Returns when an operation waits or nothing is left: a turn of the event loop for each step would cost its time.
+        """
+        while self.in_flight and not self._waiting:
+            while self._submitted:
+                self._add(self._submitted.popleft())
+            for output in self._engine.step():
+                if self._note(output):
+                    loop.call_soon_threadsafe(self._send, self._answer(output))
 
     def _add(self, message: Message) -> None:
         request, params = message["request"], message["params"]
@@ -215,17 +227,19 @@ class Host:
 
     async def _drop(self) -> list[int]:
         """Drops everything in flight behind the step under way; returns the numbers of those without an answer."""
-        waiting, self._submitted = [message["request"]["id"] for message in self._submitted], []
-        return waiting + await self._in_thread(self._drop_live)
+        numbers: list[int] = await self._in_thread(self._drop_all)
+        return numbers
 
-    def _drop_live(self) -> list[int]:
+    def _drop_all(self) -> list[int]:
         live, self._live = self._live, {}
+        waiting = [message["request"]["id"] for message in self._submitted]
+        self._submitted.clear()
         internal = [request.internal for request in live.values() if request.internal]
         if internal:
             self._engine.abort_request(internal, internal=True)
         for name in internal:
             self._engine.collective_rpc("tlt_end", args=(name, 0))
-        return [request.number for request in live.values()]
+        return [*waiting, *(request.number for request in live.values())]
 
     # -- pushes and figures -----------------------------------------------------------------------------------
 
