@@ -23,8 +23,13 @@ class TrainSection(Section):
     max_nonfinite_steps: NonNegativeInt = 3
     """Steps in a row with an update that is not finite (each is skipped) after which the run ends, their batches
     kept in run_dir/nonfinite; 0: never."""
-    deterministic: bool = True
-    """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32)."""
+    deterministic: Literal["auto"] | bool = "auto"
+    """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32). auto: true on
+    CPU; false on CUDA, where PyTorch's deterministic forms are slower ones."""
+
+    def is_deterministic(self, device: str) -> bool:
+        """`deterministic` on a device of this type."""
+        return device == "cpu" if self.deterministic == "auto" else self.deterministic
 
 
 class EvalSection(Section):

@@ -426,10 +426,11 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     Raises RunDirectoryError if another job uses the directory.
     """
     setup_logging(world.rank, world.size)
-    if torch.cuda.is_available():
-        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
+    deterministic = config.train.is_deterministic(world.device.type)
+    if world.device.type == "cuda":
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
     else:  # the same, without loading PyTorch's compiler: seconds of every rank's start
-        torch.set_deterministic_debug_mode("warn" if config.train.deterministic else "default")
+        torch.set_deterministic_debug_mode("warn" if deterministic else "default")
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)

@@ -28,7 +28,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         idle={"train_drafter": True, "min_steps_per_window": 2},
         # With an entropy bonus answers of equal rewards are trained on, too.
         algorithm={"importance_cap": 0, "entropy_coef": 0.001},
-        train={"num_steps": 3, "deterministic": False},
+        train={"num_steps": 3},
         sync={"verify": True},  # the engine holds the bytes that were pushed, the drafter's, too
         checkpoint={"every": 0},
         rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.0}]},

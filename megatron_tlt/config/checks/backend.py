@@ -41,7 +41,7 @@ def check_backend(config: Config, device: str | None) -> Problems:
 def _check_sampling(config: Config) -> Problems:
     can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
     name = f"rollout.backend: {rollout.backend}"
-    if not can.keyed_sampling and config.train.deterministic:
+    if not can.keyed_sampling and config.train.deterministic is True:
         allowed = f"must be false with {name}: its answers cannot be repeated, so no run can"
         yield ConfigProblem("train.deterministic", True, allowed)
     if not can.stop_strings and rollout.stop:

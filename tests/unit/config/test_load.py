@@ -40,6 +40,16 @@ def test_overrides_are_typed_as_in_yaml():
     assert config.eval.max_tokens is None
 
 
+def test_deterministic_forms_are_for_cpus_unless_they_are_asked_for():
+    def forms(*overrides):
+        train = build_config({"model": {"path": "m"}}, overrides).train
+        return [train.is_deterministic(device) for device in ("cpu", "cuda")]
+
+    assert forms() == [True, False]
+    assert forms("train.deterministic=true") == [True, True]
+    assert forms("train.deterministic=false") == [False, False]
+
+
 def test_an_empty_stop_string_is_refused_before_a_run_starts():
     assert "non-empty" in problems(BASE, "rollout.stop=[a, '']")["rollout.stop.1"]
 

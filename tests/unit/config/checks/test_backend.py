@@ -21,7 +21,6 @@ BASE: dict[str, Any] = {
         "trtllm": {"python": "/opt/trtllm/bin/python"},
     },
     "algorithm": {"importance_cap": 0},
-    "train": {"deterministic": False},
     "data": {"max_prompt_tokens": 128, "train": {"tasks": [{"name": "chain_sum"}]}},
 }
 
