@@ -2,7 +2,7 @@
 
 Legend: T packed rows, n query heads, g key/value heads (of this TP rank), d width of a head.
 
-megatron's own DotProductAttention refuses packed sequences and asks for CUDA. One SDPA call per sequence
+megatron's own DotProductAttention refuses packed sequences and needs CUDA. One SDPA call per sequence
 makes no T x T mask and costs the sum of the squared lengths; a block-diagonal mask was 3-5 times slower on
 CPU. RoPE is applied here, by rows, from tables that are computed once a micro-batch: megatron computes them in every
 layer, and for packed rows in a loop over the sequences.

@@ -124,7 +124,7 @@ def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layo
         return torch.from_numpy(np.ascontiguousarray(array)).to(layout.device)
 
     bounds = tensor(starts.astype(np.int32))
-    # Transformer Engine asks for these under context parallelism, and takes the same tensor as: no gaps in between.
+    # Transformer Engine needs these under context parallelism; the same tensor means that there are no gaps.
     padded = bounds if layout.cp > 1 else None
     longest = int(max(sizes))
     whole = MicroBatch(

@@ -156,13 +156,13 @@ class RemoteBackend(BaseBackend):
         return samples
 
     def _before_generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Answers to these prompts are asked for."""
+        """Called before the requests of these prompts are submitted."""
 
     def _after_generate(self) -> None:
-        """The last answer has come."""
+        """Called after the last answer."""
 
     def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Raises BackendError for a request that cannot be answered now, or as it is asked."""
+        """Raises BackendError for a request that cannot be answered now, or not with these parameters."""
         assert self.process
         self._weights.check_ready()
         if params.stop and not self.capabilities.stop_strings:

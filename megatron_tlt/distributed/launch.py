@@ -29,7 +29,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Reads the launcher's promise from the environment.
 
     `srun` is believed only inside a step of its own: a batch script's shell carries most SLURM_ variables too.
-    Where srun itself speaks PMI (--mpi=pmi2) both are set and agree; where mpiexec runs inside an allocation
+    Where srun itself provides PMI (--mpi=pmi2) both are set and agree; where mpiexec runs inside an allocation
     they differ, and the inner launcher counts.
     """
     env = os.environ if environ is None else environ

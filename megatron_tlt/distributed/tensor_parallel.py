@@ -153,5 +153,5 @@ def run_on_all(intent: str, call: Callable[[], int], rank: int, largest: Callabl
         raise
     found = largest(value)
     if found >= _FAILED:
-        raise BackendError(f"rank {found - _FAILED} of this engine could not {intent}; its error says why")
+        raise BackendError(f"rank {found - _FAILED} of this engine could not {intent}: see its error")
     return found

@@ -71,7 +71,7 @@ class World:
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
             raise DistributedError(
-                f"{launch.launcher} promised {launch.size} ranks but MPI sees {comm.size}: launcher and MPI library "
+                f"{launch.launcher} started {launch.size} ranks, but MPI has {comm.size}: launcher and MPI library "
                 "do not match (with Slurm try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI)"
             )
         hosts: list[str] = comm.allgather(socket.gethostname())
@@ -162,7 +162,7 @@ class World:
     def leave(self, code: int) -> NoReturn:
         """Orderly end of all ranks with a non-zero exit status. Collective; does not return.
 
-        A launcher that sees one rank exit with an error kills the others, and reports that. So they exit together, when
+        When one rank exits with an error, launchers kill the others and report that. So they exit together, when
         MPI is closed, without the seconds of tearing an interpreter down.
         """
         from mpi4py import MPI

@@ -187,7 +187,7 @@ def _config_of(
     try:
         if is_public(about):
             if policy is None:
-                raise CheckpointError("says nothing of the policy: its shape must be given")
+                raise CheckpointError("has no shape of the policy: it must be given")
             config = public_config(about, policy, None if wanted is None else wanted.layers)
         else:
             config = described(about, policy or ModelConfig.from_hf(about))

@@ -77,7 +77,7 @@ def draft_loss(
 
 
 class HeadLoss(torch.autograd.Function):
-    """Sum over rows of w_ce * CE + w_tv * TV behind an LM head, with a gradient in the head where it asks for one.
+    """Sum over rows of w_ce * CE + w_tv * TV behind an LM head, with a gradient in the head where it requires one.
 
     The gradients are taken in the forward pass, block of rows by block of rows, so that no [N, V] outlives its block.
     With g = 1/2 sign(q - p): dTV/dz = q (g - <g, q>) / T, dCE/dz = (q - p) / T.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """What the host knows of a batch on the device, so that it need not wait for the device to read it."""
+    """Lengths of a batch on the device that the host has anyway: reading them there would wait."""
 
     rows: Sequence[int]  # [S], rows of each sequence
     longest: int  # the largest of `context_lens`

@@ -51,7 +51,7 @@ class NonFiniteGuard:
         Only the batches of the last `limit` such steps stay. A disk that cannot take one costs a warning.
         """
         if "grad_norm" not in out.metrics:
-            pass  # no update was tried: it says nothing about those before it
+            pass  # no update was tried: the count stays
         elif math.isfinite(out.metrics["grad_norm"]):
             self._count = 0
         else:

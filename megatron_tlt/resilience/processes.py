@@ -1,4 +1,4 @@
-"""What the kernel says about a process, and having it write its stacks. Without /proc less is known. Stdlib only."""
+"""Processes by their entries in /proc, where there is one, and a signal that has one write its stacks. Stdlib only."""
 
 from __future__ import annotations
 

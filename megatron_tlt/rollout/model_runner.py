@@ -115,7 +115,7 @@ class ModelRunner:
 
     @property
     def _kept(self) -> list[PagedHiddenStates]:
-        """What is kept of every cached token, in pages as its keys and values."""
+        """What is recorded of every cached token, in pages like those of keys and values."""
         return [pages for pages in (self.pages, self._routes) if pages is not None]
 
     def routes_of(self, request: Request) -> np.ndarray | None:

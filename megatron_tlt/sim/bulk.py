@@ -4,7 +4,7 @@ While the same requests run, a step costs the same but for growing contexts. So 
 requests all tokens are drawn at once, at the rate that the production selector reached (`decisions`). Where every
 request has a place from the start the production scheduler has nothing to decide, and the changes are the answers'
 ends: the time is a sum over sorted lengths. Where requests wait for a place or memory runs short, the production
-scheduler is asked at each change, in units of some tokens.
+scheduler decides at each change, in units of some tokens.
 
     answer 1  =========|                        B = 3, then 2, then 1:
     answer 2  =================|                seconds = sum of (tokens until the next end) * rate(B, context)
@@ -27,7 +27,7 @@ from megatron_tlt.sim.decisions import RateTable
 from megatron_tlt.sim.rollout import ReplicaRollout, empty
 from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
 
-_UNITS = 512  # of tokens that the longest answer is divided into where the scheduler is asked
+_UNITS = 512  # of tokens that the longest answer is divided into between the scheduler's decisions
 
 
 class BulkReplicas:

@@ -28,7 +28,7 @@ _CONTEXTS = 3  # context lengths
 
 
 def request_knots(most: int) -> np.ndarray:
-    """Numbers of running requests that are asked: 1, 2, 3, 4, then two an octave, and the largest."""
+    """Numbers of running requests for which rates are computed: 1, 2, 3, 4, then two an octave, and the largest."""
     knots = [1, 2, 3]
     size = 4
     while size < most:
@@ -62,7 +62,7 @@ class RateTable:
 
 
 class Decider:
-    """Makes rate tables for one configuration, one for each quality of the drafter that is asked for."""
+    """Makes rate tables for one configuration, one for each quality of the drafter."""
 
     def __init__(self, config: SimConfig, costs: CostModel, most: int):
         """`most`: largest number of running requests of a replica."""

@@ -5,8 +5,8 @@
     replica 2   rollout ====|idle|  train train train train  |
 
 `idle.policy.IdlePolicy` decides, on `IdleView`s with the tail that `expected_wait` and `tokens_left` make of what busy
-replicas would report. Approximated: decisions are asked for at `_LOOKS` moments of the wait, nearer to each other
-towards its end, instead of before every micro-step; of more than `_REPORTERS` busy replicas so many speak.
+replicas would report. Approximated: decisions are made at `_LOOKS` moments of the wait, nearer to each other
+towards its end, instead of before every micro-step; of more than `_REPORTERS` busy replicas so many report.
 
 How a drafter gets better is a model with two constants (`config.sim.SimTrainingSection`): an update of the policy
 undoes `drift` of its adaptation, and n tokens of training bring 1 - exp(-n / tokens_to_adapt) of what is missing.
@@ -38,12 +38,12 @@ _REPORTERS = 6
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What the replicas did once they were dry, in seconds of the rollout."""
+    """What the replicas did after their last answers, in seconds of the rollout."""
 
-    ends: np.ndarray  # float64 [R], when each ran dry
+    ends: np.ndarray  # float64 [R], of each one's last answer
     trains: np.ndarray  # float64 [R], seconds inside micro-steps
     micro_steps: int
-    done: float  # the slowest replica ran dry
+    done: float  # the slowest replica's last answer
     late: float  # seconds that the last micro-step made all ranks wait
 
 

@@ -92,34 +92,34 @@ def compare(base: Point, point: Point) -> Comparison:
 def assumptions(config: SimConfig) -> list[str]:
     """What is not known but taken to be, in words."""
     lengths, training = config.workload.lengths, config.training
-    said = []
+    lines = []
     if lengths.path is not None or lengths.values:
         answers = f"answers are as long as in {lengths.path or 'the given values'}"
     else:
         answers = f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     cut, count = Lengths(config).cut(config.workload.steps)
     at = f"rollout.max_tokens, {config.rollout.max_tokens}"
-    said.append(f"{answers}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
+    lines.append(f"{answers}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
     if config.costs.table is not None:
-        said.append(f"engine steps cost what was measured in {config.costs.table}")
+        lines.append(f"engine steps cost what was measured in {config.costs.table}")
     else:
         c = config.costs
-        said.append(
+        lines.append(
             f"engine steps by a roofline: {c.bandwidth_efficiency:.0%} of the bandwidth, "
             f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
         )
     if training.update_us_per_token is None:
         operations = 8 if training.recompute else 6
-        said.append(
+        lines.append(
             f"update of {operations} operations a parameter and token, attention besides, and "
             f"{training.logprob_passes} passes before it, at {training.mfu:.0%} of the peak"
         )
     else:
-        said.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")
+        lines.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")
     if config.idle.train_drafter or config.rollout.speculation.uses_eagle:
-        said.append(
+        lines.append(
             f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "
             f"{training.tokens_to_adapt:g} tokens of training bring it to 63 %"
         )
-    said.append("drafters estimate the acceptance of each token without error (calibrated)")
-    return said
+    lines.append("drafters estimate the acceptance of each token without error (calibrated)")
+    return lines

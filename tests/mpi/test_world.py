@@ -44,4 +44,4 @@ def test_the_world_must_have_the_size_that_the_launcher_promised():
         [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "srun promised 5 ranks but MPI sees 1" in done.stderr
+    assert "srun started 5 ranks, but MPI has 1" in done.stderr

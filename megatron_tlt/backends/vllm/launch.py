@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = (".venv/vllm", ".venv/peers-vllm")
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: ours
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin knows the first
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin is written for the first
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",  # none of the environment's own
     "HF_HUB_OFFLINE": "1",

@@ -84,7 +84,7 @@ def _installed_engine() -> str | None:
 
 
 def check_experts(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
-    """What megatron asks of a mixture of experts. Experts are never cut by tensor parallel."""
+    """megatron's requirements of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
     if actor.measure_replay and actor.router_replay == "off":
         yield ConfigProblem("actor.measure_replay", True, "needs actor.router_replay=rollout")

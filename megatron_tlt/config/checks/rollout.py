@@ -137,7 +137,7 @@ def _check_kind(config: Config) -> Problems:
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:
-    """One replica waits for none, and no micro-steps are asked of it."""
+    """Whether there is no idle time (one replica) and no configured micro-step either."""
     return num_ranks // config.rollout.tp == 1 and config.idle.min_steps_per_window == 0
 
 

@@ -5,7 +5,7 @@ bucket to the push, a released KV cache to the rollout, offloaded optimizer stat
 fullest phase needs; a save takes nothing on the device, a resume what an update has but activations.
 
 On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
-most what all running requests need at full length. So a device is full when the plan says so, and never more: weights
+most what all running requests need at full length. So a device is never fuller than planned: weights
 and optimizer are allocated first, the drafter's training state next, the engine with its cache last
 (`trainer/setup.py`). All sums are in bytes; the report shows GiB. Formulas: `policy.py`, `engine.py`, `drafter.py`.
 """

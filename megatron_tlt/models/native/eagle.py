@@ -94,7 +94,7 @@ class NativeEagle:
             self._own["ids"] = ids.to(torch.int32)
             self.structure.ids = self._own["ids"].data_ptr()
             return
-        if name == "t2d":  # says the same
+        if name == "t2d":  # the inverse of d2t
             return
         part, kind = name.split(".")[-2:]
         if part == "fc":

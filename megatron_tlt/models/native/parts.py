@@ -30,7 +30,7 @@ _PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large we
 def zeros(size: int) -> Tensor:
     """[size] float32 that begin on a cache line; the system gives the memory as it is touched.
 
-    numpy (2.4) asks for large pages, PyTorch does not: a step reads every weight, and the addresses of 10 MB in
+    numpy (2.4) allocates large pages, PyTorch does not: a step reads every weight, and the addresses of 10 MB in
     pages of 4 KiB do not fit the processor's cache of them.
     """
     whole = torch.from_numpy(np.zeros(size + _LINE, np.float32))

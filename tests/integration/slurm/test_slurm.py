@@ -99,7 +99,7 @@ def test_a_wrong_configuration_is_printed_once_and_not_tried_again(scenes):
 def test_a_wrong_pair_of_mpi_and_srun_is_refused(scenes):
     scene, end = ended(scenes, "wrong_pair")
     assert end == ("FAILED", "1:0", "0"), scene.output()
-    assert "srun promised 2 ranks but MPI sees 1" in scene.output()
+    assert "srun started 2 ranks, but MPI has 1" in scene.output()
     assert not (scene.run_dir / "metrics.jsonl").exists()
 
 

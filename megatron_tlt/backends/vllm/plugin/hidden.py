@@ -19,7 +19,7 @@ from megatron_tlt.backends.vllm.plugin import internals
 
 
 class HiddenStateTap:
-    """Hidden states of some running requests: a budget of bytes says of how many."""
+    """Hidden states of some running requests, as many as fit a budget of bytes."""
 
     def __init__(self, runner: Any, budget_bytes: int, max_len: int, max_requests: int):
         self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
@@ -68,7 +68,7 @@ class HiddenStateTap:
     def take(self, request: str, count: int) -> Tensor | None:
         """States [count, W] of the positions 0 .. count - 1 of a request that has ended; frees its slot.
 
-        None: they were not kept. The tensor is a view, good until the next forward.
+        None: they were not kept. The tensor is a view, valid until the next forward.
         """
         self._refused.discard(request)
         slot = self._slots.pop(request, None)

@@ -31,7 +31,7 @@ Lists = list[list[int]]
 
 
 class SuffixProposer:
-    """vLLM's `custom_class` proposer: drafts what `source` says, nothing before it is set."""
+    """vLLM's `custom_class` proposer: drafts what `source` returns, nothing before it is set."""
 
     def __init__(self, vllm_config: Any):
         """As vLLM calls it."""
@@ -105,7 +105,7 @@ class SuffixBridge:
         return request
 
     def _judge(self, fed: dict[str, tuple[int, int]]) -> None:
-        """The drafter learns what became of its last drafts, of which vLLM may have fed a part."""
+        """Records in the drafter what became of its last drafts, of which vLLM may have fed a part."""
         if self._last is None:
             return
         (names, draft, taken), self._last = self._last, None

@@ -7,7 +7,7 @@
     _down       the same rows times its down projection
     _sum        a row's k outputs times its gates
 
-A program of a product belongs to one expert and walks over its rows, however many there are: the host knows none of
+A program of a product belongs to one expert and walks over its rows, however many there are: the host reads none of
 these numbers, so a graph may hold the launches. Sums are float32 and in one order; no program adds to another's output.
 
 Legend: T rows, H hidden size, E experts, k chosen by a row, F width of an expert, N = T k pairs.

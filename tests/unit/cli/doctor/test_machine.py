@@ -55,7 +55,7 @@ def test_two_ranks_are_judged_by_their_output():
     assert (good.status, good.detail) == ("ok", f"{MET} (MPI and gloo), 3.0 s (mpiexec -n 2)")
     silent = machine.judge_two_ranks(Output(0, ""), ["mpiexec"], 3.0)
     assert silent.status == "failed"
-    text = "Traceback\nDistributedError: mpiexec promised 2 ranks but MPI sees 1: launcher\nABORT"
+    text = "Traceback\nDistributedError: mpiexec started 2 ranks, but MPI has 1: launcher\nABORT"
     assert machine.judge_two_ranks(Output(1, "", text), ["mpiexec"], 1.0).detail.startswith(
         "DistributedError: mpiexec"
     )
@@ -115,4 +115,4 @@ def test_a_launcher_of_another_mpi_is_found_out(tmp_path):
     launcher.write_text('#!/bin/sh\nOMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 exec "$@"\n')
     launcher.chmod(0o755)
     found = machine.check_two_ranks(str(launcher), None)
-    assert found.status == "failed" and "promised 2 ranks but MPI sees 1" in found.detail, found
+    assert found.status == "failed" and "started 2 ranks, but MPI has 1" in found.detail, found
