@@ -316,6 +316,11 @@ class RemoteBackend(BaseBackend):
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
         policy_version = self._weights.require_open(f"a drafter of version {version}")
+        self._check_drafter(weights, version)
+        self._send_drafter(policy_version, weights)
+        self._weights.accept_drafter(version)
+
+    def _check_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         names = self._drafter_names
         if not names:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
@@ -324,8 +329,6 @@ class RemoteBackend(BaseBackend):
             raise SyncError(
                 f"the drafter of version {version} has not the tensors it was started with: {wrong}"
             )
-        self._send_drafter(policy_version, weights)
-        self._weights.accept_drafter(version)
 
     def _send_drafter(self, policy_version: int, weights: Mapping[str, Tensor]) -> None:
         tensors = self._for_engine(weights)
@@ -335,12 +338,16 @@ class RemoteBackend(BaseBackend):
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        version = self._weights.require_complete()
+        self._weights.commit(self._finish_sending(self._weights.require_complete()))
+
+    def _finish_sending(self, version: int) -> dict[str, int]:
+        """Everything has been sent; returns the checksums of the policy's tensors. Raises SyncError."""
         reply = self.process.call("finish_update", version=version)
         self._transport.finish()
         if reply["drafter_checksums"] != self._drafter_sums:
             raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
-        self._weights.commit(reply["checksums"])
+        sums: dict[str, int] = reply["checksums"]
+        return sums
 
     def close(self) -> None:
         """Ends the engine's process. A second call does nothing."""

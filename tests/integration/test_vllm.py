@@ -80,6 +80,15 @@ def push(
     backend.finish_update()
 
 
+def noisy(drafter: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A drafter of the same form that drafts nothing right."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        n: torch.randn(t.shape, generator=generator) * 0.05 if t.is_floating_point() else t
+        for n, t in drafter.items()
+    }
+
+
 def answers(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], params: SamplingParams) -> Answers:
     samples = backend.generate(prompts, params, 4)
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
@@ -95,8 +104,7 @@ def test_answers_are_the_embedded_engines_after_every_push(
     ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
 ) -> None:
     drafter = dict(load_drafter(DRAFTER, SHAPE).weights)
-    noise = torch.Generator().manual_seed(0)
-    bad = {n: torch.randn(t.shape, generator=noise) * 0.05 for n, t in drafter.items()}
+    bad = noisy(drafter)
     for version, seed, new in ((0, None, None), (1, 7, bad), (2, None, drafter)):
         push(ours, version, seed)
         push(vllm, version, seed, new)
@@ -108,6 +116,32 @@ def test_answers_are_the_embedded_engines_after_every_push(
         assert min(made.steps_by_strategy[name] for name in ("eagle_4_1_5", "eagle_2_1_3", "none")) > 5
         assert (made.accept_length > 1.5) == (new is not bad), "the drafter that was pushed drafts"
     assert answers(vllm, prompts[::-1], SAMPLING[0]) == answers(ours, prompts, SAMPLING[0])
+
+
+def test_a_drafter_is_swapped_while_requests_run(
+    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
+) -> None:
+    good = dict(load_drafter(DRAFTER, SHAPE).weights)
+    push(ours, 5, None)
+    push(vllm, 5, None, noisy(good))
+    left: list[int] = []
+    before: list[SpeculationStats] = []
+
+    def swap(running: int, waiting: int, tokens: int) -> None:
+        if tokens and not left:
+            left.append(running)
+            vllm.swap_drafter(good, 6)
+            before.append(vllm.take_stats().speculation)
+
+    vllm.take_stats()
+    samples = vllm.generate(prompts, SAMPLING[0], 4, swap)
+    assert left[0] >= 2, "requests ran on with the other drafter"
+    assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples} == answers(
+        ours, prompts, SAMPLING[0]
+    )
+    assert vllm.drafter_version == 6
+    assert before[0].accept_length < 1.3
+    assert vllm.take_stats().speculation.accept_length > 1.5
 
 
 def collect(
@@ -163,12 +197,7 @@ def test_eagle3_drafts_as_in_the_embedded_engine(tokenizer: HFTokenizer, prompts
     states = collect(plain, prompts)
     model = trained3(list(states.values()), plain.lookup_tables())
     good = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    noise = torch.Generator().manual_seed(0)
-    bad = {
-        n: torch.randn(t.shape, generator=noise) * 0.05 if t.is_floating_point() else t
-        for n, t in good.items()
-    }
-    start = SavedDrafter(SHAPE3, bad)
+    start = SavedDrafter(SHAPE3, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
     ours = build_backend(RolloutSection(speculation=section), MODEL, tokenizer=tokenizer, drafter=start)
     theirs = start_vllm(start, section)

@@ -132,6 +132,19 @@ class VllmBackend(RemoteBackend):
     def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return list(layer_names(weights).items())
 
+    def swap_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replaces the drafter alone, between two steps: also by a callback of `generate`. No answer changes.
+
+        Requests that run keep what the last drafter cached of them. Raises SyncError for tensors of another form,
+        BackendError.
+        """
+        self._check_drafter(weights, version)
+        serving, sums = self.policy_version, self._weights.keep_checksums
+        self.process.call("begin_update", version=serving, verify=sums, only_drafter=True)
+        self._send_drafter(serving, weights)
+        self._finish_sending(serving)
+        self._weights.drafter_version = version
+
     def take_stats(self) -> EngineStats:
         """Counters since the last call: steps and drafts are those of the plugin in the engine. Resets them."""
         counts = self.process.call("stats")

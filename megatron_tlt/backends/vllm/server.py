@@ -13,6 +13,7 @@ requests carry `key`, an answer may carry `hidden` (an entry of `entries.py` who
 |---|---|
 | start(llm, hidden_bytes, max_requests, max_len, speculation, directory, tokenizer) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
+| begin_update(.., only_drafter) | as in `trtllm/server.py`; only_drafter: also while requests run |
 | speculation() | reply: state, what selector and calibration have learned |
 | load_speculation(state) | reply |
 """
@@ -68,6 +69,7 @@ class Host:
         self._engine: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._push = PushReceiver(self._load)
+        self._only_drafter = False  # the push under way replaces the drafter between two steps
         self._submitted: deque[Message] = deque()  # not in the engine yet
         self._waiting = 0  # operations that wait for the engine's thread
         self._live: dict[str, _Live] = {}  # by external id
@@ -244,8 +246,10 @@ class Host:
     # -- pushes and figures -----------------------------------------------------------------------------------
 
     async def _begin_update(self, message: Message) -> Message:
-        self._push.begin(message, self.in_flight)
-        await self._rpc("tlt_begin_update")
+        self._only_drafter = message.get("only_drafter", False)
+        self._push.begin(message, 0 if self._only_drafter else self.in_flight)
+        if not self._only_drafter:
+            await self._rpc("tlt_begin_update")
         return {}
 
     async def _load(self, entries: list[Message], verify: bool) -> dict[str, int]:
@@ -254,11 +258,12 @@ class Host:
 
     async def _finish_update(self, message: Message) -> Message:
         entries = self._push.drafter_of(message["version"])
-        await self._rpc("tlt_finish_update")
+        if not self._only_drafter:
+            await self._rpc("tlt_finish_update")
+            await self._in_thread(self._engine.reset_prefix_cache)
         sums: dict[str, int] = {}
         if entries:
             sums = await self._rpc("tlt_update_drafter", entries, self._push.verify)
-        await self._in_thread(self._engine.reset_prefix_cache)
         return self._push.close(sums)
 
     async def _stats(self, _: Message) -> Message:
