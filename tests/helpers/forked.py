@@ -112,6 +112,7 @@ def _child(request: dict[str, Any], files: list[int]) -> NoReturn:
         random.seed()
         np.random.seed()
         sys.argv[:] = ["mpi4py", *request["argv"]]
+        sys.executable = os.environ.get("FORKING_PYTHON", sys.executable)
         code = _run()
     except BaseException:  # noqa: BLE001  a fork must not go on as its parent
         traceback.print_exc()

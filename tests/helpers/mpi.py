@@ -86,9 +86,12 @@ def fork_command() -> list[str]:
 
 
 def forking_python(folder: Path) -> Path:
-    """An executable for Python whose ranks (`-m mpi4py`), and what it starts with `-W ignore`, are forks."""
+    """An executable for Python whose ranks (`-m mpi4py`), and what it starts with `-W ignore`, are forks; so are the
+    commands (`-m megatron_tlt`) that these start by `sys.executable`.
+    """
     path, fork = folder / "forking-python", shlex.join(fork_command())
-    cases = f"'-m mpi4py' | '-W ignore') shift 2; exec {fork} \"$@\" ;;"
+    begin = f'export FORKING_PYTHON={shlex.quote(str(path))}; exec {fork} "$@"'
+    cases = f"'-m mpi4py' | '-W ignore') shift 2; {begin} ;;\n'-m megatron_tlt') {begin} ;;"
     path.write_text(f'#!/bin/sh\ncase "$1 $2" in\n{cases}\nesac\nexec {shlex.quote(sys.executable)} "$@"\n')
     path.chmod(0o755)
     return path

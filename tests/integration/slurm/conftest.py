@@ -10,7 +10,7 @@ from tests.integration.slurm.cluster import Cluster, missing
 from tests.integration.slurm.scenarios import NIGHTLY, SCENARIOS, Scene, make_template
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Six virtual nodes. Skips where Slurm cannot be installed; `.ci/run` installs it."""
     if absent := missing():
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory):
         slurm.down()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scenes(request, cluster, tmp_path_factory):
     """Name: a future of its `Scene`, played; scenes that no chosen test asks for are not."""
     folder = tmp_path_factory.mktemp("scenes")

@@ -90,7 +90,9 @@ class Scene:
         return [p for p in psutil.process_iter(["cmdline"]) if self._is_rank(p.info["cmdline"] or [])]
 
     def _is_rank(self, command: list[str]) -> bool:
-        return "mpi4py" in command and f"train.run_dir={self.run_dir}" in command and "srun" not in command[0]
+        """A real start, or what stands for a fork."""
+        is_python = "mpi4py" in command or any(word.endswith("/stub.py") for word in command)
+        return is_python and f"train.run_dir={self.run_dir}" in command and "srun" not in command[0]
 
     def output(self) -> str:
         """The batch script's output of all attempts."""
@@ -134,8 +136,8 @@ def cancelled(scene: Scene) -> Scene:
 
 
 def killed(scene: Scene) -> Scene:
-    """One rank dies of SIGKILL. Its ranks are real starts, which take ten seconds each; the others' are forks."""
-    scene.train(slow=0.3)
+    """One rank dies of SIGKILL."""
+    scene.train(slow=0.3, PYTHON=scene.forking)
     scene.after_steps(2)
     os.kill(scene.ranks()[-1].pid, signal.SIGKILL)
     return scene.finish()
@@ -175,7 +177,8 @@ def preempted(scene: Scene) -> Scene:
 
 
 def wrong_config(scene: Scene) -> Scene:
-    scene.train("train.num_step=3", PYTHON=scene.forking)
+    """Its ranks are real starts, which take ten seconds each if they get further; the others' are forks."""
+    scene.train("train.num_step=3")
     return scene.finish()
 
 
