@@ -16,7 +16,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
-from megatron_tlt.errors import BackendError, ConfigError, SyncError
+from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.loader import save_hf
@@ -117,18 +117,7 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
     assert stats.drafted_tokens > 0 or garbage is not None
 
 
-def test_policy_and_drafter_are_served_together_or_not_at_all(model_dir: Path):
-    backend = drafting_backend(model_dir, EagleModel(CONFIG))
-    backend.begin_update(3)
-    backend.update_weights(WeightBucket(3, list(random_weights(CONFIG))))
-    wrong = {name: tensor[..., :1] for name, tensor in EagleModel(CONFIG).state_dict().items()}
-    with pytest.raises(SyncError, match=r"drafter of version 3 does not fit.*fc\.weight"):
-        backend.update_drafter(wrong, 3)
-    with pytest.raises(BackendError, match="weights are torn"):
-        backend.generate(PROMPTS, PARAMS, 1)
-    assert (backend.policy_version, backend.drafter_version) == (0, 0)
-    push(backend, 4)  # a later push repairs it; the drafter's version stays
-    assert (backend.policy_version, backend.drafter_version) == (4, 0)
+def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
     plain = build_backend(RolloutSection(kv_cache_mib=4), model)
     plain.begin_update(1)

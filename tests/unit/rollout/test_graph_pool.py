@@ -65,20 +65,6 @@ def test_buckets() -> None:
     assert [round_up([2, 5, 9], n) for n in (0, 2, 3, 9, 10)] == [2, 2, 5, 9, None]
 
 
-def test_the_static_forward_never_asks_for_a_value() -> None:
-    """On the meta device there are none: whatever would wait for the device fails."""
-    decoder = TorchDecoder(CONFIG, device="meta")
-    decoder.load_weights(random_weights(CONFIG))
-    rows = torch.zeros(12, dtype=torch.int32, device="meta")
-    tables, none = torch.zeros(3, 5, dtype=torch.int32, device="meta"), rows[:3]
-    for parents in (None, rows):
-        batch = DecoderInput(rows, rows, rows, none, none, tables, none, parents)
-        out = decoder.forward_static(batch, decoder.new_kv_cache(8, 16), 4)
-        assert out.logits.shape == (12, 101) and out.hidden.shape == (12, 64)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        decoder.forward(batch, decoder.new_kv_cache(8, 16))
-
-
 def test_invariant_numerics_have_no_static_forward(setup) -> None:
     _, driver, lengths = setup
     decoder = TorchDecoder(CONFIG, invariant=True)

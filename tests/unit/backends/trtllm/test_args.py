@@ -101,6 +101,8 @@ def test_sampling_is_passed_whole_and_without_log_probs() -> None:
         "detokenize": False,
     }
     assert sampled(min_p=0.1)["min_p"] == 0.1
+    with pytest.raises(ValueError, match=r"min_p = 0\.1: not with speculation"):
+        build_sampling_params(replace(SAMPLING, min_p=0.1), (), speculative=True)
     assert sampled(stop_token_ids=())["stop_token_ids"] == [3]
     assert sampled(stop_token_ids=(), ignore_eos=True)["stop_token_ids"] is None
 

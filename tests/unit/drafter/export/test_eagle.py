@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
@@ -72,24 +72,6 @@ def test_the_engine_drafts_what_the_model_drafts(kind: Format, policy: str, tmp_
         want = our_logits(config, base)
         got = engine_logits(engine, config, base)
         assert close(got, want), (got - want).abs().max()
-
-
-@pytest.mark.parametrize("part", ["tensor", "bias", "config"])
-def test_a_spoilt_export_is_refused_or_drafts_otherwise(part: str, tmp_path) -> None:
-    """The comparison above can fail."""
-    config = POLICIES["llama"]
-    out = export(tmp_path, config, "sglang")
-    tensors, raw = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
-    if part == "tensor":
-        tensors["layers.0.mlp.down.weight"] = tensors.pop("layers.0.mlp.down_proj.weight")
-    elif part == "bias":
-        del tensors["fc.bias"]
-    else:
-        raw["rms_norm_eps"] = 1e-2
-    save_file(tensors, out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(raw))
-    engine = ENGINES["sglang"](out)
-    assert not close(engine_logits(engine, config, 11), our_logits(config, 11))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
