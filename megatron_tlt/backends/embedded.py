@@ -251,7 +251,11 @@ class EmbeddedBackend(BaseBackend):
         return self.engine.take_phase_seconds()
 
     def close(self) -> None:
-        """Frees the engine with its weights and cache. A second call does nothing."""
+        """Frees the engine with its weights and cache, and its graphs at once, whoever still holds the engine. A second
+        call does nothing.
+        """
+        if self._engine is not None:
+            self._engine.drop_graphs()
         self._engine = None
 
     def trace_drafts(self, num_prompts: int) -> None:

@@ -79,14 +79,16 @@ def generate_file(
     backend = build_backend(
         section, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=ranks, load_weights=True
     )
-    started = time.perf_counter()
-    samples = backend.generate(prompts, params, n)
-    stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
-    if tp is None or tp.rank == 0:
-        write_atomically(out_jsonl, answer_lines(samples, logprobs))
-        if stats_path is not None:
-            write_atomically(stats_path, [stats_report(stats, backend)])
-    backend.close()
+    try:
+        started = time.perf_counter()
+        samples = backend.generate(prompts, params, n)
+        stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
+        if tp is None or tp.rank == 0:
+            write_atomically(out_jsonl, answer_lines(samples, logprobs))
+            if stats_path is not None:
+                write_atomically(stats_path, [stats_report(stats, backend)])
+    finally:
+        backend.close()
     return stats
 
 

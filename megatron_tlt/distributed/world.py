@@ -37,13 +37,14 @@ _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 @dataclass
 class _Phase:
-    """What this rank is doing, and its monitor. Mutable on purpose: the world around it is frozen."""
+    """What this rank is doing, its monitor, what it releases at its end. Mutable on purpose: the world is frozen."""
 
     name: str = "start"
     step: int = -1
     order: int = 0
     monitor: RankMonitor | None = None
     outcome: tuple[RankOutcome, str] = ("done", "")
+    releases: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,18 @@ class World:
         """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
         self._phase.outcome = ("saved" if saved else "left", detail)
 
+    def at_close(self, release: Callable[[], None]) -> None:
+        """Has `release` called before the process groups are destroyed. It may have been called already. Mutates."""
+        self._phase.releases.append(release)
+
+    def release(self) -> None:
+        """Calls what `at_close` was given, the last first, each once: for an end without `close`. Mutates."""
+        while self._phase.releases:
+            self._phase.releases.pop()()
+
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
+        self.release()
         dist.barrier()
         dist.destroy_process_group()
         self._close_monitor()

@@ -107,6 +107,11 @@ class Engine:
                 self._on_all_ranks("take the memory of its cache", kv.fix_address)
         self.runner.pool.capture(rows_each, [] if eagle is None else eagle.steps())
 
+    def drop_graphs(self) -> None:
+        """Drops captured graphs, before the process groups whose collectives they hold are destroyed. Mutates."""
+        if self.runner.pool is not None:
+            self.runner.pool.clear()
+
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
         """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
         Only while no request is queued or running. Mutates the runner; collective in a tensor-parallel group.

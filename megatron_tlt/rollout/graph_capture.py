@@ -60,7 +60,8 @@ class GraphStats:
 class GraphCache:
     """Captured steps by key, within `budget_bytes` (None: no limit); `fixed_bytes` (static buffers) count towards it.
 
-    Nothing is captured while requests run, and nothing is dropped: a step whose key was not captured runs as it is.
+    Nothing is captured while requests run, and nothing is dropped before `clear`: a step whose key was not captured
+    runs as it is.
     """
 
     def __init__(self, capturer: Capturer, budget_bytes: int | None = None, fixed_bytes: int = 0):
@@ -112,6 +113,13 @@ class GraphCache:
             return
         self._stats.replays += 1
         graph.replay()
+
+    def clear(self) -> None:
+        """Drops every captured step; from now on all run as they are. Mutates.
+
+        NCCL's communicators wait at their end for the graphs that hold their collectives.
+        """
+        self._graphs.clear()
 
     def _fits(self, more: int) -> bool:
         return self._budget is None or self.memory_bytes + more <= self._budget

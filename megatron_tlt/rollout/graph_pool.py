@@ -168,6 +168,10 @@ class GraphPool:
         """Another static step, a drafter's: by its graph if `capture` was given one of this key, else as it is."""
         self._cache.run(key, step)
 
+    def clear(self) -> None:
+        """See `GraphCache.clear`."""
+        self._cache.clear()
+
     def key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:
         """The bucket of a batch of at most `tokens_per_seq` rows a sequence; None: none fits."""
         batch = round_up(self._batch_buckets, sequences)

@@ -251,6 +251,7 @@ def open_backend(
         keep_layers=keep_layers,
         kv_cache_bytes=kv_cache_bytes,
     )
+    world.at_close(backend.close)
     if config.actor.router_replay == "rollout":
         backend.record_routes()
     return backend

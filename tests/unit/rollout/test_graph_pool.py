@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from itertools import pairwise
 
 import pytest
 import torch
 
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.planning.graphs import batch_buckets, captured_shapes, round_up
+from megatron_tlt.distributed import world
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models import base
 from megatron_tlt.models.base import KVCache
@@ -227,6 +230,32 @@ def test_a_rank_without_memory_for_its_cache_ends_all_ranks(tmp_path, monkeypatc
     first, second = on_ranks(2, one_rank)
     assert second == "no memory" and first.startswith("rank 1 of this engine could not take the memory of its cache")
     assert first.count("again") == (at == "resume")
+
+
+def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:
+    """Also of an engine that somebody still holds, and where a command ends early."""
+    ends = []
+    monkeypatch.setattr(world.dist, "barrier", lambda: None)
+    for end in ("close", "release"):
+        rank = world.World(0, 1, 0, 1, torch.device("cpu"), 1.0, store=None, comm=None)
+        engine = make_engine(small_config("qwen2"), random_weights(small_config("qwen2")), kernels="torch")
+        runner, graphs = engine.runner, weakref.WeakSet()
+
+        class Graphs(Fake):
+            def capture(self, step):
+                captured = super().capture(step)
+                graphs.add(captured.replay)  # noqa: B023
+                return captured
+
+        runner.pool = GraphPool(runner.decoder, runner.kv, PoolSizes(16, 256, 16, 64), capturer=Graphs())
+        engine.capture_graphs(1)
+        assert len(graphs) >= 5
+        rank.at_close(EmbeddedBackend(engine, {}).close)
+        destroy = lambda: ends.append(len(graphs))  # noqa: B023, E731
+        monkeypatch.setattr(world.dist, "destroy_process_group", destroy)
+        getattr(rank, end)()
+        ends.append(len(graphs))
+    assert ends == [0] * 3
 
 
 def test_strategies_with_equally_many_tokens_share_graphs(setup) -> None:

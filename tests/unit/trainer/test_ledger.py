@@ -116,7 +116,8 @@ class Replay:
         metrics = [0, *[1] * 5]  # no rank failed; loss, tokens and the parts of one drafted position
         self.ledger = Ledger(limit, {(5, self.ranks): merge_table, (6,): metrics})
         self.world = SimpleNamespace(
-            rank=0, size=self.ranks, device=META, local_size=8, all_gather_object=lambda value: [value]
+            rank=0, size=self.ranks, device=META, local_size=8, all_gather_object=lambda value: [value],
+            at_close=lambda _: None,
         )
         self.tp = Ranks(config.rollout.tp)
         monkeypatch.setattr(setup, "_policy", lambda c, *_: ShapePolicy(c, self.shape, self.ranks, stage))
