@@ -6,6 +6,7 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Routing
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.config.planning.policy import rotation_rows
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -34,6 +36,7 @@ from megatron_tlt.models.torch.layers import inverse_frequencies
 # isort: split
 # megatron comes after the device shim.
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -245,6 +248,15 @@ def _engine_norm() -> Any:
     return TESpecProvider().layer_norm()
 
 
+def keep_one_table(rotary: RotaryEmbedding, rows: int) -> None:
+    """Has megatron ask for a table of `rows` positions, or of a longer sequence's. Mutates.
+
+    It asks for the longest sequence of each micro-batch, and keeps the tables of the last 32 lengths.
+    """
+    longest: Callable[..., int] = rotary.get_rotary_seq_len
+    rotary.get_rotary_seq_len = lambda *args, **kwargs: max(rows, longest(*args, **kwargs))
+
+
 class PolicyModel:
     """One pipeline stage of the model, called with micro-batches instead of megatron's eight arguments."""
 
@@ -274,6 +286,7 @@ class PolicyModel:
         self._inv_freq: Tensor | None = None
         if uses_transformer_engine(actor):
             self.module.rotary_pos_emb.inv_freq = inv_freq
+            keep_one_table(self.module.rotary_pos_emb, rotation_rows(max_context, actor.tp, actor.cp))
         else:
             self._inv_freq = inv_freq
         if groups.is_last_stage:

@@ -21,7 +21,7 @@ from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.weights import named_tensors
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.config.planning.policy import micro_batch_tokens
+from megatron_tlt.config.planning.policy import micro_batch_tokens, rotation_rows
 from megatron_tlt.config.root import Config
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -156,6 +156,8 @@ class ShapePolicy:
         self.reference = self._shards(dtype) if config.algorithm.kl_coef > 0 else {}
         count = sum(p.numel() for p in self.weights.values())
         self.gradients = torch.empty(count, device=META)
+        rows = rotation_rows(config.model.max_context, dims.tp, dims.cp)
+        self.rotations = torch.empty(rows, shape.head_dim, device=META)
         experts = sum(p.numel() for name, p in self.weights.items() if ".experts." in name)
         replicas = dims.dp * dims.cp
         divided = -(-(count - experts) // replicas) + -(-experts * dims.ep // (replicas * dims.tp))

@@ -98,6 +98,7 @@ def _policy_parts(
         **({"experts": experts * element} if shape.num_experts else {}),
         "gradients": (count + experts) * 4,
         "optimizer": policy.optimizer_bytes(config, count, experts, dims, device),
+        "rotations": policy.rotation_bytes(config, shape, dims, device),
         "activations": policy.activation_bytes(config, shape, dims, stage, device),
     }
 

@@ -8,6 +8,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * Activations, the LM head and what backward takes: `activations.py`.
+* Transformer Engine's layers read one table of rotations, which stays.
 * A push gathers one tensor after the other: its parts and their join, and the bucket that collects them.
 """
 
@@ -78,6 +79,17 @@ def activation_bytes(
     )
     modules = actor.recompute_modules
     return max(update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms)
+
+
+def rotation_rows(max_context: int, tp: int, cp: int) -> int:
+    """Rows of Transformer Engine's table of rotations: every sequence's, padded to 2 cp rows, and those of padding."""
+    return max_context + 2 * cp * tp
+
+
+def rotation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, device: Device) -> int:
+    """The table, in fp32; the local layers make theirs for each micro-batch."""
+    has_table = device == "cuda" and config.actor.layer_spec != "local"
+    return has_table * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
 def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:

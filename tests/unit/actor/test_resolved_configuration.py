@@ -22,6 +22,7 @@ from megatron_tlt.models.config import ModelConfig
 # isort: split
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 
@@ -175,3 +176,16 @@ def test_a_cpu_gets_what_it_got() -> None:
     fused = {n for n, v in transformer.items() if "fusion" in n and v}
     assert fused == {"gradient_accumulation_fusion"}
     assert set(ddp) == {"grad_reduce_in_fp32"}
+
+
+def test_micro_batches_of_all_lengths_read_one_table_of_rotations() -> None:
+    tables = []
+    for is_one in (False, True):
+        rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
+        if is_one:
+            build.keep_one_table(rotary, 32)
+        for longest in (5, 9, 32):
+            packing = SimpleNamespace(max_seqlen_q=longest, max_seqlen_kv=longest)
+            tables.append(rotary(rotary.get_rotary_seq_len(None, None, None, None, packing), packed_seq=True))
+    assert [len(table) for table in tables] == [5, 9, 32, 32, 32, 32]
+    assert tables[3] is tables[4] is tables[5] and torch.equal(tables[3][:9], tables[1])
