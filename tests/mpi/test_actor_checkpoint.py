@@ -9,14 +9,14 @@ import pytest
 
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import results
-from tests.numerics.actor_expected import expected_root
+from tests.numerics.actor_expected import models_root
 
 WORKER = "tests/mpi/workers/actor_checkpoint.py"
 
 
 def launch(ranks: int, *commands: str) -> list[dict[str, Any]]:
     """One launch for several commands of the worker."""
-    return results(run_ranks(ranks, WORKER, str(expected_root()), " + ".join(commands)).stdout)
+    return results(run_ranks(ranks, WORKER, str(models_root()), " + ".join(commands)).stdout)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import results
-from tests.numerics.actor_expected import expected_root
+from tests.numerics.actor_expected import models_root
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     "ranks", [pytest.param(n, marks=pytest.mark.nightly) if n > 2 else n for n in LAYOUTS]
 )
 def test_offload_changes_no_bit_and_frees_the_memory(ranks, tmp_path):
-    arguments = str(expected_root()), str(tmp_path), json.dumps(LAYOUTS[ranks])
+    arguments = str(models_root()), str(tmp_path), json.dumps(LAYOUTS[ranks])
     found = results(run_ranks(ranks, "tests/mpi/workers/offload.py", *arguments).stdout)
     assert [r["layout"] for r in found] == LAYOUTS[ranks]
     for result in found:

@@ -86,11 +86,25 @@ def _weighted_nll(model: Any, sequence: TrainSequence, temperature: float) -> Te
     return (-(advantages * logprobs + 0.01 * entropy) * mask).sum() * sequence.weight
 
 
-@functools.cache
-def expected_root() -> Path:
-    """A directory with the models and expected values of all kinds, made once a session."""
+def _scratch() -> Path:
     root = Path(tempfile.mkdtemp(prefix="actor-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def models_root() -> Path:
+    """A directory with the models of all kinds, made once a process."""
+    root = _scratch()
+    for kind in (*KINDS, *MOE_KINDS):
+        save_model(kind, root / kind)
+    return root
+
+
+@functools.cache
+def expected_root() -> Path:
+    """A directory with the models and expected values of all kinds, made once a process."""
+    root = _scratch()
     for kind in (*KINDS, *MOE_KINDS):
         write_expected(root, kind)
     return root

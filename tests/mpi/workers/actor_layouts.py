@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from megatron_tlt.config.algorithm import AlgorithmName
 
@@ -10,14 +10,12 @@ _SP = {"tp": 2, "sequence_parallel": True}
 FORWARDS = ("update", "old log-probs", "scoring")
 # Which forward hands the states out, and how ranks that share an answer gather them, are independent.
 HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
-    1: [(layout, forward) for layout in ({}, {"recompute": "full"}) for forward in FORWARDS],
+    1: [*(({}, forward) for forward in FORWARDS), ({"recompute": "full"}, "update")],
     2: [
-        *((layout, forward) for layout in ({"pp": 2}, {}) for forward in FORWARDS),
+        *(({"pp": 2}, "update"), ({"pp": 2}, "scoring"), ({}, "update")),
         *(({**_SP, "recompute": "full"}, "update"), ({"cp": 2}, "old log-probs")),
     ],
     4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
 }
-ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {
-    2: get_args(AlgorithmName),
-    4: ("grpo", "reinforce_pp"),  # one that leaves answers out, one that does not
-}
+# Which answers an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
+ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}

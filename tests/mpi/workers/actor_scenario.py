@@ -41,7 +41,7 @@ def make_policy(
     return MegatronPolicy(
         world,
         ModelSection(path=str(directory), max_context=512),
-        ActorSection(**{"micro_batch_tokens": 96, **actor}),
+        ActorSection(**{"micro_batch_tokens": 160, **actor}),
         optimizer,
         loss or ClippedRatio(),
         total_optimizer_steps=10,

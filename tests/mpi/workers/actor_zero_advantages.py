@@ -1,4 +1,4 @@
-"""Updates that leave out answers without a gradient against updates with all answers, for every algorithm."""
+"""Updates that leave out answers without a gradient against updates with all answers, by algorithm."""
 
 from __future__ import annotations
 
