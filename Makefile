@@ -7,7 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := megatron_tlt tests tools $(wildcard benchmarks)
 PYTEST_ARGS ?=
-JOBS ?= 2
+# Tests at a time: one more than cores, as tests wait for processes, for limits of time, for Slurm.
+JOBS ?= 3
 ARGS ?=
 RANKS ?= 2
 
