@@ -40,10 +40,10 @@ def demo_prompts(tokenizer: HFTokenizer) -> list[Prompt]:
     return [Prompt(i, str(i), tuple(tokenizer.encode_chat(q)), q) for i, q in enumerate(QUESTIONS)]
 
 
-def demo_weights(seed: int | None) -> dict[str, Tensor]:
+def demo_weights(seed: int | None, path: str = MODEL.path) -> dict[str, Tensor]:
     """The policy's tensors, or those of another policy near it."""
     generator = torch.Generator().manual_seed(seed or 0)
-    tensors = dict(iter_weights(MODEL.path, SHAPE))
+    tensors = dict(iter_weights(path, ModelConfig.from_hf(path)))
     if seed is not None:
         tensors = {
             n: t + 0.02 * t.std() * torch.randn(t.shape, generator=generator) if t.ndim > 1 else t
@@ -67,12 +67,14 @@ def running_vllm() -> VllmBackend:
     return _started[-1]
 
 
-def start_vllm(drafter: SavedDrafter, speculation: SpeculationSection) -> VllmBackend:
+def start_vllm(
+    drafter: SavedDrafter, speculation: SpeculationSection, model: ModelSection = MODEL
+) -> VllmBackend:
     """vLLM with this drafter, without weights of the policy; closed when the process ends."""
     rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
     started = build_vllm(
         rollout,
-        MODEL,
+        model,
         SyncSection(verify=True),
         device="cpu",
         tokenizer=HFTokenizer(MODEL.path),

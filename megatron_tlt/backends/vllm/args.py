@@ -95,7 +95,7 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
     policy = drafter.config.policy
     if drafter.config.kind == "eagle3" or not policy.qk_norm:
         return engine_files(drafter, "vllm", DTYPES[dtype])
-    about = policy.to_hf(ENGINE_DTYPES[dtype]) | {
+    about = policy.dense_sibling.to_hf(ENGINE_DTYPES[dtype]) | {
         "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's

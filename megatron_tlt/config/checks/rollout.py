@@ -36,14 +36,25 @@ def check_rollout(
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
     yield from check_speculation(rollout.speculation, has_drafter=config.idle.train_drafter)
     if shape is not None:
-        if shape.num_experts and rollout.backend != "embedded":
-            allowed = "must be 'embedded' for a mixture of experts: a push brings the experts of a layer as one tensor"
-            yield ConfigProblem("rollout.backend", rollout.backend, allowed)
+        if shape.num_experts:
+            yield from _check_experts(config, shape)
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
             yield ConfigProblem(
                 "rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})"
             )
+
+
+def _check_experts(config: Config, shape: ModelShape) -> Problems:
+    """Engines to which a push does not bring experts, or that hand out no layers' outputs of such a model."""
+    backend = config.rollout.backend
+    if backend == "trtllm":
+        allowed = "must be 'embedded' or 'vllm' for a mixture of experts: a push brings a layer's experts as one tensor"
+        yield ConfigProblem("rollout.backend", backend, allowed)
+    reads_layers = config.rollout.speculation.uses_eagle and config.drafter.kind == "eagle3"
+    if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":
+        allowed = f"must be 'eagle' with rollout.backend: vllm, which runs no EAGLE-3 for a {shape.family} policy"
+        yield ConfigProblem("drafter.kind", "eagle3", allowed)
 
 
 def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:

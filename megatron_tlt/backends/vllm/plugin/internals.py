@@ -51,6 +51,12 @@ SIGNATURES = (
     ("model_executor.model_loader.reload", "initialize_layerwise_reload", "model"),
     ("model_executor.model_loader.reload", "finalize_layerwise_reload", "args kwargs"),
     ("model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
+    ("model_executor.layers.fused_moe.routed_experts", "RoutedExperts.load_weights", "self weights"),
+    (
+        "model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod._setup_kernel",  # what `_make_kernels_anew` makes happen
+        "self layer w13 w2",
+    ),
     ("model_executor.models.utils", "get_draft_quant_config", "vllm_config"),
     ("model_executor.models.utils", "maybe_prefix", "prefix name"),
 )
@@ -63,6 +69,8 @@ FIELDS = (
         "draft_token_ids num_draft_tokens logits_indices target_logits_indices bonus_logits_indices",
     ),
 )
+# Of stacks of experts, and of the router: how vLLM's Mixtral names them; its other models name them as we do.
+_MIXTRAL = {".mlp.": ".block_sparse_moe.", "experts.gate_up_proj": "experts.w13", "experts.down_proj": "experts.w2"}
 
 
 def differences(version: str) -> list[str]:
@@ -207,16 +215,19 @@ def begin_reload(worker: Any, model: nn.Module) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+    _make_kernels_anew(model)
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
 
 
 def load(worker: Any, model: Any, tensors: list[tuple[str, Tensor]]) -> None:
-    """Loads some tensors under Hugging Face names."""
+    """Loads some tensors under Hugging Face names, or ours for stacks of experts, which vLLM's loader takes."""
     from vllm.config import set_current_vllm_config
 
+    is_mixtral = model.config.model_type == "mixtral"
+    named = ((_mixtral_name(name) if is_mixtral else name, tensor) for name, tensor in tensors)
     with set_current_vllm_config(worker.vllm_config):
-        model.load_weights(iter(tensors))
+        model.load_weights(named)
 
 
 def end_reload(worker: Any, model: Any, is_draft: bool) -> None:
@@ -246,6 +257,21 @@ def _pack_tied_head(model: Any) -> None:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _mixtral_name(name: str) -> str:
+    for ours, theirs in _MIXTRAL.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _make_kernels_anew(model: nn.Module) -> None:
+    """On CPUs experts compute with packed weights, and vLLM packs them only where it makes a layer's kernel. Without
+    its kernel a layer gets one with the weights that are loaded next.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
+            layer.quant_method.moe_kernel = None
 
 
 def synchronize() -> None:

@@ -129,7 +129,7 @@ def test_every_check_fires(overrides, path):
         (6, ["actor.ep=4"], "actor.ep"),
         (8, ["actor.tp=2"], "actor.sequence_parallel"),
         (8, ["actor.measure_replay=true"], "actor.measure_replay"),
-        (8, ["rollout.backend=vllm"], "rollout.backend"),
+        (8, ["rollout.backend=trtllm"], "rollout.backend"),
     ],
 )
 def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> None:
@@ -139,6 +139,15 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
     assert path in {p.path for p in check_config(config, shape, 4)}
     fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
     assert path not in {p.path for p in check_config(fine, shape, 4)}
+
+
+@pytest.mark.parametrize(("family", "wrong"), [("mixtral", True), ("qwen2_moe", True), ("qwen3_moe", False)])
+def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bool) -> None:
+    more = {"family": family, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    kind = ["rollout.backend=vllm", "idle.train_drafter=true", "rollout.speculation.drafter=eagle"]
+    for name in ("eagle", "eagle3"):
+        found = check_config(build_config(BASE, [*kind, f"drafter.kind={name}"]), SHAPE.model_copy(update=more), 4)
+        assert {p.path for p in found} == ({"drafter.kind"} if wrong and name == "eagle3" else set())
 
 
 def test_the_width_of_dense_layers_is_divided_where_there_are_some() -> None:
