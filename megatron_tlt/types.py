@@ -77,7 +77,7 @@ class Sample:
     finish_reason: FinishReason
     policy_version: int
     # [P + R - 1, layers with experts, k] uint8, or int16 with more than 256 experts: those that the engine chose for
-    # each token that it fed (all but the last one). None: not recorded.
+    # each token that it fed (all but the last one), in any order. None: not recorded.
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
@@ -222,7 +222,7 @@ VLLM_CAPABILITIES = BackendCapabilities(
     stop_strings=True,
     tensor_parallel=False,
     withdraw=True,
-    routes=False,
+    routes=True,
     drafters=("none", "suffix", "eagle", "hybrid"),
 )
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {

@@ -237,6 +237,7 @@ def open_backend(
             local_ranks=world.local_size,
             drafter=drafter,
             keep_hidden_states=keep_layers is not None,
+            keep_routes=config.actor.router_replay == "rollout",
             keeps_tables=is_trained,
             kv_cache_bytes=kv_cache_bytes,
         )

@@ -68,7 +68,7 @@ def running_vllm() -> VllmBackend:
 
 
 def start_vllm(
-    drafter: SavedDrafter, speculation: SpeculationSection, model: ModelSection = MODEL
+    drafter: SavedDrafter, speculation: SpeculationSection, model: ModelSection = MODEL, keep_routes: bool = False
 ) -> VllmBackend:
     """vLLM with this drafter, without weights of the policy; closed when the process ends."""
     rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
@@ -80,6 +80,7 @@ def start_vllm(
         tokenizer=HFTokenizer(MODEL.path),
         drafter=drafter,
         keep_hidden_states=True,
+        keep_routes=keep_routes,
         keeps_tables=True,
     )
     atexit.register(started.close)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from make_demo_policy import EXPERTS, write_experts
 from torch import Tensor
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -20,13 +24,22 @@ from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
-from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams, SpeculationStats, WeightBucket
+from megatron_tlt.types import (
+    HiddenStateSample,
+    Prompt,
+    Sample,
+    SamplingParams,
+    SpeculationStats,
+    WeightBucket,
+)
 from tests.helpers.vllm_engines import (
     DRAFTER,
     MODEL,
     NEEDS_VLLM,
+    RUNNING,
     SHAPE,
     demo_prompts,
     demo_weights,
@@ -40,7 +53,6 @@ SAMPLING = (
     SamplingParams(max_tokens=120, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5),
     SamplingParams(max_tokens=60, temperature=0.0),
 )
-SHAPE3 = DrafterConfig.eagle3(SHAPE, draft_vocab_size=60)
 Answers = dict[tuple[int, int], tuple[list[int], str]]
 
 
@@ -70,9 +82,10 @@ def push(
     version: int,
     seed: int | None,
     drafter: dict[str, Tensor] | None = None,
+    model: ModelSection = MODEL,
 ) -> None:
     backend.begin_update(version)
-    tensors = list(demo_weights(seed).items())
+    tensors = list(demo_weights(seed, model.path).items())
     for at in range(0, len(tensors), 20):  # buckets that cut layers in two
         backend.update_weights(WeightBucket(version, tensors[at : at + 20]))
     if drafter is not None:
@@ -177,12 +190,14 @@ def test_hidden_states_are_the_embedded_engines(
     assert_same_states(collect(ours, prompts), collect(vllm, prompts))
 
 
-def trained3(samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) -> Eagle3Model:
+def trained3(
+    config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]
+) -> Eagle3Model:
     """A drafter of kind eagle3 over part of the vocabulary that drafts some tokens right and some not."""
-    model, data = Eagle3Model(SHAPE3), [DraftSequence.of(s, s.hidden) for s in samples]
+    model, data = Eagle3Model(config), [DraftSequence.of(s, s.hidden) for s in samples]
     model.initialise(0)
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
-    model.set_vocabulary(choose_vocabulary(counts, SHAPE3.draft_vocab_size))
+    model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))
     model.take_head(tables[1])
     section = DrafterSection(kind="eagle3", lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
     trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
@@ -191,27 +206,43 @@ def trained3(samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) ->
     return model
 
 
-def test_eagle3_drafts_as_in_the_embedded_engine(tokenizer: HFTokenizer, prompts: list[Prompt]) -> None:
-    plain = build_backend(RolloutSection(), MODEL, tokenizer=tokenizer, keep_layers=SHAPE3.aux_layers)
-    push(plain, 1, None)
+def test_eagle3_and_experts_as_in_the_embedded_engine(
+    tokenizer: HFTokenizer, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    write_experts(Path(MODEL.path), tmp_path / "experts", seed=0)
+    policy = ModelSection(path=str(tmp_path / "experts"), max_context=MODEL.max_context)
+    config = DrafterConfig.eagle3(ModelConfig.from_hf(policy.path), draft_vocab_size=60)
+    plain = build_backend(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers)
+    push(plain, 1, None, model=policy)
     states = collect(plain, prompts)
-    model = trained3(list(states.values()), plain.lookup_tables())
+    model = trained3(config, list(states.values()), plain.lookup_tables())
     good = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    start = SavedDrafter(SHAPE3, noisy(good))
+    start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
-    ours = build_backend(RolloutSection(speculation=section), MODEL, tokenizer=tokenizer, drafter=start)
-    theirs = start_vllm(start, section)
+    ours = build_backend(RolloutSection(speculation=section), policy, tokenizer=tokenizer, drafter=start)
+    ours.record_routes()
+    theirs = start_vllm(start, section, policy, keep_routes=True)
     for backend in (ours, theirs):
-        push(backend, 0, None)
+        push(backend, 0, 7, model=policy)
         assert drafts(backend, prompts).accept_length < 1.3
-        push(backend, 1, None, good)
+        push(backend, 1, None, good, policy)
         backend.take_stats()
     assert_same_states(states, collect(theirs, prompts))
     answers(ours, prompts, SAMPLING[0])
     lengths = [backend.take_stats().speculation.accept_length for backend in (ours, theirs)]
     assert lengths[0] > 1.4, "a drafter that says nothing of acceptance"
     assert lengths[1] == pytest.approx(lengths[0], rel=0.03)
+    assert_same_routes(*(backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs)))
     theirs.close()
+
+
+def assert_same_routes(ours: list[Sample], others: list[Sample]) -> None:
+    """Each token's experts, whatever was drafted and rejected at its position; a request waited for a free slot."""
+    assert len(ours) > RUNNING
+    for mine, theirs in zip(ours, others, strict=True):
+        assert mine.routes is not None and theirs.routes is not None
+        assert theirs.routes.dtype == mine.routes.dtype and len(np.unique(mine.routes)) == EXPERTS
+        np.testing.assert_array_equal(theirs.routes, np.sort(mine.routes, -1))
 
 
 def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.backends.entries import load_entry
+from megatron_tlt.backends.entries import Entry, load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
 from megatron_tlt.drafter.export.engines import layer_names
@@ -40,9 +40,12 @@ _MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded
 class VllmBackend(RemoteBackend):
     """A `RolloutBackend` around a vLLM engine."""
 
-    def __init__(self, *args: Any, directory: SharedDirectory, **kwargs: Any):
-        """As `RemoteBackend`. Hidden states come through `directory`."""
+    def __init__(
+        self, *args: Any, directory: SharedDirectory, experts_per_token: int = 0, **kwargs: Any
+    ):
+        """As `RemoteBackend`. Hidden states and experts come through `directory`."""
         super().__init__(*args, **kwargs)
+        self._experts_per_token = experts_per_token
         self._directory = directory
         self._most_in_flight = self._rollout.max_running_requests  # the rest can be withdrawn
         self._sink: Callable[[HiddenStateSample], None] | None = None
@@ -108,12 +111,19 @@ class VllmBackend(RemoteBackend):
 
     def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
         sample = super()._take_answer(message, stops, pending)
-        if "hidden" in message:
-            hidden = load_entry(message["hidden"], "cpu", None)
-            Path(message["hidden"]["file"]).unlink()
-            if self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
-                self._sink(self._with_hidden(sample, hidden))
+        kept = {name: self._read(message[name]) for name in ("hidden", "routes") if name in message}
+        if "routes" in kept:
+            sample.routes = kept["routes"].unflatten(1, (-1, self._experts_per_token)).numpy()
+        if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
+            self._sink(self._with_hidden(sample, kept["hidden"]))
         return sample
+
+    @staticmethod
+    def _read(entry: Entry) -> Tensor:
+        """The tensor of a file of the engine's, which is removed."""
+        tensor = load_entry(entry, "cpu", None)
+        Path(entry["file"]).unlink()
+        return tensor
 
     def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
         prompt = self._prompts[sample.prompt_id]

@@ -18,6 +18,7 @@ from megatron_tlt.backends.vllm.launch import launch_of
 from megatron_tlt.drafter.checkpoint import SavedDrafter, write_directory
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
@@ -39,15 +40,16 @@ def build_vllm(
     local_ranks: int = 1,
     drafter: SavedDrafter | None = None,
     keep_hidden_states: bool = False,
+    keep_routes: bool = False,
     keeps_tables: bool = False,
     kv_cache_bytes: int | None = None,
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
     `drafter`: the trained drafter, where `rollout.speculation` drafts with one.
-    `keep_hidden_states`: those of answers will be collected. `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the
-    cache of the memory plan. The settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or
-    BackendError.
+    `keep_hidden_states`: those of answers will be collected. `keep_routes`: samples get `routes`. `keeps_tables`: see
+    `RemoteBackend`. `kv_cache_bytes`: the cache of the memory plan. The settings have passed `config.checks.backend`.
+    Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
@@ -72,6 +74,7 @@ def build_vllm(
                 max_len=model.max_context,
                 max_requests=rollout.max_running_requests,
                 speculation=rollout.speculation.model_dump(),
+                routes=route_type(policy.num_experts) if keep_routes else None,
                 directory=str(directory.path),
                 tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             )
@@ -85,6 +88,7 @@ def build_vllm(
         eos_token_ids=sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
         tokenizer=tokenizer,
         directory=directory,
+        experts_per_token=policy.num_experts_per_tok,
         drafter_names=frozenset(() if drafter is None else drafter.weights),
         keeps_tables=keeps_tables,
     )

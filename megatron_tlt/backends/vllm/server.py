@@ -6,12 +6,12 @@
 
 The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
 order in which they came, and weights change between two steps. Messages are those of `trtllm/server.py`; here submit's
-requests carry `key`, an answer may carry `hidden` (an entry of `entries.py` whose file the client removes) and `text`
-(up to the stop string that ended it), and
+requests carry `key`, an answer may carry `hidden` and `routes` (entries of `entries.py` whose files the client removes)
+and `text` (up to the stop string that ended it), and
 
 | from the client | answer |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, speculation, directory, tokenizer) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, speculation, routes, directory, tokenizer) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
 | begin_update(.., only_drafter) | as in `trtllm/server.py`; only_drafter: also while requests run |
 | speculation() | reply: state, what selector and calibration have learned |
@@ -127,7 +127,7 @@ class Host:
     async def _start(self, message: Message) -> Message:
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._engine = await self._in_thread(door.start_engine, message["llm"])
-        names = ("hidden_bytes", "max_len", "max_requests", "speculation")
+        names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routes")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
 
@@ -196,25 +196,27 @@ class Host:
     def _answer(self, output: Any) -> Message:
         live, first = self._live.pop(output.request_id), output.outputs[0]
         text = None if live.stops is None else live.stops.cut_text
-        hidden = self._hidden(live.internal, live.prompt_len + live.length - 1)
         return {
             "type": "answer",
             "id": live.number,
             "token_ids": list(first.token_ids[: live.length]),
             "finish_reason": first.finish_reason if text is None else "stop",
             **({} if text is None else {"text": text}),
-            **({} if hidden is None else {"hidden": hidden}),
+            **self._kept(live.internal, live.prompt_len + live.length - 1),
         }
 
-    def _hidden(self, internal: str, count: int) -> Message | None:
-        """Writes the hidden states of an answer into a file for the client."""
-        (states,) = self._engine.collective_rpc("tlt_end", args=(internal, count))
-        if states is None or not self._collects:
-            return None
+    def _kept(self, internal: str, count: int) -> dict[str, Message]:
+        """Writes what was kept of an answer's positions, hidden states and experts, into files for the client."""
+        (kept,) = self._engine.collective_rpc("tlt_end", args=(internal, count))
+        if not self._collects:
+            kept.pop("hidden", None)
         self._files += 1
-        path = self._directory / f"hidden-{self._files}"
-        path.write_bytes(tensor_bytes(states))
-        return {**describe("hidden", states), "file": str(path), "offset": 0}
+        entries = {}
+        for name, tensor in kept.items():
+            path = self._directory / f"{name}-{self._files}"
+            path.write_bytes(tensor_bytes(tensor))
+            entries[name] = {**describe(name, tensor), "file": str(path), "offset": 0}
+        return entries
 
     async def _collect(self, message: Message) -> Message:
         self._collects = bool(message["on"])

@@ -84,6 +84,9 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":
         yield ConfigProblem("rollout.vllm.transport", section.transport, "must be another one on CPU")
+    if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
+        allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "
+        yield ConfigProblem("rollout.cuda_graphs", True, allowed + "inside captured graphs no router can be read")
     if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
         allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)

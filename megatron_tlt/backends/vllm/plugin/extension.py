@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_tlt.backends.entries import Entry, Sums, load_entry
 from megatron_tlt.backends.vllm.plugin import internals
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
-from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
+from megatron_tlt.backends.vllm.plugin.hidden import PositionTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.config.speculation import SpeculationSection
@@ -26,7 +26,8 @@ class TltWorkerExtension:
     model_runner: Any
     tlt_drafting: StepDrafting | None
     tlt_sampling: KeyedSampling
-    tlt_tap: HiddenStateTap | None
+    tlt_tap: PositionTap | None
+    tlt_routes: PositionTap | None
     _tlt_is_loading: bool
 
     def tlt_install(
@@ -35,10 +36,12 @@ class TltWorkerExtension:
         max_len: int,
         max_requests: int,
         speculation: dict[str, Any],
+        routes: str | None,
     ) -> None:
         """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
 
-        `speculation`: the fields of `SpeculationSection`.
+        `speculation`: the fields of `SpeculationSection`. `routes`: the type in which each token's experts are kept;
+        None: they are not.
         """
         section, suffix, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
         if section.uses_suffix:
@@ -48,9 +51,13 @@ class TltWorkerExtension:
         if section.drafter != "none":
             self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix)
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
-        self.tlt_tap = None
+        self.tlt_tap = self.tlt_routes = None
         if hidden_bytes:
-            self.tlt_tap = HiddenStateTap(self.model_runner, hidden_bytes, max_len, max_requests)
+            self.tlt_tap = PositionTap(runner, max_len, max_requests, hidden_bytes)
+        if routes is not None:
+            chosen = internals.watch_routers(runner, getattr(torch, routes))
+            self.tlt_routes = PositionTap(runner, max_len, max_requests, states=chosen)
+            self.tlt_routes.is_on = True
         self._tlt_is_loading = False
 
     def tlt_collect(self, is_on: bool) -> None:
@@ -61,10 +68,12 @@ class TltWorkerExtension:
             return
         self.tlt_tap.is_on = is_on
 
-    def tlt_end(self, request: str, count: int) -> Tensor | None:
-        """The request has ended: its hidden states [count, W], if they were kept."""
+    def tlt_end(self, request: str, count: int) -> dict[str, Tensor]:
+        """The request has ended: its "hidden" states and "routes" [count, W], those that were kept."""
         self.tlt_sampling.forget(request)
-        return None if self.tlt_tap is None else self.tlt_tap.take(request, count)
+        taps = {"hidden": self.tlt_tap, "routes": self.tlt_routes}
+        taken = {name: tap.take(request, count) for name, tap in taps.items() if tap is not None}
+        return {name: states for name, states in taken.items() if states is not None}
 
     def tlt_stats(self) -> dict[str, Any]:
         """Steps and drafts since the last call. Resets them."""

@@ -1,14 +1,15 @@
-"""The policy's hidden states of answers, kept while vLLM computes them, for drafter training.
+"""What vLLM computes at each position of running answers, kept: hidden states, to train the drafter, or experts.
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
 ended. A rejected draft's position is written again by the next step, so the last value of a position is the answer's.
 Every position passes here: there is no prefix cache, and collecting begins and ends between rollouts.
 
-Legend: S slots, L positions of the longest request, W width of a state, T tokens of a forward.
+Legend: S slots, L positions of the longest request, W width of a state or of a token's experts, T tokens of a forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,20 @@ from torch import Tensor
 from megatron_tlt.backends.vllm.plugin import internals
 
 
-class HiddenStateTap:
-    """Hidden states of some running requests, as many as fit a budget of bytes."""
+class PositionTap:
+    """States of some running requests, as many as fit a budget of bytes."""
 
-    def __init__(self, runner: Any, budget_bytes: int, max_len: int, max_requests: int):
+    def __init__(
+        self,
+        runner: Any,
+        max_len: int,
+        max_requests: int,
+        budget_bytes: int | None = None,
+        states: Callable[[Any], Tensor] = internals.states,
+    ):
+        """`states` reads those of a forward's tokens [T, W] from its output. Without a budget there is room for all."""
         self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
-        self._max_requests = max_requests
+        self._max_requests, self._states = max_requests, states
         self._pool: Tensor | None = None  # [S * L + 1, W]; the last row takes what is not kept
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
@@ -34,9 +43,9 @@ class HiddenStateTap:
     def _seen(self, output: Any, positions: Tensor) -> None:
         if not self.is_on:
             return
-        hidden = internals.states(output)
+        states = self._states(output)
         if self._pool is None:
-            self._make_pool(hidden)
+            self._make_pool(states)
         assert self._pool is not None
         starts = internals.row_starts(self._runner)
         total = int(starts[-1])
@@ -44,13 +53,15 @@ class HiddenStateTap:
         trash = len(self._pool) - 1
         bases = np.array([self._base(request) for request in requests])
         counts = np.diff(starts)
-        base = torch.from_numpy(np.repeat(bases, counts)).to(hidden.device)
-        where = torch.where(base >= 0, base + positions[:total].long(), trash)
-        self._pool.index_copy_(0, where, hidden[:total].detach())
+        base = torch.from_numpy(np.repeat(bases, counts)).to(states.device)
+        where = torch.where(base >= 0, base + positions[:total].to(base), trash)
+        self._pool.index_copy_(0, where, states[:total].detach())
 
     def _make_pool(self, like: Tensor) -> None:
         width = like.shape[-1]
-        slots = min(self._max_requests, self._budget // (self._max_len * width * like.element_size()))
+        slots = self._max_requests
+        if self._budget is not None:
+            slots = min(slots, self._budget // (self._max_len * width * like.element_size()))
         # Memory that is never written is never touched on a CPU.
         self._pool = like.new_empty(slots * self._max_len + 1, width)
         self._free = list(range(slots))[::-1]

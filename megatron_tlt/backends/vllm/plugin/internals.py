@@ -53,6 +53,16 @@ SIGNATURES = (
     ("model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
     ("model_executor.layers.fused_moe.routed_experts", "RoutedExperts.load_weights", "self weights"),
     (
+        "model_executor.layers.fused_moe.routed_experts_capturer",
+        "bind_routed_experts_capturer",
+        "model capturer",
+    ),
+    (
+        "model_executor.layers.fused_moe.routed_experts_capturer",
+        "RoutedExpertsCapturer.capture",  # what `_Chosen` stands for
+        "self layer_id topk_ids",
+    ),
+    (
         "model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod._setup_kernel",  # what `_make_kernels_anew` makes happen
         "self layer w13 w2",
@@ -205,6 +215,33 @@ def states(output: Any) -> Tensor:
         return final
     final, layers = output
     return torch.cat([*layers, final], dim=-1)
+
+
+def watch_routers(runner: Any, dtype: torch.dtype) -> Callable[[Any], Tensor]:
+    """What reads, after a forward, the experts of its tokens: [T, layers with experts * k], ascending in a layer, on
+    the host. Raises ValueError for kernels that do not say what they chose.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+    record = _Chosen()
+    bind_routed_experts_capturer(runner.get_model(), record)
+
+    def read(output: Any) -> Tensor:
+        ids = torch.stack([ids for _, ids in sorted(record.of_layer.items())], dim=1)
+        return ids.sort(-1).values.flatten(1).to("cpu", dtype)
+
+    return read
+
+
+class _Chosen:
+    """The experts [T, k] that each layer chose last, by the layer's number."""
+
+    def __init__(self) -> None:
+        self.of_layer: dict[int, Tensor] = {}
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """vLLM calls it in every forward of a layer with experts."""
+        self.of_layer[layer_id] = topk_ids
 
 
 # -- weights --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_tlt.backends.vllm.plugin import internals
-from megatron_tlt.backends.vllm.plugin.hidden import HiddenStateTap
+from megatron_tlt.backends.vllm.plugin.hidden import PositionTap
 
 H, L = 3, 8
 
@@ -48,7 +48,7 @@ def test_states_behind_the_layers_that_eagle3_reads_come_first() -> None:
 
 
 def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:
-    tap = HiddenStateTap(runner, budget_bytes=2 * L * H * 4, max_len=L, max_requests=8)
+    tap = PositionTap(runner, L, 8, budget_bytes=2 * L * H * 4)
     forward(runner, 900.0, a=[0, 1])
     tap.is_on = True
     forward(runner, 100.0, a=[0, 1, 2], b=[0, 1])

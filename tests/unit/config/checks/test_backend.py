@@ -96,6 +96,9 @@ VLLM = ("rollout.backend=vllm",)
 def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM) == {}
     assert problems(*VLLM, "rollout.speculation.drafter=suffix", "train.deterministic=true") == {}
+    replay, graphs = "actor.router_replay=rollout", "rollout.cuda_graphs"
+    assert problems(*VLLM, replay, device="cpu") == problems(*VLLM, replay, f"{graphs}=false", device="cuda") == {}
+    assert set(problems(*VLLM, replay, device="cuda")) == {graphs}
     eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
     for kind in ("eagle", "eagle3"):
         assert problems(*VLLM, *eagle, "idle.train_drafter=true", f"drafter.kind={kind}") == {}
