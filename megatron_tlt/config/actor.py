@@ -32,8 +32,8 @@ class ActorSection(Section):
     router_z_loss: NonNegativeFloat = 0.0
     """Coefficient of the routers' z-loss, the mean squared log-sum-exp of their logits; 0: off."""
     router_replay: Literal["off", "rollout"] = "off"
-    """rollout: the update takes the experts that the rollout engine chose for each token (R3), where it recorded them;
-    off: its own router chooses."""
+    """rollout: the update takes the experts that the rollout engine chose for each token (R3), where it recorded them
+    (embedded, vllm); off: its own router chooses."""
     measure_replay: bool = False
     """One more forward of the update's answers, without replay, to measure what replay is worth:
     `policy/unreplayed_mismatch_abs` beside `policy/mismatch_abs`. Changes no weight."""
