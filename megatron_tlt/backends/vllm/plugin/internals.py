@@ -306,6 +306,7 @@ def _make_kernels_anew(model: nn.Module) -> None:
     """On CPUs experts compute with packed weights, and vLLM packs them only where it makes a layer's kernel. Without
     its kernel a layer gets one with the weights that are loaded next.
     """
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
             layer.quant_method.moe_kernel = None
