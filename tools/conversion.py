@@ -11,37 +11,40 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import torch
 
 from megatron_tlt.actor.hf_names import slots
-from megatron_tlt.checkpoint.atomic import gib
+from megatron_tlt.checkpoint.atomic import gib, problem_of
 from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
 from megatron_tlt.checkpoint.convert.inspection import Checksums, Difference, Opened, is_saved_again
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.distributed.together import Ranks, SingleProcess
+from megatron_tlt.distributed.together import Ranks, SingleProcess, together
 from megatron_tlt.errors import ConfigError, TltError, shortened
 from megatron_tlt.models.config import ModelConfig
 
+Plan = TypeVar("Plan")
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
-def run(name: str, body: Callable[[Ranks], int]) -> int:
-    """Runs `body` on this rank; exit status 0, 1 (failed) or 2 (arguments or model cannot be converted).
+def run(name: str, plan: Callable[[Ranks], Plan], act: Callable[[Plan, Ranks], int]) -> int:
+    """Runs `plan`, then `act` with what it returned, on this rank; exit status 0, 1 (failed) or 2 (bad input).
 
-    MPI is started only where a launcher started several ranks. SIGTERM ends like Ctrl-C: unfinished output is removed.
+    An error of `plan`, on any rank, is bad input; one of `act` is so only if it is a ConfigError. MPI
+    is started only where a launcher started several ranks. SIGTERM ends like Ctrl-C: unfinished output is removed.
     """
     signal.signal(signal.SIGTERM, _leave)
     if detect_launch().size in (1, None):
-        return _guarded(name, body, SingleProcess())
+        return _guarded(name, plan, act, SingleProcess())
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.distributed.world import World
 
     world = World.start(DistributedSection(device="cpu"))
     try:
-        status = _guarded(name, body, world)
+        status = _guarded(name, plan, act, world)
     except BaseException:  # the other ranks would wait forever for one that died
         traceback.print_exc()
         world.abort(FAILED)
@@ -50,13 +53,25 @@ def run(name: str, body: Callable[[Ranks], int]) -> int:
     return status
 
 
-def _guarded(name: str, body: Callable[[Ranks], int], ranks: Ranks) -> int:
+def _guarded(
+    name: str, plan: Callable[[Ranks], Plan], act: Callable[[Plan, Ranks], int], ranks: Ranks
+) -> int:
+    status = BAD_INPUT
     try:
-        return body(ranks)
+        with together(ranks):
+            todo = plan(ranks)
+        status = FAILED
+        return act(todo, ranks)
     except TltError as error:
         if ranks.is_main:  # every rank has the same error, or one that names the failed rank
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
+        return BAD_INPUT if isinstance(error, ConfigError) else status
+
+
+def check_new(out: Path, ranks: Ranks) -> None:
+    """Raises ConfigError if the directory `out` cannot be made. Rank 0 looks: others may not see its files."""
+    if ranks.is_main and (problem := problem_of(out)):
+        raise ConfigError.of("--out", str(out), problem)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -17,11 +17,11 @@ import conversion as command
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert import to_megatron
 from megatron_tlt.cli.exit_codes import OK
-from megatron_tlt.distributed.together import Ranks, together
+from megatron_tlt.distributed.together import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 (failed, nothing written) or 2 (this model or layout cannot be converted)."""
+    """Exit status 0, 1 (failed, nothing written) or 2 (bad input: arguments, model, files, layout)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    def body(ranks: Ranks) -> int:
-        with together(ranks):
-            todo = to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+    def plan(ranks: Ranks) -> to_megatron.Plan:
+        command.check_new(args.out, ranks)
+        return to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+
+    def convert(todo: to_megatron.Plan, ranks: Ranks) -> int:
         if args.dry_run:
             if ranks.is_main:
                 print(command.megatron_report(todo, args.out))
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {args.out}: {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}")
         return OK
 
-    return command.run(parser.prog, body)
+    return command.run(parser.prog, plan, convert)
 
 
 if __name__ == "__main__":

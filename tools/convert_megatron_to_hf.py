@@ -16,11 +16,11 @@ import conversion as command
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert import to_hf
 from megatron_tlt.cli.exit_codes import OK
-from megatron_tlt.distributed.together import Ranks, together
+from megatron_tlt.distributed.together import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 (failed, nothing written) or 2 (this model cannot be converted)."""
+    """Exit status 0, 1 (failed, nothing written) or 2 (bad input: arguments, model, files)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.max_file_gib <= 0:
         parser.error("--max-file-gib must be above 0")
 
-    def body(ranks: Ranks) -> int:
+    def plan(ranks: Ranks) -> to_hf.Plan:
+        command.check_new(args.out, ranks)
         limit = int(args.max_file_gib * 2**30)
-        with together(ranks):
-            todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        return to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+
+    def convert(todo: to_hf.Plan, ranks: Ranks) -> int:
         if args.dry_run:
             if ranks.is_main:
                 print(command.hf_report(todo, args.out))
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {args.out}: {len(todo.config.parameter_shapes())} tensors, {gib(todo.num_bytes)}")
         return OK
 
-    return command.run(parser.prog, body)
+    return command.run(parser.prog, plan, convert)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tools/export_drafter.py --drafter DIR --format hf|sglang|trtllm|vllm --out DIR [--dtype bf16] [--policy DIR]
 
 `--drafter` is a directory of `megatron-tlt drafter train`. What runs where: docs/export_drafter.md. Exit codes:
-0 written, 1 something is torn or in the way, 2 the engine cannot run this drafter or an argument is wrong.
+0 written, 1 the directory cannot be written, 2 bad input: an argument, a file, a drafter that the engine cannot run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
+from megatron_tlt.drafter.export.drafter import export_files, write_export
 from megatron_tlt.drafter.export.engines import FORMATS
-from megatron_tlt.errors import ConfigError, TltError
+from megatron_tlt.errors import TltError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,11 +38,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    status = BAD_INPUT
     try:
-        files = export_drafter(args.drafter, args.out, args.format, DTYPES[args.dtype], args.policy)
+        files = export_files(args.drafter, args.out, args.format, DTYPES[args.dtype], args.policy)
+        status = FAILED
+        write_export(files, args.out)
     except TltError as e:
         print(f"export_drafter: {e}", file=sys.stderr)
-        return 2 if isinstance(e, ConfigError) else 1
+        return status
     for name, tensors in files.tensors.items():
         size = sum(t.nbytes for t in tensors.values())
         print(f"{args.out / name}: {len(tensors)} tensors, {size / 1e6:.2f} MB, {args.dtype}")

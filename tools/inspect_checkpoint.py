@@ -14,6 +14,7 @@ from pathlib import Path
 import conversion as command
 
 from megatron_tlt.checkpoint.convert.inspection import (
+    Opened,
     check_same_model,
     checksums,
     compare,
@@ -25,13 +26,13 @@ from megatron_tlt.distributed.together import Ranks
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report lists them)
-  1  damaged or unreadable, no checkpoint, of different models, or two different steps hold the same weights
-  2  wrong arguments, or a model that is not supported
+  1  damaged, or two different steps hold the same weights
+  2  wrong arguments, no checkpoint that can be opened, of different models, or of one that is not supported
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 (damaged, unreadable, or two steps hold the same weights) or 2 (an unknown model)."""
+    """Exit status 0, 1 (damaged, or two steps hold the same weights) or 2 (bad input)."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    def body(ranks: Ranks) -> int:
-        if not ranks.is_main:
-            return OK
-        opened, status = open_checkpoint(args.directory, args.config), OK
+    def plan(ranks: Ranks) -> tuple[Opened, Opened | None]:
+        opened = open_checkpoint(args.directory, args.config)
         other = None if args.compare is None else open_checkpoint(args.compare, args.config)
         if other is not None:  # before all of the first is read
             check_same_model(opened, other)
+        return opened, other
+
+    def describe(both: tuple[Opened, Opened | None], ranks: Ranks) -> int:
+        if not ranks.is_main:
+            return OK
+        (opened, other), status = both, OK
         print(command.description(opened))
         if not args.quick:
             sums = checksums(opened)
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 status = FAILED
         return status
 
-    return command.run(parser.prog, body)
+    return command.run(parser.prog, plan, describe)
 
 
 if __name__ == "__main__":

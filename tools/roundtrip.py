@@ -11,13 +11,14 @@ from pathlib import Path
 
 import conversion as command
 
-from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
+from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.roundtrip import check_work, roundtrip
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.together import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 (every bit came back; with --dtype every number), 1 (not so) or 2 (cannot be converted)."""
+    """Exit status 0 (every bit came back; with --dtype every number), 1 (not so) or 2 (bad input)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,8 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
 
-    def body(ranks: Ranks) -> int:
-        found = roundtrip(args.hf, args.tp, args.pp, args.dtype, args.work, ranks)
+    def plan(ranks: Ranks) -> to_megatron.Plan:
+        check_work(args.work, ranks)
+        return to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+
+    def compare(todo: to_megatron.Plan, ranks: Ranks) -> int:
+        found = roundtrip(todo, args.work, ranks)
         if ranks.is_main:
             same = f"{found.identical} of {found.total} tensors identical bit for bit"
             if found.retyped:
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_exact = not found.differing if args.dtype else found.same_bits
         return OK if is_exact else FAILED
 
-    return command.run(parser.prog, body)
+    return command.run(parser.prog, plan, compare)
 
 
 if __name__ == "__main__":

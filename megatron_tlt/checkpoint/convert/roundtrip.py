@@ -13,16 +13,19 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError, ConfigError
 
 
-def roundtrip(hf: Path, tp: int, pp: int, dtype: str | None, work: Path | None, ranks: Ranks) -> Difference:
-    """Converts `hf` in a scratch directory under `work` (default: the system's), which is removed at the end.
+def check_work(work: Path | None, ranks: Ranks) -> None:
+    """Raises ConfigError on rank 0 if there can be no scratch directory under `work`."""
+    if ranks.is_main and work is not None and not (work.is_dir() and os.access(work, os.W_OK | os.X_OK)):
+        raise ConfigError.of("--work", str(work), "must be a directory that exists and can be written to")
 
-    `dtype` None keeps the stored type. Collective. Raises what the conversions raise, ConfigError for `work`, and
-    CheckpointError if config.json comes back as another model.
+
+def roundtrip(todo: to_megatron.Plan, work: Path | None, ranks: Ranks) -> Difference:
+    """Does `todo` and the way back in a scratch directory under `work` (default: the system's), then removes it.
+
+    Collective. Raises what the conversions raise, and CheckpointError if config.json comes back as another model.
     """
+    hf = todo.source.directory
     with together(ranks):
-        if ranks.is_main and work is not None and not (work.is_dir() and os.access(work, os.W_OK | os.X_OK)):
-            raise ConfigError.of("--work", str(work), "must be a directory that exists and can be written to")
-        todo = to_megatron.plan(hf, tp, pp, dtype)
         made = tempfile.mkdtemp(prefix="roundtrip-", dir=work) if ranks.is_main else ""
     scratch = Path(ranks.broadcast_object(made))
     found: Difference | None = None

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,15 +34,29 @@ def export_drafter(
 ) -> ExportFiles:
     """Reads the drafter directory, writes the export to `out` and returns what was written.
 
-    `policy` is a Hugging Face directory. It must have the drafter's shape; format hf copies its embedding and LM head.
-    Everything that can be wrong is found before `out` appears: ConfigError for what the engine cannot run,
-    CheckpointError for a drafter or policy that is torn or does not fit, or an `out` that exists.
+    Raises what `export_files` raises, and CheckpointError if `out` cannot be written.
     """
-    target = Path(out)
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(
-            f"{out} exists: an export is never written over something, give a new directory"
-        )
+    files = export_files(directory, out, form, dtype, policy)
+    write_export(files, Path(out))
+    return files
+
+
+def write_export(files: ExportFiles, out: Path) -> None:
+    """Raises CheckpointError if `out` cannot be written."""
+    write_directory(out, files.tensors, {**files.json, "README.md": files.card})
+
+
+def export_files(
+    directory: str | Path, out: str | Path, form: Format, dtype: torch.dtype, policy: str | Path | None
+) -> ExportFiles:
+    """What an export to the new directory `out` consists of.
+
+    `policy` is a Hugging Face directory. It must have the drafter's shape; format hf copies its embedding and LM head.
+    Everything that can be wrong is found here: ConfigError for what the engine cannot run, or an `out` that exists,
+    CheckpointError for a drafter or policy that is torn or does not fit.
+    """
+    if Path(out).exists() or Path(out).is_symlink():
+        raise ConfigError.of("--out", str(out), "exists: it is not written over, name a new directory")
     drafter = load_drafter(directory)
     if policy is not None and drafter.config.kind == "eagle3":
         allowed = "a drafter of kind eagle3 has a head of its own: give none"
@@ -56,9 +71,7 @@ def export_drafter(
             files.tensors["policy_tables.safetensors"] = cast_tensors(tables, dtype)
     else:
         files = engine_files(drafter, form, dtype)
-    card = model_card(drafter, form, dtype, has_tables=policy is not None)
-    write_directory(target, files.tensors, {**files.json, "README.md": card})
-    return files
+    return replace(files, card=model_card(drafter, form, dtype, has_tables=policy is not None))
 
 
 def _policy_tables(policy: str | Path, shape: ModelConfig) -> dict[str, Tensor]:

@@ -31,10 +31,11 @@ _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --f
 
 @dataclass(frozen=True, slots=True)
 class ExportFiles:
-    """One export, in memory: tensor files and JSON files by file name."""
+    """One export, in memory: tensor files and JSON files by file name, and its README.md."""
 
     tensors: dict[str, dict[str, Tensor]]
     json: dict[str, dict[str, Any]]
+    card: str = ""
 
 
 def engine_files(drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:

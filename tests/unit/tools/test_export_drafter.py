@@ -31,7 +31,7 @@ def test_written_files_are_listed(kind: str, drafter, tmp_path, capsys) -> None:
         assert str(file) in said
     assert ("13 tensors" if kind == "sglang" else "12 tensors") in said
     assert "bf16" in said
-    assert export_drafter.main(arguments) == 1
+    assert export_drafter.main(arguments) == 2
     assert "exists" in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_pat
         "nothing": "nothing is no Megatron checkpoint",
         "qwen2": "are of different models: family is 'qwen3', not 'qwen2'",
     }.items():
-        assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 1
+        assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 2
         said = capsys.readouterr()
         assert words in said.err and not said.out
 
@@ -166,7 +167,7 @@ def test_damage_is_found(place, tmp_path, capsys):
     assert "__1_0.distcp is not as the manifest recorded it" in capsys.readouterr().err
 
 
-def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys):
+def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):
     hf, out, back = str(place / "hf"), str(tmp_path / "mg"), str(tmp_path / "back")
     there = ["--hf", hf, "--out", out, "--tp", "2"]
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 0
@@ -176,14 +177,19 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys):
     assert "131 padded to 132" in said and "release/__1_0.distcp" in said and "free in" in said
     assert list(tmp_path.iterdir()) == []
     assert convert_hf_to_megatron.main(there) == 0
-    assert convert_hf_to_megatron.main(there) == 1  # exists
-    assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 1
+    assert convert_hf_to_megatron.main(there) == 2
+    assert "--out = " in capsys.readouterr().err
+    assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 2
     assert convert_hf_to_megatron.main(["--hf", hf, "--out", out + "2", "--tp", "3"]) == 2
     assert "--tp = 3: must divide the model's query heads 4" in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
     assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0
-    assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 1
+    assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert convert_megatron_to_hf.main(["--megatron", out, "--out", back + "2"]) == 1  # failed: no bad input
+    monkeypatch.undo()
+    capsys.readouterr()
     assert roundtrip.main(["--hf", hf, "--tp", "4", "--work", str(tmp_path)]) == 0
     assert "35 of 35 tensors identical bit for bit" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "mg"]

@@ -110,7 +110,7 @@ def test_tokenizer_and_config_come_along(tmp_path, models):
 
 def test_roundtrip_finds_what_does_not_come_back(models, tmp_path, monkeypatch):
     hf, _ = models["qwen2"]
-    found = roundtrip(hf, 2, 3, None, tmp_path, SingleProcess())
+    found = roundtrip(to_megatron.plan(hf, 2, 3, None), tmp_path, SingleProcess())
     assert found.same_bits and found.identical == found.total == 38
     assert list(tmp_path.iterdir()) == []
     true = to_megatron.chunks_of
@@ -120,6 +120,6 @@ def test_roundtrip_finds_what_does_not_come_back(models, tmp_path, monkeypatch):
         return true(config, slot, [full[0].flip(0)] if spoilt else full, rank, tp)
 
     monkeypatch.setattr(to_megatron, "chunks_of", wrong)
-    found = roundtrip(hf, 2, 3, None, tmp_path, SingleProcess())
+    found = roundtrip(to_megatron.plan(hf, 2, 3, None), tmp_path, SingleProcess())
     assert [name for name, _ in found.differing] == ["model.layers.1.self_attn.o_proj.weight"]
-    assert roundtrip(hf, 1, 1, "bf16", tmp_path, SingleProcess()).differing
+    assert roundtrip(to_megatron.plan(hf, 1, 1, "bf16"), tmp_path, SingleProcess()).differing
