@@ -21,15 +21,18 @@ def add_check(commands: Any) -> None:
         "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
     )
     command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
+    command.add_argument("--show-config", action="store_true", help="print the whole configuration, with all defaults")
     command.set_defaults(run=_check)
 
 
 def _check(args: argparse.Namespace) -> int:
+    from megatron_tlt.config.load import dump_config
     from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.trainer.preflight import check_report
 
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError.of("--ranks", args.ranks, "must be >= 1")
     config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
-    print(check_report(config, args.ranks))
+    report = check_report(config, args.ranks)
+    print(f"{report}\n\nResolved configuration\n{dump_config(config)}" if args.show_config else report)
     return OK

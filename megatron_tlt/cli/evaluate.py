@@ -45,18 +45,19 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import build_evaluator, open_backend, open_tokenizer
+    from megatron_tlt.trainer.setup import build_evaluator, held_out_prompts, open_backend, open_tokenizer
 
     if config.data.eval is None:
         raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
     check_on(without_checkpoints(config), world)
     tokenizer = open_tokenizer(config)
+    prompts = held_out_prompts(config, tokenizer)
     rewards = RewardPool(config.rewards)
     backend = open_backend(config, world, tokenizer)
     world.enter("load")
     sync = BucketedSync(config.sync, backend, world)
     sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
-    evaluator = build_evaluator(config, world, tokenizer, backend, rewards)
+    evaluator = build_evaluator(config, world, prompts, backend, rewards)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
     result = evaluator.run(0)

@@ -40,6 +40,7 @@ def add_generate(commands: Any) -> None:
     add("--chat", action="store_true", help="use the tokenizer's chat template")
     add("--logprobs", action="store_true", help="write the log-probability of every token")
     add("--stats", type=Path, help="JSON of counters and speeds to write")
+    add("--overwrite", action="store_true", help="replace --out and --stats where they exist")
     about = "engine settings, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
     add("overrides", nargs="*", metavar="rollout.a.b=v", help=about)
     command.set_defaults(run=_generate)
@@ -77,8 +78,8 @@ def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
         problems.append(ConfigProblem("--stop", "", "must not be empty: it would end every answer at once"))
     return [
         *problems,
-        *output_file_problems("--out", args.out),
-        *output_file_problems("--stats", args.stats),
+        *output_file_problems("--out", args.out, args.overwrite),
+        *output_file_problems("--stats", args.stats, args.overwrite),
     ]
 
 

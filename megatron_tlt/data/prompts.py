@@ -41,13 +41,14 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured on the same
     questions; it never shares the training stream's seed; and it ends with its file, since a repeated question would
-    count twice and make the standard error too small. Raises ConfigError and DataError.
+    count twice and make the standard error too small. Raises ConfigError and DataError (also where every prompt is too
+    long).
     """
     source = section.train if which == "train" else section.eval
     if source is None:
         raise ConfigError.of(f"data.{which}", None, "is required for this stream")
     own = hashed("train", source.seed, seed) if which == "train" else hashed("eval", source.seed)
-    return SourceStream(
+    stream = SourceStream(
         open_source(source, f"data.{which}", own),
         tokenizer,
         seed=own,
@@ -57,6 +58,10 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
         max_prompt_tokens=section.max_prompt_tokens,
         once=which == "eval",
     )
+    start = stream.state_dict()
+    stream.next_batch(1)
+    stream.load_state_dict(start)
+    return stream
 
 
 def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:

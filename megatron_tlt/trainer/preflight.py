@@ -28,13 +28,16 @@ _DRAFTER_PATH = "rollout.speculation.drafter_path"
 def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """`megatron-tlt check`: the report, or ConfigError with every problem.
 
-    Model and prompt files may be on another machine (a login node has neither); where they are here they count.
+    Model and prompt files may be on another machine (a login node has neither); where they are here they count. Where
+    the model is not, `model.architecture` must say what is planned.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     shape, positions = model_facts(config)
     problems = find_problems(config, shape, num_ranks, None, positions)
     problems += model_problems(config) + tokenizer_problems(config) + weight_problems(config, shape)
     problems += resume_problems(config) + input_problems(config)
+    if config.model.architecture is None:
+        problems += missing_model(config)
     field, path = _written_directory(config)
     problems += output_directory_problems(field, path, must_be_writable=False)
     if isinstance(config, Config):

@@ -53,7 +53,7 @@ from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
 from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.trainer.weight_push import WeightPush
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
 
@@ -84,13 +84,14 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     config = with_device_memory(config, world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
+    tokenizer = open_tokenizer(config)
+    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
+    held_out = held_out_prompts(config, tokenizer)
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
     # What a batch is made of.
-    tokenizer = open_tokenizer(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
-    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
     rewards = RewardPool(config.rewards, on_verdict=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
 
@@ -146,7 +147,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         ),
         policy=policy,
         weight_push=WeightPush(policy, drafter, rollout_cache, BucketedSync(config.sync, backend, world)),
-        evaluator=build_evaluator(config, world, tokenizer, backend, rewards),
+        evaluator=build_evaluator(config, world, held_out, backend, rewards),
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
         idle_figures=IdleFigures(_gpu_monitor(world), tp.rank == 0),
@@ -258,15 +259,20 @@ def open_backend(
     return backend
 
 
-def build_evaluator(
-    config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, rewards: RewardPool
-) -> Evaluator | None:
-    """The evaluator of a configuration's held-out prompts; None where it has none."""
+def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of `data.eval` that evaluations answer; none without it. Raises DataError."""
     if config.data.eval is None:
+        return []
+    return build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(config.eval.num_prompts)
+
+
+def build_evaluator(
+    config: Config, world: World, prompts: list[Prompt], backend: RolloutBackend, rewards: RewardPool
+) -> Evaluator | None:
+    """The evaluator on held-out prompts; None without any."""
+    if not prompts:
         return None
-    prompts = build_prompts(config.data, "eval", tokenizer, config.train.seed)
-    some = prompts.next_batch(config.eval.num_prompts)
-    return Evaluator(some, config.eval, sampling_params(config), backend, rewards, world, config.rollout.tp)
+    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, world, config.rollout.tp)
 
 
 def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolicy:

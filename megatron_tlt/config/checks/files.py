@@ -8,16 +8,18 @@ from pathlib import Path
 from megatron_tlt.errors import ConfigProblem
 
 
-def output_file_problems(field: str, path: str | Path | None) -> list[ConfigProblem]:
+def output_file_problems(field: str, path: str | Path | None, may_exist: bool = True) -> list[ConfigProblem]:
     """What keeps a file from being written at `path` (None: nothing is to be written). Creates nothing.
 
-    Missing parent directories are no problem: the commands make them.
+    Missing parent directories are no problem: the commands make them. `may_exist`: whether it may replace a file.
     """
     if path is None:
         return []
     file = Path(path)
     if file.is_dir():
         return [ConfigProblem(field, str(path), "is a directory: name a file")]
+    if file.is_file() and not may_exist:
+        return [ConfigProblem(field, str(path), "exists: --overwrite replaces it")]
     if file.exists():
         return [] if os.access(file, os.W_OK) else [ConfigProblem(field, str(path), "is not writable")]
     return output_directory_problems(field, file.parent, given=path)

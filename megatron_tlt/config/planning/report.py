@@ -1,4 +1,4 @@
-"""What `megatron-tlt check` prints: the resolved config, the rank grid, memory per rank, tokens per step."""
+"""What `megatron-tlt check` prints: the rank grid, memory per rank, tokens per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from megatron_tlt.config.checks.layout import Device, check_grid, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.config.load import dump_config
 from megatron_tlt.config.planning.engine import kv_bytes_per_token
 from megatron_tlt.config.planning.graphs import captured_shapes, graph_rows, has_graphs
 from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
@@ -50,15 +49,11 @@ def render_check(
     shape = shape if shape is not None else config.model.architecture
     actor = config.actor
     dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
-    parts = ["Resolved configuration", _indent(dump_config(config)), *_grid(dims)]
+    parts = _grid(dims)
     if isinstance(config, Config):
         parts += _engines(config, num_ranks)
     parts += ["", *_memory(config, shape, num_ranks, device), "", *_tokens(config, dims)]
     return "\n".join(parts) + "\n"
-
-
-def _indent(text: str) -> str:
-    return "".join(f"  {line}\n" for line in text.splitlines())
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

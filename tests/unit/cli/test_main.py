@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron_tlt.cli.generate import _argument_problems
 from megatron_tlt.cli.main import _parse, main
 
 
@@ -27,6 +28,33 @@ def test_generate_takes_engine_settings_only(capsys):
     assert said.count("not read by generate") == 2
     assert main([*command, "rollout.speculation.drafter=eagle"]) == 2
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
+
+
+def test_generate_replaces_a_file_only_where_it_is_asked_to(tmp_path, capsys):
+    out, stats = tmp_path / "o.jsonl", tmp_path / "s.json"
+    command = ["generate", "--model", "m", "--prompts", "p", "--out", str(out), "--stats", str(stats)]
+    for file in (out, stats):
+        file.write_text("dear")
+        assert main(command) == 2
+        assert f"= '{file}': exists: --overwrite replaces it" in capsys.readouterr().err
+    assert out.read_text() == stats.read_text() == "dear"
+    assert _argument_problems(_parse([*command, "--overwrite"])) == []
+
+
+def test_check_needs_a_model_or_its_architecture(capsys):
+    assert main(["check", "configs/quickstart.yaml", "model.path=not/here"]) == 2
+    assert "model.path = 'not/here'" in capsys.readouterr().err
+    assert main(["check", "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", "model.path=not/here"]) == 0
+    assert "warning: not on this machine: model.path = not/here" in capsys.readouterr().out
+
+
+def test_check_reports_and_shows_the_configuration_where_it_is_asked_to(capsys):
+    assert main(["check", "configs/quickstart.yaml"]) == 0
+    report = capsys.readouterr().out
+    assert report.startswith("Ranks: 2 =") and "micro_batch_tokens" not in report
+    assert main(["check", "configs/quickstart.yaml", "--show-config"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(report) and "  micro_batch_tokens: 4096" in shown
 
 
 @pytest.mark.parametrize("steps", ["3-", "-3", "5-3", "x"])
