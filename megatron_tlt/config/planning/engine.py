@@ -94,12 +94,13 @@ def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
     Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products, and
-    those of each expert that a row takes, with input and output. On
-    CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R rows its logits in
-    the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the sampler takes.
+    those of each expert that a row takes, with input and output; the experts' numbers; of kind eagle3 the outputs of
+    three layers. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R rows
+    its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the
+    sampler takes.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
-    forward = rollout.max_batched_tokens * row_elements(config, shape) * element
+    forward = rollout.max_batched_tokens * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
@@ -107,11 +108,18 @@ def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
 
 
-def row_elements(config: Config, shape: ModelShape) -> int:
-    """Elements of a forward's temporaries that each of its rows has: see `rollout_step_bytes`."""
-    tp = config.rollout.tp
-    row = 3 * shape.hidden_size + 4 * shape.intermediate_size // tp
-    return row + shape.num_experts_per_tok * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
+def row_bytes(config: Config, shape: ModelShape) -> int:
+    """A forward's temporaries that each of its rows has: see `rollout_step_bytes`."""
+    tp, chosen = config.rollout.tp, shape.num_experts_per_tok
+    row = (2 + state_parts(config)) * shape.hidden_size + 4 * shape.intermediate_size // tp
+    row += chosen * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
+    routes = 2 * 8 * chosen * len(shape.moe_layers)  # int64, of each layer, then joined
+    return row * element_bytes(config.rollout.dtype) + routes
+
+
+def state_parts(config: Config) -> int:
+    """Hidden states that a forward keeps of a row, in multiples of H."""
+    return config.drafter.state_parts if config.rollout.speculation.uses_eagle else 1
 
 
 def verified_rows(config: Config) -> int:

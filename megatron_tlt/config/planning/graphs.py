@@ -5,9 +5,9 @@ are all B up to the running requests, with the k that drafts can have, as far as
 
 Legend: B sequences, k rows of each, H hidden, F intermediate, V vocabulary, t = rollout.tp; e bytes of an element.
 
-* Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`. Temporary memory, shared
-  by all graphs: that of the largest one, of each row what a forward has (`engine.rollout_step_bytes`), on several ranks
-  its logits a second and a third time.
+* Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`, and the numbers of its
+  experts. Temporary memory, shared by all graphs: that of the largest one, of each row what a forward has
+  (`engine.row_bytes`), on several ranks its logits a second and a third time.
 * What a graph takes beside it (its nodes) is the driver's affair and is measured at each capture: what the budget
   (`rollout.graph_memory_mib`) has no room for runs without a graph.
 """
@@ -18,7 +18,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.planning.engine import row_elements
+from megatron_tlt.config.checks.rollout import route_bytes
+from megatron_tlt.config.planning.engine import row_bytes, state_parts
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
@@ -76,9 +77,8 @@ def least_graph_bytes(config: Config, shape: ModelShape) -> int:
     """Output buffers and shared temporary memory: without room for them no large forward is captured."""
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
-    parts = config.drafter.state_parts if rollout.speculation.uses_eagle else 1
-    buffers = shape.vocab_size + parts * shape.hidden_size
-    return graph_rows(config) * (buffers + row_elements(config, shape) + gathered) * element
+    buffers = shape.vocab_size + state_parts(config) * shape.hidden_size
+    return graph_rows(config) * ((buffers + gathered) * element + route_bytes(shape) + row_bytes(config, shape))
 
 
 def graph_rows(config: Config) -> int:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.config.planning.graphs import batch_buckets, captured_shapes, round_up
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.planning.engine import row_bytes
+from megatron_tlt.config.planning.graphs import (
+    batch_buckets,
+    captured_shapes,
+    graph_rows,
+    least_graph_bytes,
+    round_up,
+)
 from megatron_tlt.distributed import world
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models import base
@@ -24,6 +33,7 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
 from tests.helpers.graphs import Fake
+from tests.helpers.ledger import Ledger
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import Tree, copy_of, random_tree, tree_input
@@ -66,6 +76,36 @@ def test_buckets() -> None:
     large = batch_buckets(1000)
     assert large[-1] == 1000 and all(b <= a + max(8, a // 4) for a, b in pairwise(large))
     assert [round_up([2, 5, 9], n) for n in (0, 2, 3, 9, 10)] == [2, 2, 5, 9, None]
+
+
+def test_wider_states_and_routes_take_what_the_plan_counts() -> None:
+    """Buffers of a pool, and what one forward has beside them, with hidden states of kind eagle3 and with experts."""
+    dense, h = ModelConfig("llama", 101, 64, 6, 4, 2, 16, 512), 64
+    sparse = replace(dense, family="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
+    sparse = replace(sparse, moe_layers=tuple(range(6)))
+    wanted = ["rollout.dtype=bf16", "rollout.max_running_requests=8"]
+    wanted += ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]
+    rows = graph_rows(build_config({"model": {"path": "m"}}, wanted))
+    sizes = PoolSizes(max_batch=8, max_context=96, block_size=16, verify_rows=rows)
+
+    def taken(shape: ModelConfig, kind: str, layers: tuple[int, ...]) -> tuple[int, int]:
+        config = build_config({"model": {"path": "m"}}, [*wanted, f"drafter.kind={kind}"])
+        with Ledger(1 << 40) as ledger:
+            decoder = TorchDecoder(shape, dtype=torch.bfloat16, device="meta", aux_layers=layers)
+            decoder.paged = lambda q, *_: torch.empty_like(q)
+            pool = GraphPool(decoder, decoder.new_kv_cache(8, 16), sizes)
+            fixed = pool.memory_bytes() - pool._staging.nbytes
+            key = GraphKey(8, rows // 8)
+            ledger.phase("forward")
+            before = ledger.live
+            pool._step(key, pool._staging.blank(key, 8, 16))()
+            step = ledger.peak - before
+        assert fixed + rows * row_bytes(config, shape) == least_graph_bytes(config, shape)
+        return step, rows * row_bytes(config, shape)
+
+    (plain, planned), (wide, planned_wide) = taken(dense, "eagle", ()), taken(dense, "eagle3", (1, 2, 4))
+    assert wide - plain == planned_wide - planned == rows * 3 * h * 2
+    taken(sparse, "eagle3", (1, 2, 4))
 
 
 def test_invariant_numerics_have_no_static_forward(setup) -> None:
