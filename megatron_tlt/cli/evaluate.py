@@ -40,18 +40,19 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _eval_on(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the held-out prompts; prints the result as JSON. Collective."""
+    from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import build_evaluator, held_out_prompts, open_backend, open_tokenizer
+    from megatron_tlt.trainer.setup import build_evaluator, open_backend, open_tokenizer
 
     if config.data.eval is None:
         raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
     check_on(without_checkpoints(config), world)
     tokenizer = open_tokenizer(config)
-    prompts = held_out_prompts(config, tokenizer)
+    prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
     rewards = RewardPool(config.rewards)
     backend = open_backend(config, world, tokenizer)
     world.enter("load")

@@ -64,6 +64,11 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
     return stream
 
 
+def held_out_prompts(section: DataSection, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+    """The first `count` prompts of `data.eval`, which evaluations answer; none without it. Raises as `build_prompts`."""
+    return [] if section.eval is None else build_prompts(section, "eval", tokenizer, seed=0).next_batch(count)
+
+
 def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
     """The configured source; `path` names its section in errors. Raises ConfigError and DataError.
 

@@ -21,7 +21,7 @@ from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.tensor_parallel import (
     GroupTensorParallel,
@@ -86,7 +86,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
-    held_out = held_out_prompts(config, tokenizer)
+    held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
@@ -257,13 +257,6 @@ def open_backend(
     if config.actor.router_replay == "rollout":
         backend.record_routes()
     return backend
-
-
-def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of `data.eval` that evaluations answer; none without it. Raises DataError."""
-    if config.data.eval is None:
-        return []
-    return build_prompts(config.data, "eval", tokenizer, config.train.seed).next_batch(config.eval.num_prompts)
 
 
 def build_evaluator(
