@@ -65,7 +65,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
 
 
 def held_out_prompts(section: DataSection, tokenizer: Tokenizer, count: int) -> list[Prompt]:
-    """The first `count` prompts of `data.eval`, which evaluations answer; none without it. Raises as `build_prompts`."""
+    """The first `count` prompts of `data.eval`, which evaluations answer; none without it. See `build_prompts`."""
     return [] if section.eval is None else build_prompts(section, "eval", tokenizer, seed=0).next_batch(count)
 
 
