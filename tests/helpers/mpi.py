@@ -115,17 +115,15 @@ def run_ranks(
     check: bool = True,
     env: dict[str, str] | None = None,
     options: Sequence[str] = (),
-    forks: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks; returns its output, stdout and stderr together.
 
-    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"]; `options` are mpiexec's,
-    `forks` is `launcher`'s.
+    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"]; `options` are mpiexec's.
     With `check`, a non-zero exit fails the test and shows the output.
     """
     target = [str(ROOT / script)] if isinstance(script, str) else script
     done = subprocess.run(
-        [*launcher(ranks, *options, forks=forks), *target, *args],
+        [*launcher(ranks, *options), *target, *args],
         env={**rank_environment(), **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,

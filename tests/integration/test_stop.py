@@ -21,8 +21,8 @@ DRAFTER = [
     "idle.train_drafter=true",
 ]
 BEFORE_UPDATE, AFTER = (
-    ("rollout", "idle", "score", "exchange", "logprobs"),
-    ("update", "merge", "log", "checkpoint"),
+    ("rollout", "idle", "score", "logprobs"),  # in the exchange: with a drafter, below
+    ("update", "log", "checkpoint"),
 )
 LAST = "checkpoints/step-000004"
 GRID = ["rollout.tp=2", "actor.cp=2"]  # sums of another order: such jobs are compared with one of their own
@@ -78,7 +78,7 @@ def evaluations(directory):
 
 def test_a_signal_in_any_phase_saves_what_it_should(ended):
     _, jobs, told = ended
-    assert len(told) == 21
+    assert len(told) == 19
     expected = {n: [True, saved, dropped, False] for n, (job, saved, dropped) in jobs.items() if job["at"]}
     assert {name: result for name, result in told.items() if jobs[name][0]["at"]} == expected
     assert told["whole"] == told["whole-grid"] == [False, 4, False]

@@ -27,10 +27,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
 CASES = [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)]
 
 
-@pytest.mark.parametrize(("family", "ranks"), CASES)
-def test_prompts_split_over_ranks(results: dict[int, dict], family: str, ranks: int):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_prompts_split_over_ranks(results: dict[int, dict], ranks: int):
     """Bit for bit: a request is computed by one rank, whose neighbours in the batch do not matter."""
-    assert results[ranks][f"{family}/split"] == results[1][f"{family}/split"]
+    assert results[ranks]["split"] == results[1]["split"]
 
 
 @pytest.mark.parametrize(("family", "ranks"), CASES)
