@@ -71,7 +71,7 @@ def build_vllm(
                 patience=launch.start_s,
                 llm=arguments,
                 hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
-                max_len=model.max_context,
+                max_len=arguments["max_model_len"],
                 max_requests=rollout.max_running_requests,
                 speculation=rollout.speculation.model_dump(),
                 routes=route_type(policy.num_experts) if keep_routes else None,
@@ -110,12 +110,14 @@ def _arguments(
         files, layer = drafter_files(drafter, rollout.dtype), drafter.config.layer
         write_directory(folder, files.tensors, files.json)
         cached += layer.num_kv_heads * layer.head_dim
+    # Drafts lie behind the last token; vLLM verifies zeros for all requests in a step where those of one do not fit.
+    context = min(model.max_context + rollout.speculation.longest_draft, policy.max_position_embeddings)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
     blocks = choose_num_blocks(
         block_bytes,
         block_size=_BLOCK,
         max_running=rollout.max_running_requests,
-        max_context=model.max_context + rollout.speculation.longest_draft,  # drafts lie behind the last token
+        max_context=context,
         budget_bytes=cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
         device=device,
         local_ranks=local_ranks,
@@ -123,4 +125,5 @@ def _arguments(
     is_eager = device.type != "cuda" or not rollout.cuda_graphs
     method, read = ("", None) if drafter is None else (drafter.config.kind, folder)
     speculation = speculative_config(rollout, method, read)
+    model = model.model_copy(update={"max_context": context})
     return engine_args(rollout, model, blocks * block_bytes, speculation, is_eager)
