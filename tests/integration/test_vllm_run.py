@@ -39,6 +39,8 @@ KINDS = {  # the demo drafter beside the suffix drafter, and one that starts fro
     "eagle3": (
         "drafter.kind=eagle3",
         "rollout.speculation.drafter=eagle",
+        "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
+        "rollout.speculation.draft_len=4",
         "rollout.speculation.drafter_path=null",
     ),
 }
