@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from megatron_tlt.config.dims import Dims
@@ -31,9 +32,18 @@ def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], dims: Dims, world: 
     Only last stages have parts. Values are exchanged as Python floats, because a replica without sequences has no
     names, and added in the order of the replicas, which gives the same bits on every run.
     """
-    local = merge({name: float(value) for name, value in part.items()} for part in parts)
+    local = merge(_on_host(part) for part in parts)
     gathered = world.all_gather_object(local)
     return merge(gathered[dims.rank_at(dp=replica, pp=dims.pp - 1)] for replica in range(dims.dp))
+
+
+def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
+    """The figures of a micro-batch; the host waits for the device once."""
+    if not part:
+        return {}
+    device = next(iter(part.values())).device
+    stacked = torch.stack([value.to(device, torch.float64) for value in part.values()])
+    return dict(zip(part, stacked.tolist(), strict=True))
 
 
 def per_token(sums: Mapping[str, float]) -> dict[str, float]:

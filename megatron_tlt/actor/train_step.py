@@ -156,7 +156,7 @@ def _loss_of(
         "loss": value.detach(),
         "entropy": (entropy.detach() * mask).sum(),
         "tokens": mask.sum(),
-        "micro_batches": torch.ones(()),
+        "micro_batches": torch.ones((), device=logits.device),
         **{name: sum_.detach() for name, sum_ in sums.items()},
     }
     return value, metrics

@@ -196,7 +196,6 @@ class CudaCapturer:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._handle: Any = torch.cuda.graph_pool_handle()  # torch's name of the pool
-        self._needed = 0  # temporary bytes of the step that was warmed up last
 
     def warm_up(self, step: Step) -> int:
         """A run on a side stream: libraries load kernels and take workspaces, which a capture must not."""
@@ -207,13 +206,13 @@ class CudaCapturer:
         with torch.cuda.stream(self._stream):
             step()
         torch.cuda.synchronize(self._device)
-        self._needed = int(torch.cuda.max_memory_allocated(self._device) - before)
-        return self._needed
+        return int(torch.cuda.max_memory_allocated(self._device) - before)
 
     def capture(self, step: Step) -> Captured:
         """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture."""
-        if self._free_bytes() < 2 * self._needed:
-            torch.cuda.empty_cache()  # what the allocator keeps; it cannot give it back during a capture
+        # `torch.cuda.graph` begins with it, too: what the allocator keeps (the warm-up's memory) would be given back
+        # between the two measurements, and hide what the capture takes.
+        torch.cuda.empty_cache()
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(

@@ -135,6 +135,7 @@ class FakeCuda:
 
     def __init__(self):
         self.free, self.reserved, self.allocated, self.peak, self.handles = 1000, 0, 0, 0, 0
+        self.cached = self.pool = 0  # of what is reserved: free for other tensors, and the graphs'
         self.capturing, self.pools_used = False, []
 
     def use(self, needed: int, own: int):
@@ -142,10 +143,13 @@ class FakeCuda:
 
         def step() -> None:
             self.peak = max(self.peak, self.allocated + needed)
+            grown = max(0, needed - (self.pool if self.capturing else self.cached))
+            self._reserve(grown)
             if self.capturing:
-                grown = max(0, needed - self.reserved)
-                self.reserved += grown
-                self.free -= grown + own
+                self.pool += grown
+                self.free -= own
+            else:
+                self.cached += grown  # freed at the step's end, but kept
 
         return step
 
@@ -153,9 +157,18 @@ class FakeCuda:
     def graph(self, graph, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
         self.pools_used.append(pool)
+        self.empty_cache()  # as torch's does
         self.capturing = True
         yield
         self.capturing = False
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.free -= nbytes
+
+    def empty_cache(self) -> None:
+        self._reserve(-self.cached)
+        self.cached = 0
 
     def install(self, monkeypatch) -> None:
         def handle() -> int:
@@ -171,7 +184,7 @@ class FakeCuda:
             "stream": lambda chosen: nullcontext(),
             "current_stream": lambda device: stream,
             "synchronize": lambda device: None,
-            "empty_cache": lambda: None,
+            "empty_cache": self.empty_cache,
             "reset_peak_memory_stats": reset,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,

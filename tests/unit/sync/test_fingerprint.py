@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.sync.fingerprint import WeightFingerprint, device_sum
+from tests.helpers.ledger import Ledger
 
 
 def weights(change: str = "") -> list[tuple[str, Tensor]]:
@@ -72,3 +73,11 @@ def test_the_sum_for_devices_sees_every_bit_and_every_exchange(dtype: torch.dtyp
         other[0], other[place] = tensor[place], tensor[0]
         changed = not torch.equal(other, tensor)
         assert (device_sum(other.view(torch.uint8)) != device_sum(flat)) == changed
+
+
+def test_the_sum_for_devices_takes_little_memory() -> None:
+    with Ledger(1 << 30) as ledger:
+        flat = torch.empty(1 << 28, dtype=torch.uint8, device="meta")
+        ledger.phase("sum")
+        device_sum(flat)
+    assert ledger.peak - (1 << 28) <= 160 << 20
