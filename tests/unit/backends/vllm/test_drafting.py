@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import mode
+
 import numpy as np
 import pytest
 import torch
@@ -39,8 +41,8 @@ class Engine:
 
 def test_many_running_requests_draft_less_than_few() -> None:
     engine = Engine("cost_model")
-    lengths = {rows: [engine.step(rows) for _ in range(1500)][-1] for rows in (64, 1)}
-    assert lengths == {64: 0, 1: LENGTH}
+    lengths = [mode(engine.step(rows) for _ in range(300)) for rows in (64, 1, 64)]
+    assert lengths == [0, LENGTH, 0]
     other = Engine("cost_model")
     other.drafting.load_state_dict(engine.drafting.state_dict())
     assert other.step(1) == LENGTH, "what was learned is kept"
