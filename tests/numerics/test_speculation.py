@@ -34,14 +34,6 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def plain(family: str, jobs, **options) -> tuple[Answers, list]:
     config = small_config(family)
     weights = random_weights(config, seed=5)

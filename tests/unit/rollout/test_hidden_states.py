@@ -43,14 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def collecting(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
     samples: list[HiddenStateSample] = []
     engine.collect_hidden_states(HiddenStateCollector(samples.append, min_tokens=min_tokens))

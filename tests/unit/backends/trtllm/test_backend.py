@@ -23,7 +23,6 @@ from tests.helpers.trtllm_engines import (
     PROMPTS,
     SHAPES,
     push,
-    scratch_directory,
     start_backend,
     tensors,
 )
@@ -31,14 +30,6 @@ from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)
 EAGLE: dict[str, Any] = {"eagle": True, "draft_len": 3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A short place for sockets and logs: the log of an engine that failed stays."""
-    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
-    with scratch_directory():
-        yield
 
 
 @pytest.fixture(scope="module")

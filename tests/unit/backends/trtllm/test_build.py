@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,18 +29,10 @@ from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_drafters import random_drafter
-from tests.helpers.trtllm_engines import fake_python, scratch_directory
+from tests.helpers.trtllm_engines import fake_python
 from tests.unit.backends.test_embedded import CONFIG
 
 PROMPTS = [Prompt(0, "q", (4, 5), "")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A short place for sockets and logs: the log of an engine that failed stays."""
-    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
-    with scratch_directory():
-        yield
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, frame
 from megatron_tlt.errors import BackendError
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import python_with, scratch_directory, section
+from tests.helpers.trtllm_engines import python_with, section
 
 # A child that connects, says what it is told to, and waits. Its last argument is the socket.
 CHILD = """
@@ -36,14 +35,6 @@ def child(folder: Path, data: bytes, seconds: float = 300) -> str:
     program = folder / "child.py"
     program.write_text(CHILD.format(data=data.hex(), seconds=seconds))
     return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A short place for sockets and logs: the log of an engine that failed stays."""
-    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
-    with scratch_directory():
-        yield
 
 
 @pytest.mark.parametrize(
