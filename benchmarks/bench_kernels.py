@@ -123,7 +123,7 @@ def bench_steps(args: argparse.Namespace) -> list[dict]:
 
 
 def bench_rows(args: argparse.Namespace) -> list[dict]:
-    """Native steps of 1, 2, ... rows a sequence, one thread; the row counts take turns."""
+    """Native forwards of 1, 2, ... rows a sequence, one thread; the row counts take turns."""
     records = []
     torch.set_num_threads(1)
     decoder = make_decoder(DEMO, "native", 1)

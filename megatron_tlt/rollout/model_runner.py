@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.base import Decoder, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.native.decoder import NativeDecoder
-from megatron_tlt.models.native.step import NativeStep, RowArrays
 from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
 from megatron_tlt.rollout.graph_pool import GraphPool
@@ -61,7 +60,6 @@ class ModelRunner:
         self._upload: _Upload | None = None
         if self.device.type != "cpu":
             self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
-        self.native_step = _native_step(decoder, kv, rows, sampler, tp)
         self._routes: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
 
     def keep_pages(self) -> PagedHiddenStates:
@@ -69,8 +67,6 @@ class ModelRunner:
         if self.pages is None:
             sizes = self.kv.num_blocks, self.kv.block_size, self.decoder.state_size
             self.pages = PagedHiddenStates(*sizes, self.decoder.dtype, self.device)
-            if self.native_step is not None:
-                self.native_step.write_hidden_to(self.pages.data)
         return self.pages
 
     def record_routes(self) -> None:
@@ -81,13 +77,10 @@ class ModelRunner:
         self._routes = PagedHiddenStates(*sizes, like.dtype, self.device)
         if self.kv.is_released:
             self._routes.release()
-        self._point_native_step()
 
     def drop_pages(self) -> None:
         """Stops keeping hidden states and frees their memory. Mutates."""
         self.pages = None
-        if self.native_step is not None:
-            self.native_step.write_hidden_to(None)
 
     def release(self) -> None:
         """Frees the memory of cache and hidden states until `resume`. Mutates."""
@@ -96,22 +89,12 @@ class ModelRunner:
         self.kv.release()
         for pages in self._kept:
             pages.release()
-        self._point_native_step()
 
     def resume(self) -> None:
         """Allocates the memory again, zeroed, after a `release`. Mutates."""
         self.kv.resume(self.decoder.new_kv_cache)
         for pages in self._kept:
             pages.resume()
-        self._point_native_step()
-
-    def _point_native_step(self) -> None:
-        """Passes the present addresses of cache and hidden states to the native step, which keeps them."""
-        if self.native_step is None:
-            return
-        self.native_step.point_at(self.kv)
-        self.native_step.write_hidden_to(_memory(self.pages))
-        self.native_step.write_routes_to(_memory(self._routes))
 
     @property
     def _kept(self) -> list[PagedHiddenStates]:
@@ -129,11 +112,6 @@ class ModelRunner:
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
         started = time.perf_counter()
-        native = self.native_step
-        if native is not None and batch.is_decode and not self.rows.num_masked:
-            tokens, logprobs = native.decode(batch.num_decode)
-            self._count_native(native, started)
-            return StepResult(tokens, logprobs)
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
         output = self._run(inputs, self.pool if batch.is_decode else None)
         ran = time.perf_counter()
@@ -170,61 +148,33 @@ class ModelRunner:
         never read). Mutates the cache.
         """
         started = time.perf_counter()
-        native = self.native_step
-        if native is not None and not self.rows.num_masked:
-            (tokens, logprobs), verdict = native.verify(draft.counts, draft.tokens, draft.parents)
-            self._count_native(native, started)
-            return StepResult(tokens, logprobs, verdict[0], Accepted(*verdict))
-        inputs, starts = self._verify_input(draft)
-        output = self._run(inputs, self.pool)
+        fed = _FedRows.of(draft)
+        output = self._run(self._verify_input(draft, fed), self.pool)
         ran = time.perf_counter()
         self.forward_seconds += ran - started
-        rows = self._node_sampling(draft, starts)
-        drawn, scores = self._draw(output.logits, rows)
+        drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.depth))
         accepted = accept_matches(drawn, draft)
         if draft.parents is not None:
             self._compact(draft, accepted)
         self.sample_seconds += time.perf_counter() - ran
         return StepResult(drawn[accepted.index], scores[accepted.index], accepted.counts, accepted)
 
-    def _count_native(self, native: NativeStep, started: float) -> None:
-        sampling = native.sample_seconds
-        self.sample_seconds += sampling
-        self.forward_seconds += time.perf_counter() - started - sampling
-
-    def _verify_input(self, draft: Draft) -> tuple[DecoderInput, np.ndarray]:
-        """The roots and their nodes as one ragged batch, and where each row's block starts [D]."""
-        rows, size, count = self.rows, self._block_size, len(draft.counts)
-        sizes = draft.counts + 1
-        query_start = np.zeros(count + 1, np.int32)
-        np.cumsum(sizes, out=query_start[1:])
-        starts, total = query_start[:-1], int(query_start[-1])
-        is_node = np.ones(total, bool)
-        is_node[starts] = False
-        tokens, offset = np.empty(total, np.int32), np.zeros(total, np.int32)
-        tokens[starts], tokens[is_node] = rows.token_ids[:count], draft.tokens
-        within = self._one_each[:total] - np.repeat(starts, sizes)
-        offset[is_node] = draft.depths
-        root = rows.positions[:count]
-        bases = np.repeat(root, sizes)
-        block, inside = np.divmod(bases + within, size)
-        slots = rows.block_tables[np.repeat(self._one_each[:count], sizes), block] * size + inside
-        fed = (tokens, bases + offset, slots.astype(np.int32), query_start, root + sizes)
-        arrays = [*fed, rows.block_tables[:count], self._one_each[:total]]
+    def _verify_input(self, draft: Draft, fed: _FedRows) -> DecoderInput:
+        """The roots and their nodes as one ragged batch."""
+        rows, size, count, total = self.rows, self._block_size, len(draft.counts), len(fed.request)
+        tokens, root = rows.token_ids[fed.request], rows.positions[fed.request]
+        tokens[fed.is_node] = draft.tokens
+        first = fed.start[fed.request]
+        block, inside = np.divmod(root + self._one_each[:total] - first, size)
+        slots = rows.block_tables[fed.request, block] * size + inside
+        context_lens = rows.positions[:count] + draft.counts + 1
+        arrays = [tokens, root + fed.depth, slots, fed.start, context_lens, rows.block_tables[:count]]
+        arrays.append(self._one_each[:total])
         if draft.parents is not None:
             parents = np.full(total, -1, np.int32)
-            parents[is_node] = draft.parents + 1 + np.repeat(starts, draft.counts)
+            parents[fed.is_node] = draft.parents + 1 + first[fed.is_node]
             arrays.append(parents)
-        return self._to_input(arrays, self._upload if self.pool is None else None), starts
-
-    def _node_sampling(self, draft: Draft, starts: np.ndarray) -> SamplingRows:
-        """How each of the T = D + N rows is sampled: a node at depth d draws the token of output position t + d."""
-        count, sizes = len(draft.counts), draft.counts + 1
-        depth = np.zeros(len(draft.tokens) + count, np.int32)
-        is_node = np.ones(len(depth), bool)
-        is_node[starts] = False
-        depth[is_node] = draft.depths
-        return self._running_rows(np.repeat(np.arange(count), sizes), depth)
+        return self._to_input(arrays, self._upload if self.pool is None else None)
 
     def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
         """How running rows `at` sample the token `depth` positions after their next one."""
@@ -352,22 +302,25 @@ class ModelRunner:
         return running.join(_first_rows(first)) if first else running
 
 
-def _memory(pages: PagedHiddenStates | None) -> Tensor | None:
-    """Where `pages` are; None where there are none, or they are released."""
-    return None if pages is None or not pages.data.numel() else pages.data
+@dataclass(slots=True)
+class _FedRows:
+    """The T rows that a draft feeds: each request's last token (the root), then its nodes."""
 
+    start: np.ndarray  # int32 [D + 1], where each request's rows begin
+    request: np.ndarray  # int64 [T], the running row
+    depth: np.ndarray  # int32 [T], below the root: a node draws the token of output position t + depth
+    is_node: np.ndarray  # bool [T]
 
-def _native_step(
-    decoder: Decoder, kv: Any, rows: RunningRows, sampler: Sampler, tp: TensorParallel
-) -> NativeStep | None:
-    """Decoding steps as one C call, where one rank has the whole model and nothing reads the logits.
-
-    Steps with masked rows still run the decoder and the sampler one after the other.
-    """
-    if not isinstance(decoder, NativeDecoder) or tp.size > 1 or not sampler.is_native:
-        return None
-    fields = (rows.token_ids, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
-    return NativeStep(decoder, kv, RowArrays(*fields))
+    @classmethod
+    def of(cls, draft: Draft) -> _FedRows:
+        sizes = draft.counts + 1
+        start = np.zeros(len(sizes) + 1, np.int32)
+        sizes.cumsum(out=start[1:])
+        total = int(start[-1])
+        is_node, depth = np.ones(total, bool), np.zeros(total, np.int32)
+        is_node[start[:-1]] = False
+        depth[is_node] = draft.depths
+        return cls(start, np.arange(len(sizes)).repeat(sizes), depth, is_node)
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:

@@ -1,9 +1,9 @@
-"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/{tlt,eagle,fused,suffix}.h`."""
+"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/{tlt,eagle,suffix}.h`."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -69,20 +69,6 @@ class Step(Structure):
     ]
 
 
-class Fused(Structure):
-    """`TltFused`."""
-
-    _fields_ = [
-        *fields_of(c_int32, "rows nodes is_tree max_blocks num_blocks block_size emitted"),
-        ("sample_seconds", c_double),
-        *fields_of(c_void_p, "token_ids positions output_len block_tables keys temperature"),
-        *fields_of(c_void_p, "counts tokens parents kv pages route_pages"),
-        *fields_of(c_void_p, "ints row_keys row_temperature bytes logits hidden routes sampling"),
-        *fields_of(c_void_p, "out_tokens out_index out_counts out_logprobs"),
-        *fields_of(c_void_p, "accepted reached drawn_logprobs"),
-    ]
-
-
 class Eagle(Structure):
     """`TltEagle`."""
 
@@ -124,7 +110,6 @@ _SIGNATURES: dict[str, Signature] = {
     "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "keyed_sample": (None, _SAMPLE),
     "sample_scratch_bytes": (c_int64, [c_int64, c_int64]),
-    "fused_step": (c_int, [c_void_p, c_void_p, c_int]),
     "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
     "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "draft_rows": (c_int, [c_void_p, c_void_p, c_int]),

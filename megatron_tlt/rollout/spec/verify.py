@@ -3,7 +3,7 @@
 The policy is fed, row by row, the root (a request's last token) and then its drafted nodes. At every fed row its keyed
 token is drawn (`rollout.sampler`), and drafted tokens only decide which of these draws are real: a node is emitted if
 its parent is and the token drawn there equals the node's. What is emitted is the sequence of plain decoding whatever
-was drafted, how long the draft was and why. `models/native/csrc/fused.c` does the same inside a native step.
+was drafted, how long the draft was and why.
 
 Legend: B rows (requests), N drafted nodes, T = B + N fed rows.
 """

@@ -95,8 +95,7 @@ def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
             assert stats.speculation.row_steps > 0
 
 
-@pytest.mark.parametrize("in_one", [True, False], ids=["fused", "single calls"])
-def test_accepted_branches_move_with_their_states(in_one: bool) -> None:
+def test_accepted_branches_move_with_their_states() -> None:
     """Drafts that are often right, many of them off the trunk."""
     jobs = random_jobs(131, 8, seed=3)
     known = answer_all(make_engine(CONFIG, WEIGHTS), jobs)
@@ -105,8 +104,6 @@ def test_accepted_branches_move_with_their_states(in_one: bool) -> None:
         selector = RandomSelector("oracle", 6, 3)
         attach(engine, OracleDrafter(known, 131, 0.3, True), selector)
         samples = collecting(engine)
-        if not in_one:
-            engine.runner.native_step = None
         check(engine, jobs, samples, exact=True)
         assert selector.emitted > 1.1 * selector.rows
         assert all(
