@@ -31,7 +31,7 @@ from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.match_rates import MatchRateTable
+from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.types import DraftStrategy
 
 
@@ -50,7 +50,7 @@ class EagleDrafter:
         here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
         running = DraftingRows(*here, self._synced, self._first)
         self._drafts = decoder.row_drafter(self.kv, running, pages.data, window)
-        self.match_rates = MatchRateTable(DEPTHS, BUCKETS)
+        self._trunk, self._siblings = _match_rates()
 
     def release(self) -> None:
         """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
@@ -101,17 +101,18 @@ class EagleDrafter:
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""
-        return self.match_rates.state_dict()
+        return {"trunk": self._trunk.state_dict(), "siblings": self._siblings.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`'s match rates. Mutates."""
-        self.match_rates.load_state_dict(state)
+        self._trunk.load_state_dict(state["trunk"])
+        self._siblings.load_state_dict(state["siblings"])
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
-        rates, least = self.match_rates.rates, strategy.min_cumulative_acceptance
+        rates, least = self._trunk.rates, strategy.min_cumulative_acceptance
         chains = self._drafts.draft(rows.outputs, lengths, strategy.topk, rates, least)
         if strategy.topk > 1:
             return self._with_siblings(chains)
@@ -126,7 +127,7 @@ class EagleDrafter:
         bucket = np.minimum(chains.sibling_gaps.T / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)  # [K - 1, N]
         trunk = chains.cumulative_acceptance
         parent = np.where(chains.depths > 1, np.roll(trunk, 1), np.float32(1))
-        beside = (parent * self.match_rates.sibling_rates[rank, bucket]).astype(np.float32)
+        beside = (parent * self._siblings.rates[rank, bucket]).astype(np.float32)
         feature = ((DEPTHS + rank) * BUCKETS + bucket).astype(np.int32)
         row = np.repeat(np.arange(len(chains.counts)), chains.counts)
         order = np.argsort(np.tile(row, topk), kind="stable")  # by row: the trunk, then rank by rank
@@ -148,6 +149,19 @@ class EagleDrafter:
         if draft.parents is not None:
             is_trunk = cells < DEPTHS * BUCKETS
             if not is_trunk.all():
-                self.match_rates.observe_siblings(cells[~is_trunk] - DEPTHS * BUCKETS, matched[~is_trunk])
+                self._siblings.observe(cells[~is_trunk] - DEPTHS * BUCKETS, matched[~is_trunk])
             cells, matched = cells[is_trunk], matched[is_trunk]
-        self.match_rates.observe(cells, matched)
+        self._trunk.observe(cells, matched)
+
+
+def _match_rates() -> tuple[MatchRates, MatchRates]:
+    """Rates of best candidates by depth and by their gap to the second one, and of their siblings by rank and by gap.
+
+    A token whose score exceeds the second best by much is seldom wrong; of two near-equal ones each is right half of
+    the time. The last depth stands for all deeper ones.
+    """
+    gaps = (np.arange(BUCKETS) + 0.5) * BUCKET_WIDTH
+    best = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (DEPTHS, BUCKETS))
+    siblings = 0.35 * np.exp(-gaps) / np.arange(1, 4)[:, None]  # at most 4 candidates
+    weight = {"strength": 16.0, "memory": 4096.0}
+    return MatchRates(best, **weight, pool=True, rising=True), MatchRates(siblings, **weight, rising=False)

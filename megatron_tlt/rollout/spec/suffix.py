@@ -24,6 +24,9 @@ from megatron_tlt.models.native.suffix_abi import (
     MAX_LENGTH,
     MAX_TOPK,
     NO_MEMORY,
+    ODDS,
+    RATES,
+    STEPS,
     Ask,
     check,
     suffix_library,
@@ -32,7 +35,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.history import AnswerHistory
-from megatron_tlt.rollout.spec.suffix_rates import MatchRates
+from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.types import DraftStrategy, PastAnswer
 
 _NONE = -1
@@ -71,7 +74,7 @@ class SuffixDrafter:
         self._unread: dict[int, Request] = {}  # started since the last `sync_context`, by Request.order
         self._handles = np.full((len(rows.limit), 4), _NONE, np.int32)  # by slot
         self._num_read = np.zeros(len(rows.limit), np.int32)  # by slot: output tokens that are in the tries
-        self._calibration = MatchRates()
+        self._calibration = MatchRates(_prior(), strength=12.0, memory=65536.0)
         # C reads and writes these at fixed addresses: getting an array's address from numpy takes longer than a draft.
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
         self._read_at = self._num_read.ctypes.data
@@ -149,7 +152,7 @@ class SuffixDrafter:
         """See `Drafter.observe`."""
         if draft.num_nodes:
             assert draft.feature is not None
-            self._calibration.observe(draft.feature, reached, accepted)
+            self._calibration.observe(draft.feature[reached], accepted[reached])
 
     def end_generate(self) -> None:
         """See `Drafter.end_generate`. Drops the questions' tries and, if it is large, the older half of the common one.
@@ -240,3 +243,20 @@ def _weights(past: Sequence[PastAnswer]) -> list[int]:
         return [2] * len(past)
     weights: list[int] = (1 + np.rint(2 * (scores - scores.min()) / np.ptp(scores))).astype(int).tolist()
     return weights
+
+
+def _prior() -> np.ndarray:
+    """Match rates [FEATURES] before anything was seen: a logistic fit to replays of the demo policy's answers.
+
+    Trunk tokens by the log odds of their share in the interpolated distribution, by the longest context and by the
+    number of candidates (`csrc/suffix_draft.c`); siblings by their rank and by the trunk token's own rate.
+    """
+    odds = 0.6 * (np.arange(ODDS) - 1.5)
+    context = np.array([-1.4, 0.0, 0.4, 0.4, 0.5])  # contexts of 1-2, 3-4, 5-7, 8-11, 12 or more tokens
+    candidates = np.array([0.0, -0.8, -1.2, -1.3, -1.4])  # 1, 2, 3-4, 5-8, 9 or more
+    assert len(context) == len(candidates) == STEPS
+    logit = odds[:, None, None] + context[:, None] + candidates
+    trunk = 1 / (1 + np.exp(-logit))
+    missed = 1 - (np.arange(RATES) + 0.5) / RATES  # of the trunk's token
+    ranks = 0.35 / np.arange(1, MAX_TOPK)
+    return np.concatenate((trunk.ravel(), (ranks[:, None] * missed).ravel()))
