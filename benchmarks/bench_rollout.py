@@ -123,7 +123,7 @@ def random_model(folder: str, has_experts: bool) -> str:
     import torch
 
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.loader import save_hf
+    from megatron_tlt.models.hf_writer import save_hf
 
     config = ModelConfig(
         "qwen2",

@@ -25,6 +25,7 @@ from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
 from megatron_tlt.errors import ConfigError, TltError, shortened
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_writer import stored_names
 
 Plan = TypeVar("Plan")
 _LAYER = re.compile(r"\.layers\.\d+\.")
@@ -116,9 +117,9 @@ def hf_report(todo: to_hf.Plan, out: Path) -> str:
     for (stored_as, *names), count in counts.items():
         lines += [stored_as, *(f"{name} x {count}" for name in names)]
     lines.append("")
-    for number, some in enumerate(todo.files):
-        size = sum(prod(shapes[name]) for slot in some for name in slot.hf_names) * todo.dtype.itemsize
-        lines.append(f"{todo.name(number)}  {len(todo.names_in(some))} tensors, {gib(size)}")
+    for number, names in enumerate(todo.names):
+        size = sum(prod(shapes[name]) for name in names) * todo.dtype.itemsize
+        lines.append(f"{todo.name(number)}  {len(stored_names(todo.config, names))} tensors, {gib(size)}")
     return "\n".join([*lines, _total(todo.num_bytes, out)])
 
 

@@ -25,7 +25,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights, save_hf
+from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.loader import iter_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.loader import iter_weights, save_hf
+from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.loader import iter_weights
 
 Fill = Callable[[str, tuple[int, ...], Tensor | None], Tensor]
 """A tensor of the larger policy from its name, its shape and the small policy's tensor, where that has one."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import MOE_FIELDS, ModelConfig
+from megatron_tlt.observe.files import sync, write_atomically
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -157,9 +158,7 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
         os.rename(directory, old)  # deleting takes long, and `latest` may still point here
     os.rename(scratch, directory)
     sync(directory.parent)
-    pointer = directory.parent / f"{LATEST}.tmp"
-    write_synced(pointer, directory.name + "\n")
-    os.replace(pointer, directory.parent / LATEST)
+    write_atomically(directory.parent / LATEST, [directory.name])
     sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
@@ -194,12 +193,3 @@ def write_synced(file: Path, text: str) -> None:
     """Writes a small text file onto the disk."""
     file.write_text(text, encoding="utf-8")
     sync(file)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file or a directory entry onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,7 +18,7 @@ from megatron_tlt.drafter.checkpoint import drafter_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
-from megatron_tlt.observe.jsonl import write_atomically
+from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_tlt.actor.checkpoint_files import sync
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.observe.files import sync
 
 _SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and what torch.save adds to every tensor
 

@@ -19,7 +19,7 @@ from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy

@@ -8,9 +8,6 @@ its `layer`. Directories as others publish EAGLE-3 drafters are read as well (`p
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
@@ -28,7 +25,9 @@ from megatron_tlt.drafter.public import is_public, public_config, public_shapes,
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.hf_writer import write_tensors
 from megatron_tlt.models.loader import open_tensors
+from megatron_tlt.observe.files import replace_files
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
 KIND, KIND3 = "eagle", "eagle3"
@@ -234,38 +233,14 @@ def write_directory(
 ) -> None:
     """Writes safetensors files, and JSON or text files, into `out`, which may exist. Raises CheckpointError.
 
-    All are written beside their places first. config.json of an older directory is removed before the first file is
-    replaced, and the new one comes last: a crash leaves a directory that is refused, never a mixture.
+    A crash leaves the old directory or one that is refused (`replace_files`).
     """
     try:
-        is_new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=out))
-        try:
+        with replace_files(out, CONFIG) as scratch:
             for name, value in texts.items():
                 text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
                 (scratch / name).write_text(text, encoding="utf-8")
             for name, named in tensors.items():
                 write_tensors(scratch / name, named, {"format": "pt"})
-            (out / CONFIG).unlink(missing_ok=True)
-            for name in sorted({*texts, *tensors}, key=lambda name: name == CONFIG):
-                os.replace(scratch / name, out / name)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            if is_new and not (out / CONFIG).exists():
-                shutil.rmtree(out, ignore_errors=True)
     except OSError as e:
         raise CheckpointError(f"{out} cannot be written: {e}") from e
-
-
-def write_tensors(file: Path, named: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes one safetensors file and waits for the disk. Raises OSError."""
-    file.touch()
-    mode = file.stat().st_mode  # the umask's; safetensors makes its files private
-    try:
-        save_file(dict(named), str(file), metadata=metadata)
-    except SafetensorError as e:
-        raise OSError(str(e)) from e
-    file.chmod(mode)
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_tlt.observe.jsonl import write_atomically
+from megatron_tlt.observe.files import write_atomically
 
 VARIABLE = "MEGATRON_TLT_ATTEMPT"
 

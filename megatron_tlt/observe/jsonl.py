@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.observe.files import write_atomically
+
 Row = dict[str, Any]
 SkippedLines = dict[Path, set[int]]
 """Numbers, from 1, of the lines of each file that could not be read."""
@@ -102,20 +104,6 @@ def read_rows(
                 yield row
             elif skipped is not None and line.strip():
                 skipped.setdefault(path, set()).add(number)
-
-
-def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a temporary file beside `path` and renames it: readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def cut_back(path: Path, start_step: int) -> int:

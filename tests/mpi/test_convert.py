@@ -15,7 +15,8 @@ from megatron_tlt.checkpoint.export import write_run
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights, save_hf
+from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results, save_model
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of, sync
+from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of
 from megatron_tlt.actor.hf_names import Slot, expert_fields, shard, slots
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER
 from megatron_tlt.checkpoint.atomic import new_directory
@@ -43,6 +43,7 @@ from megatron_tlt.config.checks.layout import pp_problems, tp_problems
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.observe.files import sync
 
 RELEASE = "release"
 

@@ -22,7 +22,7 @@ from megatron_tlt.config.root import SftConfig
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import Prompt, SamplingParams, TrainSequence
 from tests.helpers.live_bytes import live_bytes
 from tests.helpers.tiny_models import random_weights

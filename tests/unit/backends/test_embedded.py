@@ -19,7 +19,7 @@ from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_models import random_weights

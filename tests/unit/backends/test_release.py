@@ -15,7 +15,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
 from tests.helpers.tiny_models import random_weights

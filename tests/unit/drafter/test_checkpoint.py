@@ -52,9 +52,9 @@ def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeyp
     def fail(*_, **__):
         raise OSError("disk full")
 
-    for name, is_whole in (("save_file", True), ("os.replace", False)):
+    for name, is_whole in (("models.hf_writer.save_file", True), ("observe.files.os.replace", False)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"megatron_tlt.drafter.checkpoint.{name}", fail)
+            patch.setattr(f"megatron_tlt.{name}", fail)
             with pytest.raises(CheckpointError, match="cannot be written: disk full"):
                 save_drafter(tmp_path, DrafterConfig.eagle(CONFIG), random_drafter(CONFIG, 1), trained_steps=2)
             with pytest.raises(CheckpointError, match="cannot be written: disk full"):

@@ -12,7 +12,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.hf_files import INDEX
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.trainer.preflight import (
     check_report,
     input_problems,

@@ -19,7 +19,7 @@ from megatron_tlt.models.config import ModelConfig, RopeScaling
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from tests.helpers import engine_drafters
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.observe.jsonl import write_atomically
+from megatron_tlt.observe.files import write_atomically
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path: Path):
