@@ -1,7 +1,7 @@
 """Tensors as plain data between two processes, and tensors of it: runs on both sides, with either torch.
 
-Only torch and the standard library are imported. An *entry* is one tensor as plain data: name, dtype, shape, and
-either `data` (its bytes), `file` and `offset` (shared memory), or `ipc` (a CUDA handle of the process that trains).
+Only torch and the standard library are imported. An *entry* is one tensor as plain data: name, dtype, shape, and either
+`file` and `offset` (shared memory) or `ipc` (a CUDA handle of the process that trains).
 """
 
 from __future__ import annotations
@@ -66,12 +66,9 @@ def handle_of(entry: Entry, sums: Sums | None) -> tuple[Callable[..., torch.Tens
 
 
 def _from_host(entry: Entry, *rest: Any) -> torch.Tensor:
-    if "file" in entry:
-        with open(entry["file"], "rb") as file:
-            file.seek(entry["offset"])
-            data = file.read(_num_bytes(entry))
-    else:
-        data = entry["data"]
+    with open(entry["file"], "rb") as file:
+        file.seek(entry["offset"])
+        data = file.read(_num_bytes(entry))
     if len(data) != _num_bytes(entry):
         raise ValueError(f"{entry['name']}: {len(data)} bytes came for {entry['dtype']} {entry['shape']}")
     shape = entry["shape"]

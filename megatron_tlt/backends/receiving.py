@@ -1,11 +1,11 @@
-"""The engine's side of a push of weights: versions, tensors that come in parts, the drafter kept until the end.
+"""The engine's side of a push of weights: versions, tensors, the drafter kept until the end.
 
 Runs in the engine's environment; only the standard library is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 Message = dict[str, Any]
@@ -20,7 +20,6 @@ class PushReceiver:
         self.version: int | None = None
         """Version of the push under way."""
         self.verify = False
-        self._part: tuple[Message, bytearray] | None = None  # a tensor that comes in parts
         self._drafter: list[Message] = []
         self._sums: dict[str, int] = {}
 
@@ -29,34 +28,17 @@ class PushReceiver:
         if in_flight:
             raise RuntimeError(f"{in_flight} requests are in flight: weights change between rollouts only")
         self.version, self.verify = message["version"], message["verify"]
-        self._part, self._drafter, self._sums = None, [], {}
+        self._drafter, self._sums = [], {}
 
     async def take_weights(self, message: Message) -> Message:
-        """Whole tensors; the reply has no fields. Raises RuntimeError for tensors of another push."""
-        await self._take(message["version"], message["entries"], message["drafter"])
-        return {}
-
-    async def take_part(self, message: Message) -> Message:
-        """Bytes of one tensor, in order; the last ones complete it. The reply has no fields.
-
-        Raises ValueError, RuntimeError.
-        """
-        entry, data = self._part or (message["entry"], bytearray())
-        if entry["name"] != message["entry"]["name"] or message["offset"] != len(data):
-            raise ValueError(f"bytes of {message['entry']['name']} came at {message['offset']} out of order")
-        data += message["data"]
-        self._part = (entry, data)
-        if len(data) >= message["total"]:
-            self._part = None
-            await self._take(message["version"], [{**entry, "data": bytes(data)}], message["drafter"])
-        return {}
-
-    async def _take(self, version: int, entries: Sequence[Message], drafter: bool) -> None:
-        self._check_open(version)
-        if drafter:  # kept until the end: it is loaded as a whole, after the policy whose embedding it shares
+        """Tensors of policy or drafter; the reply has no fields. Raises RuntimeError for those of another push."""
+        entries = message["entries"]
+        self._check_open(message["version"])
+        if message["drafter"]:  # kept until the end: loaded as a whole, after the policy whose embedding it shares
             self._drafter += entries
         else:
-            self._sums |= await self._load(list(entries), self.verify)
+            self._sums |= await self._load(entries, self.verify)
+        return {}
 
     def drafter_of(self, version: int) -> list[Message]:
         """The drafter's tensors, when all tensors of the push have come. Raises RuntimeError for another push."""

@@ -1,4 +1,4 @@
-"""How tensors reach the engine's process, as configured: GPU memory handles, shared memory, or bytes on the socket.
+"""How tensors reach the engine's process, as configured: GPU memory handles or shared memory.
 
 An entry describes one tensor as plain data (see `entries.py`). A tensor's memory must stay as it is until the
 call that names it has been answered, and of a drafter until the push is finished.
@@ -29,7 +29,6 @@ Named = tuple[str, "Tensor"]
 _DRIVER_BYTES = 64
 _PLAIN, _EXPANDABLE = ord("c"), ord("e")  # memory of cudaMalloc; of an expandable segment
 _VERSION = 2  # the newest that torch <= 2.12 reads; 2.13 writes 3, with the same bytes for plain memory
-PART_BYTES = 16 << 20  # of one message with a tensor's bytes
 _SHARED = Path("/dev/shm")
 _ALIGNMENT = 256  # bytes; a tensor's place in a packed buffer
 
@@ -49,46 +48,13 @@ class Transport(Protocol):
 
 def open_transport(name: str, process: EngineProcess) -> Transport:
     """The transport of that name. Raises ConfigError where this machine has no such thing."""
-    if name == "bytes":
-        return BytesTransport(process)
     if name == "shared_memory":
         if not _SHARED.is_dir():
             raise ConfigError.of(f"{process.launch.section}.transport", name, f"needs {_SHARED}")
         return SharedMemoryTransport(process)
     if not torch.cuda.is_available():
-        raise ConfigError.of(
-            f"{process.launch.section}.transport", name, "needs CUDA: use shared_memory or bytes"
-        )
+        raise ConfigError.of(f"{process.launch.section}.transport", name, "needs CUDA: use shared_memory")
     return CudaIpcTransport(process)
-
-
-class BytesTransport:
-    """Through the socket, in parts: for tests, and for engines that share no memory with this process."""
-
-    def __init__(self, process: EngineProcess, part_bytes: int = PART_BYTES):
-        self._process, self._part_bytes = process, part_bytes
-
-    def send(self, version: int, tensors: Sequence[Named], drafter: bool = False) -> None:
-        """See `Transport`."""
-        for name, tensor in tensors:
-            data, entry = tensor_bytes(tensor), describe(name, tensor)
-            for start in range(0, max(1, len(data)), self._part_bytes):
-                part = bytes(data[start : start + self._part_bytes])
-                self._process.call(
-                    "part",
-                    version=version,
-                    entry=entry,
-                    drafter=drafter,
-                    offset=start,
-                    total=len(data),
-                    data=part,
-                )
-
-    def finish(self) -> None:
-        """Nothing is held."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class SharedDirectory:
@@ -129,7 +95,7 @@ class SharedMemoryTransport:
         self._held.append(path)
         self._process.call("weights", version=version, entries=entries, drafter=drafter)
         if not drafter:
-            self.finish()
+            self._held.pop().unlink()
 
     def finish(self) -> None:
         """See `Transport`."""
@@ -160,7 +126,7 @@ class CudaIpcTransport:
         entries = [ipc_entry(name, tensor) for name, tensor in packed]
         self._process.call("weights", version=version, entries=entries, drafter=drafter)
         if not drafter:
-            self._held.clear()
+            del self._held[-len(packed) :]
 
     def finish(self) -> None:
         """See `Transport`."""

@@ -17,8 +17,8 @@ class TrtllmSection(Section):
     """Python executable of the environment with TensorRT-LLM. Required."""
     version: str = "1.2.1"
     """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
-    transport: Literal["cuda_ipc", "shared_memory", "bytes"] = "cuda_ipc"
-    """How weights get there: handles of GPU memory, files in /dev/shm, or through the socket. Never chosen for you."""
+    transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
+    """How weights get there: handles of GPU memory or files in /dev/shm. Never chosen for you."""
     speculation: Literal["none", "ngram"] = "none"
     """Who drafts where rollout.speculation.drafter is none. ngram: the engine, from the request's own text."""
     draft_len: PositiveInt = Field(default=4, le=32)

@@ -18,8 +18,8 @@ class VllmSection(Section):
     .venv/peers-vllm (`make bench-vllm`), beside the package."""
     version: str = "0.32.0"
     """Version of vLLM in it; another one is refused."""
-    transport: Literal["shared_memory", "bytes", "cuda_ipc"] = "shared_memory"
-    """How weights get there: files in /dev/shm, through the socket, or handles of GPU memory."""
+    transport: Literal["shared_memory", "cuda_ipc"] = "shared_memory"
+    """How weights get there: files in /dev/shm or handles of GPU memory."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running answers, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""

@@ -6,10 +6,12 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
+from megatron_tlt.backends.entries import describe, tensor_bytes
 from megatron_tlt.backends.process import child_environment
 from megatron_tlt.backends.trtllm.args import (
     SLEEP_TAGS,
@@ -33,7 +35,6 @@ SPECULATIONS: tuple[dict[str, Any], ...] = (
     {"speculation": "ngram", "draft_len": 3},
     {"draft_len": 3},  # EAGLE-3
 )
-ENTRY = {"name": "a.weight", "dtype": "float32", "shape": [2], "data": torch.ones(2).numpy().tobytes()}
 
 
 def run_adapter(contract: Contract) -> None:
@@ -95,11 +96,15 @@ async def _until(happens: Callable[[], bool]) -> None:
 
 async def _push(host: Host, with_drafter: bool) -> None:
     await host.handle({"type": "begin_update", "version": 1, "verify": True})
-    weights = {"type": "weights", "version": 1, "entries": [ENTRY]}
-    await host.handle({**weights, "drafter": False})
-    if with_drafter:
-        await host.handle({**weights, "drafter": True})
-    reply = await host.handle({"type": "finish_update", "version": 1})
+    with NamedTemporaryFile() as file:
+        file.write(tensor_bytes(torch.ones(2)))
+        file.flush()
+        entry = {**describe("a.weight", torch.ones(2)), "file": file.name, "offset": 0}
+        weights = {"type": "weights", "version": 1, "entries": [entry]}
+        await host.handle({**weights, "drafter": False})
+        if with_drafter:
+            await host.handle({**weights, "drafter": True})
+        reply = await host.handle({"type": "finish_update", "version": 1})
     assert set(reply["checksums"]) == {"a.weight"}
     assert bool(reply["drafter_checksums"]) == with_drafter
 

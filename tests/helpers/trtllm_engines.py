@@ -61,7 +61,7 @@ def fake_python(folder: Path, version: str = "1.2.1") -> str:
 
 def section(python: str, **fields: Any) -> TrtllmSection:
     """Settings for a busy machine: quick beats, much patience."""
-    defaults = {"transport": "bytes", "heartbeat_s": 0.1, "silence_s": 60.0, "start_s": 120.0}
+    defaults = {"transport": "shared_memory", "heartbeat_s": 0.1, "silence_s": 60.0, "start_s": 120.0}
     return TrtllmSection(python=python, **{**defaults, **fields})
 
 

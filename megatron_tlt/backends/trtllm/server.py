@@ -73,7 +73,6 @@ class Host:
             "abort": self._abort,
             "begin_update": self._begin_update,
             "weights": self._push.take_weights,
-            "part": self._push.take_part,
             "finish_update": self._finish_update,
             "release": self._release,
             "resume": self._resume,

@@ -83,7 +83,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":
-        yield ConfigProblem("rollout.vllm.transport", section.transport, "must be another one on CPU")
+        yield ConfigProblem("rollout.vllm.transport", section.transport, "must be 'shared_memory' on CPU")
     if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
         allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "
         yield ConfigProblem("rollout.cuda_graphs", True, allowed + "inside captured graphs no router can be read")
@@ -101,8 +101,7 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
     if _VERSIONS.fullmatch(section.version) is None:
         yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
     if section.transport == "cuda_ipc" and device == "cpu":
-        allowed = "must be 'shared_memory' or 'bytes' on CPU"
-        yield ConfigProblem(f"{at}.transport", section.transport, allowed)
+        yield ConfigProblem(f"{at}.transport", section.transport, "must be 'shared_memory' on CPU")
     if rollout.speculation.uses_eagle and config.drafter.kind != "eagle3":
         allowed = "must be 'eagle3' with rollout.backend: trtllm, whose PyTorch backend runs no other kind"
         yield ConfigProblem("drafter.kind", config.drafter.kind, allowed)

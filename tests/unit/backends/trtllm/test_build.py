@@ -46,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]:
     (folder / "config.json").write_text(json.dumps(CONFIG.to_hf()))
-    given = {"python": fake_python(folder), "transport": "bytes", "heartbeat_s": 0.1, **fields}
+    given = {"python": fake_python(folder), "transport": "shared_memory", "heartbeat_s": 0.1, **fields}
     rollout = RolloutSection.model_validate({"backend": "trtllm", "trtllm": given})
     return rollout, ModelSection(path=str(folder), max_context=64)
 

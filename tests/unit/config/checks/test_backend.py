@@ -36,7 +36,7 @@ def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
 
 def test_a_good_configuration_has_no_problems() -> None:
     assert problems() == {}
-    assert problems("rollout.trtllm.transport=bytes", device="cpu") == {}
+    assert problems("rollout.trtllm.transport=shared_memory", device="cpu") == {}
     assert problems(*TRAINED) == problems(*TRAINED, "rollout.trtllm.version=1.3.0") == {}
     assert problems("rollout.trtllm.engine.attn_backend=FLASHINFER", "rollout.trtllm.environment.A=b") == {}
 
