@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         HiddenStateSample,
         PastAnswer,
         Prompt,
-        RewardResult,
         Sample,
         SamplingParams,
         TrainBatch,
@@ -237,13 +236,6 @@ class KeyedEngine(Protocol):
 
         `on_answer` gets each finished answer; `goes_on`: this call continues the `generate` before it.
         """
-
-
-class RewardFn(Protocol):
-    """A verifier of answers."""
-
-    def __call__(self, prompt: Prompt, sample: Sample) -> RewardResult:
-        """Scores one sample. Mutates nothing; may raise (the pool records it)."""
 
 
 class Policy(Protocol):

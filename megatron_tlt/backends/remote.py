@@ -2,7 +2,7 @@
 
 rank                                             the engine's process
 RemoteBackend --- EngineProcess: messages ------ serving.Connection --- a Host around the engine
-              --- Transport: tensors, by shared memory, GPU handles or the socket
+              --- Transport: tensors, by shared memory or GPU handles
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def save_hf(
                     )
                 file_of.pop(name).write(name, tensor)
         if file_of:
-            raise CheckpointError(f"cannot save {directory}: missing {shortened(file_of)}")
+            raise CheckpointError(f"cannot save {directory}: missing {shortened(list(file_of))}")
         write_index(scratch, config, files, sum(sizes))
         text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2) + "\n"
         (scratch / CONFIG).write_text(text, encoding="utf-8")

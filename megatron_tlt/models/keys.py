@@ -36,12 +36,6 @@ def request_key(seed: int, prompt_id: int, sample_index: int) -> int:
     return int(mix(mix(mix(offset) ^ prompt * _FACTORS[0]) ^ sample * _FACTORS[1])[0])
 
 
-def row_key(seed: int, prompt_id: int, sample_index: int, position: int) -> int:
-    """The key of one output position (0-based)."""
-    keys = np.array([request_key(seed, prompt_id, sample_index)], np.uint64)
-    return int(row_keys(keys, np.array([position]))[0])
-
-
 def row_keys(request_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Row keys of many rows: uint64 [R] from request keys uint64 [R] and output positions int [R]."""
     return mix(positions.astype(np.uint64) * _FACTORS[2] ^ request_keys)

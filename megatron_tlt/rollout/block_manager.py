@@ -25,11 +25,6 @@ class BlockManager:
         """Free blocks."""
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        """Blocks in use, each counted once however many requests share it."""
-        return self.num_blocks - len(self._free)
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions occupy."""
         return -(-num_tokens // self.block_size)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_tlt.models.keys import request_key, row_key, row_keys
+from megatron_tlt.models.keys import request_key, row_keys
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
+from tests.helpers.keys import row_key
 
 CPU = torch.device("cpu")
 MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
+from megatron_tlt.config.planning.parameters import kv_bytes_per_token
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.errors import ConfigProblem
@@ -62,21 +63,11 @@ def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    has_eagle = rollout.speculation.uses_eagle  # its pairs, and the states it reads, lie in the same blocks
-    layers, states = shape.num_layers + has_eagle, has_eagle * config.drafter.state_parts * shape.hidden_size
-    width = 2 * layers * shape.num_kv_heads // rollout.tp * shape.head_dim + states
-    width *= 4 if rollout.dtype == "fp32" else 2
-    width += route_bytes(shape)
     blocks = -(-longest_request(config) // rollout.block_size)
-    needed = -(-blocks * rollout.block_size * width // 2**20)
+    needed = -(-blocks * rollout.block_size * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)
-
-
-def route_bytes(shape: ModelShape) -> int:
-    """Bytes of the numbers of one token's experts, all layers: one byte each up to 256 experts, else two."""
-    return shape.num_experts_per_tok * len(shape.moe_layers) * (1 if shape.num_experts <= 256 else 2)
 
 
 def longest_request(config: Config) -> int:

@@ -1,6 +1,6 @@
 """All cross-checks of a run, which need no weights.
 
-Every check yields all its problems; nothing raises but `raise_problems`. The model comes as an
+Every check yields all its problems; nothing raises. The model comes as an
 `interfaces.ModelShape`, so that this floor imports no model code; None skips the checks that need it.
 """
 
@@ -23,7 +23,7 @@ from megatron_tlt.config.checks.layout import (
 from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
 from megatron_tlt.config.checks.rollout import check_context, check_idle, check_positions, check_rollout
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 
 
@@ -106,9 +106,3 @@ def check_watchdog(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "watchdog.hang_s", hang, f"must be 0 or >= 3 * watchdog.heartbeat_s ({3 * beat:g})"
         )
-
-
-def raise_problems(problems: list[ConfigProblem]) -> None:
-    """Raises one ConfigError with all problems, if there are any."""
-    if problems:
-        raise ConfigError(problems)

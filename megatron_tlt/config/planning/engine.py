@@ -17,28 +17,18 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.rollout import route_bytes
 from megatron_tlt.config.planning.parameters import (
     MIB,
     decoder_parameters,
     drafter_parameters,
     element_bytes,
+    kv_bytes_per_token,
 )
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
-
-
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
-    heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
-    keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
-    parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
-    states = parts * shape.hidden_size
-    # The cache has room for the experts' numbers, recorded or not.
-    return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
 
 
 def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:

@@ -18,9 +18,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.rollout import route_bytes
 from megatron_tlt.config.planning.engine import row_bytes, state_parts
-from megatron_tlt.config.planning.parameters import MIB, element_bytes
+from megatron_tlt.config.planning.parameters import MIB, element_bytes, route_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 

@@ -92,3 +92,18 @@ def drafter_parameters(config: Config, shape: ModelShape) -> int:
 def draft_vocabulary(config: Config, shape: ModelShape) -> int:
     """Tokens of a drafter of kind eagle3: at most the policy's, where the configuration does not say."""
     return config.drafter.draft_vocab_size or shape.vocab_size
+
+
+def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
+    heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
+    keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
+    parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
+    states = parts * shape.hidden_size
+    # The cache has room for the experts' numbers, recorded or not.
+    return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
+
+
+def route_bytes(shape: ModelShape) -> int:
+    """Bytes of the numbers of one token's experts, all layers: one byte each up to 256 experts, else two."""
+    return shape.num_experts_per_tok * len(shape.moe_layers) * (1 if shape.num_experts <= 256 else 2)

@@ -8,10 +8,9 @@ from megatron_tlt.config.checks.layout import Device, check_grid, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.config.planning.engine import kv_bytes_per_token
 from megatron_tlt.config.planning.graphs import captured_shapes, graph_rows, has_graphs
 from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
-from megatron_tlt.config.planning.parameters import GIB, total_parameters
+from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem, aligned

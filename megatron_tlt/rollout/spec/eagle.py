@@ -163,5 +163,4 @@ def _match_rates() -> tuple[MatchRates, MatchRates]:
     gaps = (np.arange(BUCKETS) + 0.5) * BUCKET_WIDTH
     best = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (DEPTHS, BUCKETS))
     siblings = 0.35 * np.exp(-gaps) / np.arange(1, 4)[:, None]  # at most 4 candidates
-    weight = {"strength": 16.0, "memory": 4096.0}
-    return MatchRates(best, **weight, pool=True, rising=True), MatchRates(siblings, **weight, rising=False)
+    return MatchRates(best, 16.0, 4096.0, pool=True, rising=True), MatchRates(siblings, 16.0, 4096.0, rising=False)

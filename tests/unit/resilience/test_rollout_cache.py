@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
-from megatron_tlt.models.keys import row_key
 from megatron_tlt.resilience.rollout_cache import (
     AnswerWriter,
     RolloutCache,
@@ -22,6 +21,7 @@ from megatron_tlt.resilience.rollout_cache import (
     read_answers,
 )
 from megatron_tlt.types import Prompt, Sample, SamplingParams
+from tests.helpers.keys import row_key
 
 PARAMS, SAMPLES = SamplingParams(seed=3), 4
 KEY = {"weights": "abc", "stop": ["x"], "temperature": 1.0}

@@ -67,7 +67,7 @@ def run(seed: int, max_running: int, num_blocks: int) -> list[Request]:
             scheduler.truncate(result)
         finished += scheduler.commit(batch, result)
         check(scheduler)
-    assert scheduler.blocks.num_used == 0
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     return finished
 
 

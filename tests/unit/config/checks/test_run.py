@@ -1,11 +1,10 @@
 import pytest
 
 from megatron_tlt.config.checks.layout import cp_problems
-from megatron_tlt.config.checks.run import check_config, check_sft, raise_problems
+from megatron_tlt.config.checks.run import check_config, check_sft
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import SftConfig
-from megatron_tlt.errors import ConfigError
 
 SHAPE = ArchitectureConfig(
     family="qwen3",
@@ -209,12 +208,8 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
 
 
-def test_all_problems_are_raised_together():
-    config = build_config(BASE, ["actor.tp=3", "rollout.temperature=0", "rollout.max_tokens=4000"])
-    with pytest.raises(ConfigError) as caught:
-        raise_problems(check_config(config, SHAPE, 4))
-    assert len(caught.value.problems) >= 4
-    raise_problems([])
+def test_all_problems_are_found_together():
+    assert len(paths("actor.tp=3", "rollout.temperature=0", "rollout.max_tokens=4000")) >= 4
 
 
 def test_sft_checks_its_layout():

@@ -5,10 +5,14 @@ import pytest
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
-from megatron_tlt.config.planning.engine import kv_bytes_per_token
 from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, check_memory, estimate_memory
-from megatron_tlt.config.planning.parameters import GIB, active_parameters, total_parameters
+from megatron_tlt.config.planning.parameters import (
+    GIB,
+    active_parameters,
+    kv_bytes_per_token,
+    total_parameters,
+)
 from megatron_tlt.config.planning.report import find_problems, render_check
 from megatron_tlt.rollout import sampler
 
