@@ -159,12 +159,11 @@ class TorchDecoder:
 
     def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """See `base.Decoder.copy_slots`."""
-        assert len(src) == len(dst)
-        if len({*dst}) == len(dst) and not {*src} & {*dst}:  # then the order is nothing to care about
-            kv.data[:, :, indices(dst, self.device)] = kv.data[:, :, indices(src, self.device)]
-            return
+        held: dict[int, int] = {}  # slot -> whose present contents it has in the end
         for a, b in zip(src, dst, strict=True):
-            kv.data[:, :, b] = kv.data[:, :, a]
+            held[b] = held.get(a, a)
+        to, origin = list(held), list(held.values())
+        kv.data[:, :, indices(to, self.device)] = kv.data[:, :, indices(origin, self.device)]
 
     def reserve_positions(self, count: int) -> None:
         """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
