@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_demo_policy import write_experts
 
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
 from megatron_tlt.config.vllm import VllmSection
@@ -86,3 +87,17 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)
     assert_same(resumed, on)
+
+
+def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path: Path) -> None:
+    write_experts(ROOT / "assets/demo-policy", tmp_path / "experts", seed=0)
+    policy = (f"model.path={tmp_path / 'experts'}", "actor.ep=2", "actor.router_replay=rollout")
+    on, without = tmp_path / "on", tmp_path / "off"
+    train(on, *policy)
+    train(without, *policy, *OFF)
+    for row in rows(on):
+        assert row["spec/accept_length"] > 1.5, "the drafter drafts"
+        assert row["policy/replayed_share"] == 1
+        assert row["policy/replay_flips"] < 1e-3, "in fp32 both choose alike, up to near-ties"
+    assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
+    assert_same(on, without)
