@@ -78,10 +78,9 @@ class OnlineSection(Section):
     max_age: NonNegativeInt = 2
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
     read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""
-    fp8: Literal["off", "te", "emulate"] = "off"
+    fp8: Literal["off", "te"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU of compute capability 9.0 or
-    more; emulate: values are rounded as FP8 rounds them, without a gain in speed. What is configured and not installed
-    is an error."""
+    more; an error where it is not installed."""
 
 
 class DrafterSection(Section):

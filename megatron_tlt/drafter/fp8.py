@@ -1,33 +1,28 @@
-"""FP8 arithmetic for the linears of the drafter's layer. `fc`, the LM head and the loss stay as they are.
+"""FP8 arithmetic for the linears of the drafter's layer, by Transformer Engine. `fc`, the LM head and the loss stay.
 
-Every scheme scales a tensor by its present largest value ("current scaling"), because a draft of several steps calls
-each linear several times before the weights change, and a history of scales would mix the calls. Forward values are
-E4M3 (largest 448), gradients E5M2 (largest 57344), as in Micikevicius et al., 2209.05433, section 3.
-
-te        Transformer Engine's Linear under `autocast` with Float8CurrentScaling
-emulate   rounds to FP8 and multiplies in the type that comes in: what FP8 does to accuracy, on any device
+A tensor is scaled by its present largest value (Float8CurrentScaling), because a draft of several steps calls each
+linear several times before the weights change, and a history of scales would mix the calls. Forward values are E4M3
+(largest 448), gradients E5M2 (largest 57344), as in Micikevicius et al., 2209.05433, section 3.
 
 FP8 products need multiples of 16 everywhere: sizes of the weights are checked here, rows are filled up with zeros
 (which change neither the largest value nor any sum).
 
-Legend: N rows, I inputs, O outputs.
+Legend: N rows, I inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.model import PairModel
 
-Mode = Literal["te", "emulate"]
 Precision = Callable[[], AbstractContextManager[object]]
 
 _FIELD = "drafter.online.fp8"
@@ -35,14 +30,29 @@ _MULTIPLE = 16  # of all sizes of an FP8 product, in elements
 _CAPABILITY = (9, 0)  # of the GPU, at least: Hopper
 
 
-def use_fp8(model: PairModel, mode: Mode, device: torch.device) -> Precision:
+def use_fp8(model: PairModel, device: torch.device) -> Precision:
     """Puts the layer's linears on FP8; returns the context in which the model's forward passes must run.
 
     Names and values of the parameters stay. Raises ConfigError if this machine, what is installed, or the
-    drafter's sizes do not allow `mode`.
+    drafter's sizes do not allow it.
     """
-    _check_sizes(model, mode)
-    return _with_transformer_engine(model, device) if mode == "te" else _with_emulation(model, device)
+    _check_sizes(model)
+    _check_gpu(device)
+    try:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+    except (ImportError, RuntimeError, OSError) as error:  # an empty meta package raises RuntimeError
+        allowed = f"needs Transformer Engine for PyTorch ({error}); here: off"
+        raise ConfigError.of(_FIELD, "te", allowed) from error
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise ConfigError.of(_FIELD, "te", f"is refused by Transformer Engine: {reason}")
+    for parent, name, old in _linears(model):
+        sizes, bias = (old.in_features, old.out_features), old.bias is not None
+        new = te.Linear(*sizes, bias=bias, params_dtype=old.weight.dtype, device=device)
+        _replace(parent, name, old, new)
+        _fill_rows(new)
+    return partial(te.autocast, enabled=True, recipe=Float8CurrentScaling())
 
 
 def _linears(model: PairModel) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -51,7 +61,7 @@ def _linears(model: PairModel) -> list[tuple[nn.Module, str, nn.Linear]]:
     return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
 
-def _check_sizes(model: PairModel, mode: Mode) -> None:
+def _check_sizes(model: PairModel) -> None:
     odd = [
         f"{name} ({m.out_features} x {m.in_features})"
         for _, name, m in _linears(model)
@@ -59,7 +69,7 @@ def _check_sizes(model: PairModel, mode: Mode) -> None:
     ]
     if odd:
         allowed = f"needs sizes that are multiples of {_MULTIPLE}, or off; not so: {', '.join(odd)}"
-        raise ConfigError.of(_FIELD, mode, allowed)
+        raise ConfigError.of(_FIELD, "te", allowed)
 
 
 def _check_gpu(device: torch.device) -> None:
@@ -67,7 +77,7 @@ def _check_gpu(device: torch.device) -> None:
     if found is None or found < _CAPABILITY:
         here = "there is none" if found is None else f"this GPU has {found[0]}.{found[1]}"
         allowed = f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more, {here}"
-        raise ConfigError.of(_FIELD, "te", f"{allowed}; here: off or emulate")
+        raise ConfigError.of(_FIELD, "te", f"{allowed}; here: off")
 
 
 def _replace(parent: nn.Module, name: str, old: nn.Linear, new: nn.Module) -> None:
@@ -95,72 +105,3 @@ def _fill_rows(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
-
-
-# -- Transformer Engine -----------------------------------------------------------------------------------------
-
-
-def _with_transformer_engine(model: PairModel, device: torch.device) -> Precision:
-    _check_gpu(device)
-    try:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import Float8CurrentScaling
-    except (ImportError, RuntimeError, OSError) as error:  # an empty meta package raises RuntimeError
-        allowed = f"needs Transformer Engine for PyTorch ({error}); here: off or emulate"
-        raise ConfigError.of(_FIELD, "te", allowed) from error
-    available, reason = te.is_fp8_available(return_reason=True)
-    if not available:
-        raise ConfigError.of(_FIELD, "te", f"is refused by Transformer Engine: {reason}")
-    for parent, name, old in _linears(model):
-        sizes, bias = (old.in_features, old.out_features), old.bias is not None
-        new = te.Linear(*sizes, bias=bias, params_dtype=old.weight.dtype, device=device)
-        _replace(parent, name, old, new)
-        _fill_rows(new)
-    return partial(te.autocast, enabled=True, recipe=Float8CurrentScaling())
-
-
-# -- emulation --------------------------------------------------------------------------------------------------
-
-
-def _with_emulation(model: PairModel, device: torch.device) -> Precision:
-    for parent, name, old in _linears(model):
-        bias = old.bias is not None
-        _replace(parent, name, old, EmulatedFp8Linear(old.in_features, old.out_features, bias, device))
-    return nullcontext
-
-
-class EmulatedFp8Linear(nn.Linear):
-    """A linear whose operands and incoming gradients are rounded to FP8; products and sums are exact."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, I] to [N, O]."""
-        out: Tensor = _RoundedProduct.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-class _RoundedProduct(torch.autograd.Function):
-    """x [N, I] times weight [O, I]^T, both rounded to E4M3; the rounding counts as the identity (straight through)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        ctx.weight_dtype = weight.dtype
-        near, rounded = round_fp8(x, torch.float8_e4m3fn), round_fp8(weight.to(x.dtype), torch.float8_e4m3fn)
-        ctx.save_for_backward(near, rounded)
-        with torch.autocast(device, enabled=False):
-            return linear(near, rounded)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Both products take the gradient rounded to E5M2."""
-        near, rounded = ctx.saved_tensors
-        gradient = round_fp8(upstream.to(rounded.dtype), torch.float8_e5m2)
-        return gradient @ rounded, (gradient.T @ near).to(ctx.weight_dtype)
-
-
-def round_fp8(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Values of x as `kind` holds them when x's largest magnitude is scaled to `kind`'s largest. In x's type."""
-    scale = torch.finfo(kind).max / x.detach().abs().amax().float().clamp(min=1e-12)
-    return ((x.float() * scale).to(kind).float() / scale).to(x.dtype)

@@ -85,7 +85,7 @@ class OnlineDrafterTrainer:
         self._from_actor = from_actor
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
-        precision = nullcontext if online.fp8 == "off" else use_fp8(model, online.fp8, self._device)
+        precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
         names = ("lr", "warmup_steps", "clip_grad")
         options = {"schedule": "constant", "draft_steps": self._draft_steps}
         options |= {name: getattr(online, name) for name in names}

@@ -99,8 +99,7 @@ def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device:
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
     yield from _check_hidden_states(config)
     if online.fp8 == "te" and device == "cpu":
-        allowed = "must be 'off' or 'emulate' on CPU"
-        yield ConfigProblem("drafter.online.fp8", online.fp8, allowed)
+        yield ConfigProblem("drafter.online.fp8", online.fp8, "must be 'off' on CPU")
     if shape is not None:
         size = config.drafter.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")
