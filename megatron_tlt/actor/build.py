@@ -321,7 +321,7 @@ class PolicyModel:
         packing = batch.packing
         if self._inv_freq is not None:
             tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
-            packing = replace(packing, rotation=tables)
+            packing = replace(packing, rotation=tables, masks={})  # which live as long as this forward's graph
         if batch.routing is not None:
             packing = replace(packing, routing=self._routing(batch.routing))
         with nullcontext() if self.collector is None else self.collector.reading(batch):

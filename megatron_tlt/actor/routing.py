@@ -20,14 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tlt.actor.device import current_device
 
 # isort: split
 # megatron comes after the device shim.
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
+
+# 0.16.1 defines the name with Transformer Engine only, and reads it always.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 @dataclass
@@ -47,8 +50,8 @@ class Router(TopKRouter):
     place: int = 0  # among the layers with experts
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [..., E] fp32. megatron's own needs a name that 0.16.1 defines with Transformer Engine only."""
-        return F.linear(input.float(), self.weight.float())
+        """Logits [..., E] fp32. Backward keeps `input` as it is, not a copy in fp32."""
+        return moe_utils.router_gating_linear(input, self.weight, None, torch.float32)  # type: ignore[no-any-return]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gates [R, E] fp32, zero where not chosen, and the choice [R, E] bool."""

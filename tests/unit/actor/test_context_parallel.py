@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.actor.build import PolicyModel
+from megatron_tlt.actor.context_parallel import _lower_right
 from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, filler, pack
 from tests.mpi.workers.actor_common import sequences, shortened
 
@@ -73,3 +77,18 @@ def test_a_filler_has_rows_for_every_rank():
     parts = [filler(RowLayout(CPU, "sbhd", 2, 2, rank)) for rank in range(2)]
     assert [len(part.input_ids[0]) for part in parts] == [4, 4]
     assert [len(part.rows) for part in parts] == [1, 0] and all(part.is_filler for part in parts)
+
+
+def test_masks_go_with_the_forward_that_made_them():
+    """A rank has all micro-batches of an update at once; the memory plan counts the masks of one."""
+    model = PolicyModel.__new__(PolicyModel)
+    model._inv_freq, model.megatron_config = torch.ones(4), SimpleNamespace(params_dtype=torch.float32)
+    model.collector, batch = None, of_ranks(2)[0][0]
+
+    def layers(*_args, packed_seq_params):
+        _lower_right(packed_seq_params, torch.zeros(1), 2, 4)
+        return packed_seq_params
+
+    made = [model.forward(layers, batch).masks for _ in range(2)]
+    assert [list(masks) for masks in made] == [[(2, 4)]] * 2 and made[0] is not made[1]
+    assert not batch.packing.masks
