@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_demo_policy import write_experts
 
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
@@ -41,13 +42,13 @@ def run(folder: Path, jobs: list[tuple[str, list[str], str]], ranks: int = 2) ->
     return run_ranks(ranks, "tests/integration/workers/train_idle.py", str(listing)).stdout
 
 
-def assert_same_policy(folder: Path, name: str, step: int = 4) -> None:
-    checkpoint = f"checkpoints/step-{step:06d}"
-    plain, other = (checkpoint_tensors(folder / n / checkpoint) for n in ("off", name))
+def assert_same_policy(folder: Path, name: str, off: str = "off") -> None:
+    checkpoint = "checkpoints/step-000004"
+    plain, other = (checkpoint_tensors(folder / n / checkpoint) for n in (off, name))
     assert other.keys() == plain.keys() and any(value.abs().sum() > 0 for value in plain.values())
     unequal = [key for key in plain if not torch.equal(plain[key], other[key])]
     assert not unequal, f"{name}: {unequal[:5]}"
-    for mine, theirs in zip(rows(folder / name), rows(folder / "off"), strict=True):
+    for mine, theirs in zip(rows(folder / name), rows(folder / off), strict=True):
         assert {k: mine[k] for k in SAME} == {k: theirs[k] for k in SAME}, name
 
 
@@ -146,23 +147,31 @@ def resumed(kind: str, source: str, steps: int) -> list[str]:
 
 
 def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
-    """A rank with a slow engine and room for four requests: the other answers some of its sixteen."""
+    """A rank with a slow engine and room for four requests: the other answers some of its sixteen. With experts, their
+    numbers return with the answers.
+    """
     few = ["idle.work_stealing=true", "rollout.max_running_requests=4"]
-    run(folder, [("taken", [*TRAIN, *few], "slow engine")])
-    assert_same_policy(folder, "taken")
-    taken = [row["idle/stolen_requests"] for row in rows(folder / "taken")]
-    assert all(1 <= count <= 15 for count in taken), taken  # how many depends on what else the machine does
-    said = json.loads((folder / "taken/summary.json").read_text())
-    assert said["stolen_requests"] == sum(taken)
-    assert Tile("stolen requests", f"{sum(taken):.0f}", "answered for other ranks") in tiles(
-        read_run(folder / "taken")
-    )
-    for step in range(4):  # it is busy, idle, and busy again
-        events = read_events(folder / "taken", 0)
-        states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
-        assert states[:3] == ["BUSY", "IDLE", "BUSY"]
-    answers = [[row["answers"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off")]
-    assert answers[0] == answers[1]
+    write_experts(folder / "model", folder / "experts", seed=0)
+    experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
+    jobs = [("taken", [*TRAIN, *few]), ("taken-experts", [*TRAIN, *few, *experts])]
+    run(folder, [*((name, overrides, "slow engine") for name, overrides in jobs), ("off-experts", experts, "")])
+    for name, off in (("taken", "off"), ("taken-experts", "off-experts")):
+        assert_same_policy(folder, name, off)
+        taken = [row["idle/stolen_requests"] for row in rows(folder / name)]
+        assert all(1 <= count <= 15 for count in taken), taken  # how many depends on what else the machine does
+        said = json.loads((folder / name / "summary.json").read_text())
+        assert said["stolen_requests"] == sum(taken)
+        assert Tile("stolen requests", f"{sum(taken):.0f}", "answered for other ranks") in tiles(
+            read_run(folder / name)
+        )
+        for step in range(4):  # it is busy, idle, and busy again
+            events = read_events(folder / name, 0)
+            states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
+            assert states[:3] == ["BUSY", "IDLE", "BUSY"]
+        answers = [[row["answers"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in (name, off)]
+        assert answers[0] == answers[1]
+    replayed = [(row["policy/replayed_share"], row["policy/replay_flips"]) for row in rows(folder / "taken-experts")]
+    assert replayed == [(1, 0)] * 4
 
 
 @pytest.mark.nightly

@@ -142,3 +142,34 @@ def test_a_tensor_parallel_engine_reads_the_cache_as_one_for_a_context_parallel_
     train(config, 2, f"train.run_dir={run_dir}")
     assert reused(run_dir)[2] == 9
     assert_same_checkpoint(tmp_path / "run/checkpoints/step-000002", run_dir / "checkpoints/step-000002")
+
+
+ON_TWO = {
+    "contexts": ["actor.cp=2"],
+    "experts": ["actor.ep=2", "actor.router_replay=rollout"],
+    "experts in one engine": ["actor.ep=2", "actor.router_replay=rollout", "rollout.tp=2"],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ON_TWO)
+def test_killed_with_the_drafter_trained_equals_a_whole_run_without_one(tmp_path, name):
+    """Context and expert parallel actors: TLT on, killed in a rollout and resumed, against TLT off."""
+    steps = {"num_steps": 3, "prompts_per_step": 8}
+    config = write_config(tmp_path, train=steps, eval={"every": 0})
+    changed, last = [*ON_TWO[name]], "checkpoints/step-000003"
+    if "experts" in name:
+        write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
+        changed.append(f"model.path={tmp_path / 'experts'}")
+    spec = "rollout.speculation"
+    trained = [f"{spec}.drafter=hybrid", f"{spec}.selector=fixed", "idle.train_drafter=true"]
+    trained += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
+    train(config, 2, f"train.run_dir={tmp_path / 'off'}", *changed)
+    run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW, *changed, *trained)
+    train(config, 2, f"train.run_dir={run_dir}", *changed, *trained)
+    assert 9 <= reused(run_dir)[2] < 32
+    assert_same_checkpoint(tmp_path / "off" / last, run_dir / last)
+    found = rows(run_dir)
+    assert all(row["drafter/steps"] > 0 and row["engine/spec_row_steps"] > 0 for row in found)
+    if "experts" in name:
+        assert all((row["policy/replayed_share"], row["policy/replay_flips"]) == (1, 0) for row in found)

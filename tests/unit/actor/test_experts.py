@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-import torch
+from types import SimpleNamespace
+from typing import Any
 
-from megatron_tlt.actor.experts import _ZeroUnused
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_tlt.actor.experts import GroupedExperts, _ZeroUnused
+
+ALIGNED = 16  # bytes, of rows in memory
+
+
+class Recorder(TorchDispatchMode):
+    """Operands of every grouped product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.operands.append(args[:2])
+        return func(*args, **(kwargs or {}))
 
 
 def test_gradients_of_experts_without_a_row_are_zero_whatever_the_product_left_there():
@@ -13,3 +32,30 @@ def test_gradients_of_experts_without_a_row_are_zero_whatever_the_product_left_t
     found[1] = torch.nan
     _ZeroUnused.apply(weight, torch.tensor([2, 0, 1])).backward(found)
     assert weight.grad.tolist() == torch.where(torch.isnan(found), 0, found).tolist()
+
+
+def test_experts_without_a_row_and_uneven_ones_are_laid_out_as_the_kernel_takes_them():
+    """The kernel asserts, on the device: products over rows that experts share out (the weights' gradients) may have
+    none of an expert, and any number, only as column-major times row-major.
+    """
+    torch.manual_seed(0)
+    config = SimpleNamespace(moe_ffn_hidden_size=16, hidden_size=8, params_dtype=torch.bfloat16)
+    one = SimpleNamespace(size=lambda: 1)
+    experts = GroupedExperts(4, config, SimpleNamespace(expt_tp=one, ep=one, expt_dp=one))
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight)
+    rows, probs = torch.randn(10, 8, dtype=torch.bfloat16, requires_grad=True), torch.rand(10)
+    with Recorder() as seen:
+        output, _ = experts(rows, torch.tensor([3, 0, 6, 1]), probs)
+        output.backward(torch.randn_like(output))
+    shapes = sorted((a.dim(), b.dim()) for a, b in seen.operands)
+    assert shapes == [(2, 2)] * 2 + [(2, 3)] * 4
+    for a, b in seen.operands:
+        if b.dim() == 2:
+            assert a.stride(0) == 1 and b.stride(1) == 1
+        else:
+            assert a.stride(1) == 1, "rows of an expert begin anywhere"
+        for strides in (a.stride(), b.stride()):
+            assert all(stride * a.element_size() % ALIGNED == 0 for stride in strides if stride != 1)
+    for weight in experts.parameters():
+        assert not weight.grad[1].any() and all(weight.grad[i].any() for i in (0, 2, 3))
