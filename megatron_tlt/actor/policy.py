@@ -240,7 +240,7 @@ class MegatronPolicy:
         if not self.config.num_experts:
             return batches
         weight = 0.0
-        if self.actor.load_balancing_loss or self.actor.router_z_loss:
+        if self.actor.has_router_losses:
             rows = torch.tensor(float(sum(map(num_tokens, batches))), device=current_device())
             dist.all_reduce(rows)  # every rank of a replica has them
             weight = self.dims.tp * self.dims.pp * self.dims.cp / max(1.0, float(rows))

@@ -62,6 +62,11 @@ class ActorSection(Section):
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
 
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers have losses of their own, which every token of the update takes part in."""
+        return bool(self.load_balancing_loss or self.router_z_loss)
+
     def cp_comm(self, num_kv_heads: int, engine: bool) -> Literal["p2p", "a2a", "all_gather"]:
         """`cp_comm_type` without auto, for so many key/value heads; `engine`: with Transformer Engine's layers."""
         if self.cp_comm_type != "auto":

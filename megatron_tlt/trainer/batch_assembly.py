@@ -1,8 +1,8 @@
 """From scored samples to a training batch: the step's table, the placement of sequences, log-probs, advantages.
 
 The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
-controller. A sample that has no gradient (`Algorithm.has_gradient`) has a row in the table and counts in its
-mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
+controller. A sample that has no gradient (`Algorithm.has_gradient`, and no losses of routers) has a row in the table and
+counts in its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class BatchAssembler:
         columns = {name: values[order] for name, values in columns.items()}
         costs, failed = columns.pop("cost"), columns.pop("failed")
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
-        has_gradient = self._algorithm.has_gradient(rewards)
+        has_gradient = self._algorithm.has_gradient(rewards) | self._policy.actor.has_router_losses
         mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
         return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
 

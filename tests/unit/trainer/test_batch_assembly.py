@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
+from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.observe.rollouts import own_figures
@@ -21,7 +22,7 @@ from megatron_tlt.trainer.batch_assembly import (
 )
 from megatron_tlt.types import EngineStats, PastAnswer, Prompt, RewardResult, Sample
 
-POLICY = SimpleNamespace(dims=Dims())
+POLICY = SimpleNamespace(dims=Dims(), actor=ActorSection())
 
 
 class OneRank:
@@ -89,7 +90,7 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
         drifted = {0: 2.0 if which == "policy" else 0.0}
         return [np.full(len(s.advantages), drifted.get(s.sample_index, 0.0), np.float32) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     assembler = BatchAssembler(OneRank(), policy, algorithm, temperature=1.0)
     table, parts = assembler.exchange(make_groups(num_prompts=1))
     batch = assembler.build_batch(parts, table)
@@ -105,7 +106,7 @@ def test_answers_of_an_engine_without_log_probs_get_those_of_the_policy(has_logp
         asked.append((len(sequences), temperature, which))
         return [np.full(len(s.loss_mask), -float(s.prompt_id)) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     algorithm = build_algorithm(AlgorithmSection(mini_batches=2), max_tokens=8)
     assembler = BatchAssembler(OneRank(), policy, algorithm, 0.5, has_logprobs)
     table, parts = assembler.exchange(make_groups())
@@ -129,7 +130,7 @@ def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
         asked.extend(s.prompt_id for s in sequences)
         return [np.zeros(len(s.loss_mask)) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), logprobs=logprobs)
+    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
     table, parts = assembler.exchange(groups)
     batch = assembler.build_batch(parts, table)
@@ -146,6 +147,17 @@ def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
     assert table.metrics()["update/skipped_tokens"] == skipped
     assert table.metrics()["update/skipped_share"] == pytest.approx(skipped / lengths.sum())
     assert table.metrics()["rollout/samples"] == 12
+
+
+@pytest.mark.parametrize("losses", [{}, {"load_balancing_loss": 0.01}, {"router_z_loss": 0.01}])
+def test_losses_of_routers_have_a_gradient_in_every_answer(losses):
+    groups = make_groups()
+    for group in groups[1:]:
+        group.rewards = [RewardResult(0.0, False) for _ in group.samples]
+    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(**losses))
+    assembler = BatchAssembler(OneRank(), policy, build_algorithm(AlgorithmSection(), max_tokens=8), 1.0)
+    _, (sequences,) = assembler.exchange(groups)
+    assert len(sequences) == (12 if losses else 3)
 
 
 class Metered(OneRank):
