@@ -38,7 +38,9 @@ FOUR = ['{"tp":2,"pp":2}', '{"tp":4,"sequence_parallel":true}', '{"tp":2,"cp":2}
 
 
 @pytest.fixture(scope="module")
-def four_ranks(place: Path, one_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def four_ranks(
+    place: Path, one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     return launch(
         4,
         f"save {place}/four {FOUR[0]}",
@@ -47,6 +49,7 @@ def four_ranks(place: Path, one_rank: list[dict[str, Any]]) -> list[dict[str, An
         f"save {place}/zero {SHARDED}",
         f"load {place}/zero {SHARDED}",
         f'load {place}/zero {{"distributed_optimizer":"on"}}',
+        f"load {place}/mixed {SHARED},\"pp\":2}}",
         f"full {place}/full {FOUR[0]}",
     )
 
@@ -64,6 +67,7 @@ EXPERTS = [
     ("experts", "save", EVERY + ',"distributed_optimizer":"on"}'),
     ("experts", "load", EVERY + ',"distributed_optimizer":"on"}'),
     ("experts", "load", '{"model":"qwen3_moe","distributed_optimizer":"on"}'),
+    ("experts", "load", '{"model":"qwen3_moe","cp":2,"ep":2,"distributed_optimizer":"on"}'),
 ]
 
 
@@ -112,13 +116,13 @@ def test_a_save_takes_a_share_on_the_host_and_a_bucket_on_the_device(two_ranks: 
 
 
 def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:
-    mixed, mixed_pp, sharded, sharded_dp = [r for r in two_ranks if r["case"] == "load"][1:5]
+    mixed, mixed_pp, sharded, *others = [r for r in two_ranks if r["case"] == "load"][1:6]
     assert mixed["same_bits"] and sharded["same_bits"]
-    assert mixed_pp["weights"] <= 1e-5 and sharded_dp["weights"] <= 1e-5
+    assert all(loaded["weights"] <= 1e-5 for loaded in (mixed_pp, *others))
 
 
 def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(two_ranks: list[dict[str, Any]]) -> None:
-    same, other = [r for r in two_ranks if r["case"] == "load"][5:]
+    same, other = [r for r in two_ranks if r["case"] == "load"][6:]
     assert same["same_bits"] and same["grad_norm"] == 0.0
     assert other["weights"] <= 1e-5, other
 
@@ -152,7 +156,7 @@ def test_the_same_layout_resumes_bit_for_bit(four_ranks: list[dict[str, Any]]) -
 
 def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
-    assert len(loads) == len(FOUR) + 3
+    assert len(loads) == len(FOUR) + 4
     assert all(r["weights"] <= 1e-5 for r in loads), loads
 
 
