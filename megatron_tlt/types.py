@@ -120,8 +120,9 @@ class TrainSequence:
     """One prompt + response with what the loss needs, response-aligned.
 
     Arrays are numpy: `token_ids` int64 [L]; `advantages`, `loss_mask`, `rollout_logprobs` float32 [R].
-    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R). `routes` int16
-    [L - 1, layers with experts, k]: the experts that the engine chose for each token that it fed, -1 where unknown.
+    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R). `routes`,
+    uint8 or int16 [L - 1, layers with experts, k]: the experts that the engine chose for each token that it fed, -1
+    where unknown.
     """
 
     prompt_id: int

@@ -21,7 +21,7 @@ from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.experts import expert_config, use_experts
 from megatron_tlt.actor.groups import ActorGroups
-from megatron_tlt.actor.microbatch import MicroBatch
+from megatron_tlt.actor.microbatch import MicroBatch, recorded_routes
 from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Routing
@@ -323,14 +323,15 @@ class PolicyModel:
             tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
             packing = replace(packing, rotation=tables, masks={})  # which live as long as this forward's graph
         if batch.routing is not None:
-            packing = replace(packing, routing=self._routing(batch.routing))
+            packing = replace(packing, routing=self._routing(batch, batch.routing))
         with nullcontext() if self.collector is None else self.collector.reading(batch):
             return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)
 
-    def _routing(self, routing: Routing) -> Routing:
-        """This rank's rows of what the routers read; they leave their statistics in the whole one."""
-        if not self.megatron_config.sequence_parallel:
-            return routing
-        at, tp = self.groups.at.tp, self.groups.dims.tp
-        routes = None if routing.routes is None else routing.routes.chunk(tp)[at]
-        return replace(routing, is_token=routing.is_token.chunk(tp)[at], routes=routes)
+    def _routing(self, batch: MicroBatch, routing: Routing) -> Routing:
+        """What this rank's routers read in this forward; they leave their statistics in `routing`, too."""
+        routes, is_token = recorded_routes(batch) if routing.replays else None, routing.is_token
+        if self.megatron_config.sequence_parallel:
+            at, tp = self.groups.at.tp, self.groups.dims.tp
+            is_token = is_token.chunk(tp)[at]
+            routes = None if routes is None else routes.chunk(tp)[at]
+        return replace(routing, is_token=is_token, routes=routes)

@@ -60,6 +60,7 @@ class MicroBatch:
     members: tuple[int, ...]
     sequences: tuple[TrainSequence, ...] = field(repr=False)
     own: Tensor | None = None  # [N of this rank] int64: which of the N response rows are here; None: all
+    here: Tensor | None = None  # [T / cp] int64: which of the T rows are here; None: all
     routing: Routing | None = None  # of a mixture of experts (`with_routing`)
 
     @property
@@ -71,6 +72,14 @@ class MicroBatch:
         """A response-aligned attribute of the sequences, flat [N] fp32 on the micro-batch's device."""
         flat = np.concatenate([np.asarray(getattr(s, name), dtype=np.float32) for s in self.sequences])
         return torch.from_numpy(flat).to(self.labels.device)
+
+    def rows_here(self, array: np.ndarray) -> Tensor:
+        """This rank's rows of values [T, ...] of all rows, on the micro-batch's device."""
+        host = torch.from_numpy(array)
+        if self.labels.is_cuda:  # pinned: the copy waits for no kernel
+            host = host.pin_memory()
+        whole = host.to(self.labels.device, non_blocking=True)
+        return whole if self.here is None else whole[self.here]
 
     def weights(self) -> Tensor:
         """Every sequence's `weight` on each of its response rows, [N] fp32."""
@@ -163,7 +172,7 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
     packing = replace(whole.packing, to_whole=tensor(place), to_ranks=tensor(by_rank))
     input_ids, positions = whole.input_ids[:, here], whole.positions[:, here]
     return replace(
-        whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own
+        whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own, here=here
     )
 
 
@@ -172,30 +181,29 @@ def num_tokens(batch: MicroBatch) -> int:
     return sum(s.length - 1 for s in batch.sequences) if batch.members else 0
 
 
-def with_routing(
-    batch: MicroBatch, layout: RowLayout, replay: bool = False, loss_weight: float = 0.0
-) -> MicroBatch:
-    """The micro-batch of a mixture of experts, with the sequences' recorded experts if they are replayed.
-
-    `loss_weight`: see `Routing`.
-    """
+def with_routing(batch: MicroBatch, replays: bool = False, loss_weight: float = 0.0) -> MicroBatch:
+    """The micro-batch of a mixture of experts. `replays`, `loss_weight`: see `Routing`."""
     *starts, rows = batch.packing.starts
-    recorded = [s.routes for s in batch.sequences if s.routes is not None] if replay else []
     is_token = np.zeros(rows, bool)
-    ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16) if recorded else None
     for start, sequence in zip(starts, batch.sequences if batch.members else (), strict=False):
-        here = slice(start, start + sequence.length - 1)
-        is_token[here] = True
-        if ids is not None and sequence.routes is not None:
-            ids[here] = sequence.routes
+        is_token[start : start + sequence.length - 1] = True
+    return replace(batch, routing=Routing(batch.rows_here(is_token), replays, loss_weight))
 
-    def of_rank(array: np.ndarray) -> Tensor:
-        whole = torch.from_numpy(array).to(layout.device)
-        order, count = batch.packing.to_ranks, rows // layout.cp
-        return whole if order is None else whole[order[layout.cp_rank * count :][:count]]
 
-    routes = None if ids is None else of_rank(ids)
-    return replace(batch, routing=Routing(of_rank(is_token), routes, loss_weight))
+def recorded_routes(batch: MicroBatch) -> Tensor | None:
+    """The experts that were recorded for this rank's rows, [T / cp, L, k] int16, -1: unknown; None: for no row.
+
+    L layers with experts, k chosen: hundreds of bytes a token, so they come to the device with their forward.
+    """
+    recorded = [s.routes for s in batch.sequences if s.routes is not None]
+    if not recorded:
+        return None
+    *starts, rows = batch.packing.starts
+    ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16)
+    for start, sequence in zip(starts, batch.sequences, strict=False):
+        if sequence.routes is not None:
+            ids[start : start + sequence.length - 1] = sequence.routes
+    return batch.rows_here(ids)
 
 
 def scatter(flat: Sequence[np.ndarray], batches: Sequence[MicroBatch], count: int) -> list[np.ndarray]:

@@ -168,7 +168,7 @@ class MegatronPolicy:
 
     def _unreplayed(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches for routers that choose for themselves."""
-        return [with_routing(b, self._row_layout) for b in batches] if self.config.num_experts else batches
+        return [with_routing(b) for b in batches] if self.config.num_experts else batches
 
     def _optimizer_step(
         self, batches: list[Scored], denominator: float, temperature: float
@@ -224,7 +224,7 @@ class MegatronPolicy:
         batches = self._pack(sequences)
         if self.config.num_experts:
             replay = which == "policy" and self._replays
-            batches = [with_routing(batch, self._row_layout, replay) for batch in batches]
+            batches = [with_routing(batch, replay) for batch in batches]
         with self._collecting(sequences) if which == "policy" else nullcontext():
             found = forward_logprobs(model, self._as_many_as_others(batches), temperature)[: len(batches)]
         sizes = [batch.labels.shape[0] for batch in batches]
@@ -244,8 +244,7 @@ class MegatronPolicy:
             rows = torch.tensor(float(sum(map(num_tokens, batches))), device=current_device())
             dist.all_reduce(rows)  # every rank of a replica has them
             weight = self.dims.tp * self.dims.pp * self.dims.cp / max(1.0, float(rows))
-        layout, every = self._row_layout, self._as_many_as_others(batches)
-        return [with_routing(batch, layout, self._replays, weight) for batch in every]
+        return [with_routing(batch, self._replays, weight) for batch in self._as_many_as_others(batches)]
 
     def _as_many_as_others(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """With expert parallel, fillers up to the most that a rank has: each pass through a layer needs all of them."""
@@ -253,7 +252,7 @@ class MegatronPolicy:
             return batches
         count = torch.tensor(len(batches), device=current_device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return batches + [with_routing(self._filler(), self._row_layout)] * (int(count) - len(batches))
+        return batches + [with_routing(self._filler())] * (int(count) - len(batches))
 
     def _filler(self) -> MicroBatch:
         return filler(self._row_layout)

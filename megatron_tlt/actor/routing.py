@@ -38,9 +38,10 @@ class Routing:
     """What the routers of one micro-batch read, and the statistics that they leave."""
 
     is_token: Tensor  # [R] bool, False for padding
-    routes: Tensor | None = None  # [R, L, k] integer, experts to take, -1: unknown
+    replays: bool = False  # whether a forward takes the experts that the sequences have recorded
     loss_weight: float = 0.0  # of a row in the auxiliary losses: 1 / rows of the whole update, 0: none
     found: dict[int, Tensor] = field(default_factory=dict)  # layer -> `Router` statistics [E + 3]
+    routes: Tensor | None = None  # of the forward under way: [R, L, k] integer, experts to take, -1: unknown
 
 
 class Router(TopKRouter):

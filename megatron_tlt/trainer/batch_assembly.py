@@ -1,8 +1,8 @@
 """From scored samples to a training batch: the step's table, the placement of sequences, log-probs, advantages.
 
 The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
-controller. A sample that has no gradient (`Algorithm.has_gradient`, and no losses of routers) has a row in the table and
-counts in its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
+controller. A sample that has no gradient (`Algorithm.has_gradient`, no losses of routers) has a row in the table, counts in
+its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class SentAnswer(NamedTuple):
             loss_mask=np.ones(response, dtype=np.float32),
             # NaN where the engine gives none: the policy computes them, and a loss that met one would be NaN.
             rollout_logprobs=np.full(response, np.nan, np.float32) if self.logprobs is None else self.logprobs,
-            routes=None if self.routes is None else self.routes.astype(np.int16),
+            routes=self.routes,
         )
 
 

@@ -147,9 +147,7 @@ def resumed(kind: str, source: str, steps: int) -> list[str]:
 
 
 def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
-    """A rank with a slow engine and room for four requests: the other answers some of its sixteen, with the experts that
-    they chose.
-    """
+    """A rank with a slow engine and room for four requests: the other answers some of its sixteen, experts and all."""
     write_experts(folder / "model", folder / "experts", seed=0)
     experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
     few = [*experts, *TRAIN, "idle.work_stealing=true", "rollout.max_running_requests=4"]

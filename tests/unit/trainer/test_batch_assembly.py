@@ -243,4 +243,4 @@ def test_an_answer_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each():
         assert sequence.token_ids.tolist() == [*prompt.token_ids, *sample.token_ids] and sequence.prompt_len == 40
         assert sequence.token_ids.dtype == np.int64 and len(sequence.loss_mask) == 1000
         assert sequence.rollout_logprobs.tolist() == sample.logprobs
-    assert sequence.routes.dtype == np.int16 and sequence.routes.shape == routes.shape
+    assert sequence.routes.dtype == np.uint8 and sequence.routes.shape == routes.shape
