@@ -1,8 +1,8 @@
 """From scored samples to a training batch: the step's table, the placement of sequences, log-probs, advantages.
 
 The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
-controller. A sample that has no gradient (`Algorithm.has_gradient`, no losses of routers) has a row in the table, counts in
-its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
+controller. A sample without a gradient (`Algorithm.has_gradient`, no losses of routers) has a row in the table, counts
+in its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
 """
 
 from __future__ import annotations
