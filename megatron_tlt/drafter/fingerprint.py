@@ -87,6 +87,9 @@ def other_policy_problem(
     if not other:
         return None
     what = f"was made for a policy with another {' and another '.join(other)} than {model}"
+    own = Path(model) / "drafter"  # where `export` writes it
+    if own.is_dir() and own != Path(drafter):
+        what += f" ({own} is that policy's)"
     return ConfigProblem(
         field, str(drafter), f"{what}; rollout.speculation.allow_other_policy=true accepts it"
     )

@@ -63,6 +63,8 @@ def test_a_drafter_of_another_policy_is_refused_unless_asked_for(tmp_path, draft
         "with another embedding than" in problem and "rollout.speculation.allow_other_policy=true" in problem
     )
     assert problems(drafter, trained, allow_other_policy=True) == []
+    (trained / "drafter").mkdir()  # as `export` leaves it
+    assert f"than {trained} ({trained / 'drafter'} is that policy's);" in problems(drafter, trained)[0]
     words = policy(tmp_path / "words", seed=1, tokenizer="[]")
     assert "another embedding and another tokenizer" in problems(drafter, words)[0]
 
