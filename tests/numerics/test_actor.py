@@ -167,7 +167,7 @@ SGD += [("tp2_cp2_sp", "qwen3"), ("cp2_gather", "llama")]
 SGD += [(name, "qwen3_moe") for name in ("ep2", "cp2_ep2", "tp2_sp", "tp2_sp_ep2", "tp2_sp_ep4")]
 SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [(name, "qwen3") for name in ("tp2", "tp2_dp2_zero", "dp2_zero_overlap", "cp2_zero")]
-ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
+ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("cp2_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
 WHOLE_ANSWERS = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]
 
 
