@@ -167,14 +167,15 @@ SGD += [("tp2_cp2_sp", "qwen3"), ("cp2_gather", "llama")]
 SGD += [(name, "qwen3_moe") for name in ("ep2", "cp2_ep2", "tp2_sp", "tp2_sp_ep2", "tp2_sp_ep4")]
 SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [(name, "qwen3") for name in ("tp2", "tp2_dp2_zero", "dp2_zero_overlap", "cp2_zero")]
-ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("cp2_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
+ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
+REPLAYED = [("cp2_ep2", "qwen3_moe")]  # its micro-batches are others, and load balancing is of each micro-batch
 WHOLE_ANSWERS = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]
 
 
 @once
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_ANSWERS, "gspo"), (ROUTED, "routed")
+    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_ANSWERS, "gspo"), (ROUTED, "routed"), (REPLAYED, "replayed")
     wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
     triples = json.dumps([[LAYOUTS[name][1], kind, variant] for name, kind, variant in mine])
@@ -190,6 +191,7 @@ def found(name: str, kind: str, variant: str) -> dict[str, Any]:
 
 
 CASES = [(*case, "sgd") for case in SGD] + [(*case, "gspo") for case in WHOLE_ANSWERS]
+CASES += [(*case, "replayed") for case in REPLAYED]
 
 
 @pytest.mark.parametrize(("name", "kind", "variant"), CASES)

@@ -221,7 +221,7 @@ def main() -> None:
     for kind in (*KINDS, *MOE_KINDS):
         parity(world, root, kind)
         # Adam divides rounding noise, and a changed digit can flip a near tie of two experts.
-        names = ("sgd", "routed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
+        names = ("sgd", "routed", "replayed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
         outcome = {name: run_scenario(scenario_policy(world, root / kind, name)) for name in names}
         torch.save(outcome, root / f"{kind}.tp1.pt")
     routed(world, root)

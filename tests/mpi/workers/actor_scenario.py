@@ -24,7 +24,8 @@ from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, short
 
 SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
 ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)
-ROUTED = {"router_replay": "rollout", "load_balancing_loss": 0.1, "router_z_loss": 0.01}
+REPLAYED = {"router_replay": "rollout"}
+ROUTED = {**REPLAYED, "load_balancing_loss": 0.1, "router_z_loss": 0.01}
 
 
 def make_policy(
@@ -54,10 +55,10 @@ def make_policy(
 def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
     """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole answers, and short ones.
 
-    "routed": SGD, replayed experts, and the routers' losses.
+    "routed": SGD, replayed experts, and the routers' losses; "replayed": without these.
     """
-    if variant == "routed":
-        return make_policy(world, directory, SGD, **ROUTED, **layout)
+    if variant in ("routed", "replayed"):
+        return make_policy(world, directory, SGD, **(ROUTED if variant == "routed" else REPLAYED), **layout)
     if variant != "gspo":
         return make_policy(world, directory, SGD if variant == "sgd" else ADAM, **layout)
     loss = build_algorithm(AlgorithmSection(name="gspo", ratio_clip_low=0.1, ratio_clip_high=0.1), 40)
