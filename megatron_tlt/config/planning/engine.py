@@ -22,11 +22,13 @@ from megatron_tlt.config.planning.parameters import (
     decoder_parameters,
     drafter_parameters,
     element_bytes,
+    expert_parameters,
     kv_bytes_per_token,
 )
 from megatron_tlt.config.root import Config
 from megatron_tlt.interfaces import ModelShape
 
+LOADED = "experts as they load"  # the part's name
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 
@@ -55,15 +57,18 @@ def has_packed_head(config: Config, device: Device) -> bool:
 
 
 def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
-    """What training a drafter takes beside an engine in a process of its own: room for hidden states in vLLM, where it
-    hands them out, and the policy's tables on the rank.
+    """What an engine in a process of its own takes beside weights and cache. A push: in vLLM a layer's experts, that
+    came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the policy's
+    tables on the rank.
     """
     rollout = config.rollout
+    loaded = 2 * expert_parameters(shape, shape.num_experts) * element_bytes(rollout.dtype)
+    experts = {LOADED: loaded} if rollout.backend == "vllm" else {}
     if not config.idle.train_drafter:
-        return {}
+        return experts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
     states = {"rollout.vllm.hidden_mib": rollout.vllm.hidden_mib * MIB}
-    return (states if config.hidden_states_of == "engine" else {}) | {
+    return experts | (states if config.hidden_states_of == "engine" else {}) | {
         "embedding and LM head": tables * element_bytes(rollout.dtype),
     }
 

@@ -168,6 +168,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),
+        engine.LOADED: ("push",),
     }
     if config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache":
         only[KV] = ("rollout",)

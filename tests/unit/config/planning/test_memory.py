@@ -292,6 +292,9 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     assert vllm.parts["embedding and LM head"] == 2 * 2 * 152064 * 3584  # not tied, bf16
     assert kv_bytes_per_token(vllm_of, shape) == 57344 * 29 // 28  # no hidden states
     assert vllm.total == 110 * GIB and vllm.parts["engine's process"] == 2 * GIB
+    experts = shape.model_copy(update={"num_experts": 128, "moe_intermediate_size": 768, "dense_layers": (0,)})
+    (stage,) = estimate_memory(vllm_of, experts, 2, "cuda", 500)
+    assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("push",)
     more = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.process_mib=3072")
     assert estimate_memory(more, shape, 2, "cuda", 110)[0].parts["engine's process"] == 3 * GIB
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
