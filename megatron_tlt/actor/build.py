@@ -18,11 +18,10 @@ from torch import Tensor
 from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
-from megatron_tlt.actor.elementwise import swiglu
+from megatron_tlt.actor.elementwise import RMSNorm, swiglu
 from megatron_tlt.actor.experts import expert_config, use_experts
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch, recorded_routes
-from megatron_tlt.actor.norm import RMSNorm
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Routing
 from megatron_tlt.actor.weights import mark_shards

@@ -91,11 +91,6 @@ class Sampler:
         self._kernel = kernel  # draws on CUDA, unless near ties are counted
         self._staging = _Staging(device)
 
-    @property
-    def is_native(self) -> bool:
-        """Whether rows without masks are drawn in C, and nothing is counted."""
-        return self._native is not None and not self._count
-
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` float32 [R, V], on its device.
 

@@ -14,7 +14,6 @@ MAX_TOPK = 8
 MAX_LENGTH = 64
 ODDS, STEPS, RATES = 8, 5, 8  # buckets of the table of match rates
 TRUNK = ODDS * STEPS * STEPS
-FEATURES = TRUNK + (MAX_TOPK - 1) * RATES
 
 BAD_TOKEN, BAD_HANDLE, NO_MEMORY = -1, -2, -3
 _ERRORS = {

@@ -246,7 +246,7 @@ def _weights(past: Sequence[PastAnswer]) -> list[int]:
 
 
 def _prior() -> np.ndarray:
-    """Match rates [FEATURES] before anything was seen: a logistic fit to replays of the demo policy's answers.
+    """Match rates by kind of token before anything was seen: a logistic fit to replays of the demo policy's answers.
 
     Trunk tokens by the log odds of their share in the interpolated distribution, by the longest context and by the
     number of candidates (`csrc/suffix_draft.c`); siblings by their rank and by the trunk token's own rate.
