@@ -28,7 +28,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
-from megatron_tlt.models.loader import save_hf
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import (
     HiddenStateSample,
     Prompt,
