@@ -53,8 +53,6 @@ class GraphStats:
     refused: int = 0  # keys that the budget has no room for
     eager: int = 0  # steps whose key was not captured, run without a graph
     eager_too_large: int = 0  # steps beyond the static buffers, run without a graph
-    rows: int = 0  # rows that were wanted
-    padded_rows: int = 0  # rows that were computed to fill a bucket
 
 
 class GraphCache:

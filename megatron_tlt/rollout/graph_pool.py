@@ -148,12 +148,9 @@ class GraphPool:
         """
         counts = np.diff(batch.query_start.numpy())
         key = self.key(len(counts), int(counts.max()))
-        stats = self._cache.stats
-        stats.rows += len(batch.token_ids)
         if key is None:
-            stats.eager_too_large += 1
+            self._cache.stats.eager_too_large += 1
             return self._decoder.forward(_to_device(batch, self._decoder.device), self._kv)
-        stats.padded_rows += key.batch_size * key.tokens - len(batch.token_ids)
         inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
         self._cache.run(key, self._step(key, inputs))
         rows = key.batch_size * key.tokens

@@ -149,7 +149,6 @@ def test_verification_equals_the_ragged_forward(setup, shape: str) -> None:
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.hidden, want.hidden, atol=1e-5, rtol=1e-5)
     assert pool.stats().eager == 1, "nothing is captured while requests run"
-    assert (pool.stats().rows, pool.stats().padded_rows) == (18, 64 - 18)
 
 
 def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> None:
