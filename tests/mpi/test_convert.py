@@ -149,5 +149,5 @@ def test_three_ranks_convert_as_one_does(root: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
     found = dict(iter_weights(tmp_path / "hf"))
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / "llama"))
-    refused = run_ranks(3, tools["there"], "--hf", hf, "--out", out, "--tp", "3", check=False)
+    refused = run_ranks(3, tools["there"], "--hf", hf, "--out", out + "3", "--tp", "3", check=False)
     assert refused.returncode == 2 and refused.stdout.count("must divide") == 1
