@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.mpi import ROOT, rank_environment
+from tests.helpers.mpi import ROOT, forking_python, rank_environment
 from tests.helpers.runs import rows
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -26,8 +26,9 @@ def commands(heading: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory like the repository, after the commands."""
+    """A working directory like the repository, after the commands; the ranks of `launch/local.sh` are forks."""
     folder = tmp_path_factory.mktemp("readme")
+    environment = rank_environment() | {"PYTHON": str(forking_python(folder))}
     for name in (".venv", "assets", "configs", "launch", "megatron_tlt", "tools"):
         (folder / name).symlink_to(ROOT / name)
     # As the section says for trying it out. A random model never gets a reward, and so would not learn.
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=rank_environment(),
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
