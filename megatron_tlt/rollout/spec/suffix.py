@@ -173,8 +173,9 @@ class SuffixDrafter:
         return {"rates": self._calibration.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s. Raises ValueError if it is of another kind."""
-        self._calibration.load_state_dict(state["rates"])
+        """Takes `state_dict`'s; an earlier version's counts are ignored. Raises ValueError for another shape."""
+        if "counts" in state["rates"]:
+            self._calibration.load_state_dict(state["rates"])
 
     # Tries
 
