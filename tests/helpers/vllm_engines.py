@@ -68,10 +68,19 @@ def running_vllm() -> VllmBackend:
 
 
 def start_vllm(
-    drafter: SavedDrafter, speculation: SpeculationSection, model: ModelSection = MODEL, keep_routes: bool = False
+    drafter: SavedDrafter,
+    speculation: SpeculationSection,
+    model: ModelSection = MODEL,
+    keep_routes: bool = False,
+    **engine: int,
 ) -> VllmBackend:
-    """vLLM with this drafter, without weights of the policy; closed when the process ends."""
-    rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING, speculation=speculation)
+    """vLLM with this drafter and arguments, without weights of the policy; closed when the process ends."""
+    rollout = RolloutSection(
+        backend="vllm",
+        max_running_requests=RUNNING,
+        speculation=speculation,
+        vllm=VllmSection(engine=engine),  # type: ignore[arg-type]
+    )
     started = build_vllm(
         rollout,
         model,

@@ -272,6 +272,24 @@ def test_other_families_with_experts(
     theirs.close()
 
 
+def test_answers_do_not_depend_on_preemption_or_on_which_drafter_drafts(
+    ours: EmbeddedBackend, prompts: list[Prompt]
+) -> None:
+    """A cache that holds less than the running requests need: vLLM drops some and begins them again."""
+    blocks, size = 18, 32  # vLLM keeps one, and needs 17 for the longest request
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    shortest = min(len(prompt.token_ids) for prompt in prompts) + params.max_tokens
+    assert RUNNING * shortest > 2 * blocks * size, "not all of them fit, however they run"
+    hybrid = SpeculationSection(drafter="hybrid", selector="fixed", draft_len=3)
+    theirs = start_vllm(load_drafter(DRAFTER, SHAPE), hybrid, block_size=size, num_gpu_blocks_override=blocks)
+    for backend in (ours, theirs):
+        push(backend, 5, None)
+    assert answers(theirs, prompts, params) == answers(ours, prompts, params)
+    stats = theirs.take_stats().speculation
+    assert stats.accept_length > 1 and stats.drafted_tokens > 0
+    theirs.close()
+
+
 def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> None:
     push(vllm, 4, None)
     os.kill(vllm.process.pid, signal.SIGKILL)
