@@ -69,6 +69,26 @@ class ActorGroups:
             pipeline=tuple(dims.pipeline_ranks(world.rank)),
         )
 
+    def communicating(self, has_experts: bool, shards_optimizer: bool) -> list[dist.ProcessGroup]:
+        """Groups of several ranks in which updates and pushes send, kind by kind in one order on all ranks.
+
+        Beside them Transformer Engine passes keys and values between pairs of ranks, with `cp` above 2.
+        """
+        groups = [dist.group.WORLD, self.dp, self.tp, self.pp, self.cp]
+        groups.append(parallel_state.get_embedding_group(check_initialized=False))  # tied weights of two stages
+        of_norm = parallel_state.get_intra_distributed_optimizer_instance_group
+        groups.append(of_norm() if shards_optimizer else parallel_state.get_model_parallel_group())
+        if has_experts:
+            groups += [
+                self.ep,
+                parallel_state.get_tensor_and_context_parallel_group(),
+                parallel_state.get_expert_tensor_and_model_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+                parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            ]
+        known = dict.fromkeys(g for g in groups if g is not None and g != dist.GroupMember.NON_GROUP_MEMBER)
+        return [group for group in known if dist.get_world_size(group) > 1]
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""

@@ -129,6 +129,10 @@ class MegatronPolicy:
         if actor.offload_optimizer:
             self._offload.offload()
 
+    def communicating(self) -> list[dist.ProcessGroup]:
+        """See `ActorGroups.communicating`."""
+        return self.groups.communicating(self.config.num_experts > 0, self.shards_optimizer)
+
     # ---- updates
 
     def train_step(self, batch: TrainBatch) -> TrainOutput:

@@ -56,7 +56,7 @@ def build_backend(
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
     share this machine's memory. With `sync.verify` it keeps checksums. `keep_layers`: states of answers will
     be collected, of these layers (a drafter's own) and the final one, so the cache leaves room for them.
-    `kv_cache_bytes`: the cache of the memory plan, where `rollout.kv_cache_mib` sets none. Raises ConfigError,
+    `kv_cache_bytes`: the cache of the memory plan, by default `rollout.kv_cache_mib`. Raises ConfigError,
     CheckpointError or BackendError.
     """
     device = torch.device(device)
@@ -87,7 +87,7 @@ def build_backend(
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
-        budget_bytes=kv_cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
+        budget_bytes=kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=local_ranks,
     )

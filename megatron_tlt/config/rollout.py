@@ -78,6 +78,11 @@ class RolloutSection(Section):
     """The vLLM engine."""
 
     @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_mib` in bytes."""
+        return None if self.kv_cache_mib is None else self.kv_cache_mib << 20
+
+    @property
     def verify_rows(self) -> int:
         """Rows of the largest verifying forward that runs as a captured graph: all requests with five drafted tokens
         each, or fewer requests with more.

@@ -128,6 +128,9 @@ class ClusterSection(Section):
     memory_gib: PositiveFloat | None = None
     """Memory of one rank's device, which the memory plan may fill: a config that needs more is refused. Default: on
     CUDA what the GPU has, known in a run only."""
+    reserve_gib: NonNegativeFloat = 2.0
+    """Of `memory_gib`, on CUDA, what the plan leaves to all that PyTorch does not allocate: the context, NCCL's
+    communicators, workspaces of libraries, other processes. A run that finds more taken gets a smaller KV cache."""
     host_memory_gib: PositiveFloat | None = None
     """Memory of one node's host, where device is cuda: a config whose ranks need more there is refused. Default: 256
     GiB for each rank of a node, as nodes of 2 TiB with eight GPUs have; in a run what the smallest node has."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from megatron_tlt.config.planning.memory import KV, estimate_memory
+from megatron_tlt.config.planning.engine import kv_cache_bytes
+from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
@@ -14,18 +18,61 @@ from megatron_tlt.rollout.kv_cache import total_memory
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
 
+logger = logging.getLogger(__name__)
 
-def planned_cache_bytes(config: Config, world: World) -> int | None:
-    """The KV cache of one rank by the memory plan (`check` prints it); None on CPU, where engines choose by themselves.
+_LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large messages
 
-    Needs `cluster.memory_gib` on CUDA: see `with_device_memory`.
+def open_communicators(groups: Sequence[dist.ProcessGroup], engine: TensorParallel, device: torch.device) -> None:
+    """Sends in every group and in the engine's, small and large: NCCL opens a communicator, and connects, at its first
+    message. What it takes is then there before the KV cache is sized. Collective, `groups` in one order on all ranks.
+    """
+    for tensor in (torch.zeros(size, device=device) for size in (1, _LARGE)):
+        for group in groups:
+            dist.all_reduce(tensor, group=group)
+        engine.all_reduce(tensor)
+
+
+def cache_bytes(config: Config, world: World) -> int | None:
+    """The KV cache of one rank, the same on all: by the memory plan (`check` prints it), or what every GPU has left of
+    it beside what the plan allocates later; None on CPU, where engines choose by themselves. Collective on CUDA.
+
+    Needs `cluster.memory_gib` there: see `with_device_memory`. Raises ConfigError on all ranks if less remains than a
+    request of full length needs.
     """
     if world.device.type == "cpu":
         return None
     shape = ModelConfig.from_hf(config.model.path)
-    return estimate_memory(config, shape, world.size, "cuda")[0].parts[KV]
+    stages = estimate_memory(config, shape, world.size, "cuda")
+    planned, reserve = stages[0].parts[KV], stages[0].parts[RESERVE]
+    if config.rollout.backend == "trtllm":  # takes a share of what it finds
+        return planned
+    total, outside, allocated = device_use(world.device)
+    left = total - max(outside, reserve) - max(allocated, beside_cache(config, stages))
+    found = world.all_gather_object((left, outside, allocated))
+    rank, (left, outside, allocated) = min(enumerate(found), key=lambda one: one[1][0])
+    if left >= planned:
+        return planned
+    there = (
+        f"rank {rank} has {left / GIB:.2f} GiB for its KV cache: {outside / GIB:.2f} GiB of its GPU are taken outside "
+        f"PyTorch (cluster.reserve_gib: {reserve / GIB:g}), {allocated / GIB:.2f} by it"
+    )
+    if left < (least := kv_cache_bytes(config, shape, 1)):
+        allowed = f"one request of full length needs {least / GIB:.2f} GiB, and {there}"
+        raise ConfigError.of("cluster.memory_gib", config.cluster.memory_gib, allowed)
+    if world.is_main:
+        logger.warning("the memory plan's KV cache of %.2f GiB is not there: %s", planned / GIB, there)
+    return left
+
+
+def device_use(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of a GPU, of what is taken of it outside PyTorch's allocator, and of what that has taken."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return total, total - free - reserved, reserved
 
 
 def with_device_memory(config: Config, world: World) -> Config:

@@ -46,7 +46,7 @@ from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
-from megatron_tlt.trainer.device_memory import planned_cache_bytes, with_device_memory
+from megatron_tlt.trainer.device_memory import cache_bytes, open_communicators, with_device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.idle_figures import IdleFigures
 from megatron_tlt.trainer.preflight import check_on
@@ -166,7 +166,9 @@ def build_models(
     """
     policy = _policy(config, world, algorithm)
     drafter_trainer = _drafter_trainer(config, world, tp)
-    cache = planned_cache_bytes(config, world)
+    if world.device.type == "cuda":
+        open_communicators(policy.communicating(), tp, world.device)
+    cache = cache_bytes(config, world)
     backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
     return policy, drafter_trainer, backend
 
@@ -219,7 +221,7 @@ def open_backend(
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `planned_cache_bytes`. Collective,
+    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `cache_bytes`. Collective,
     unless `tp` (see `tensor_parallel`) is given.
     """
     sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None

@@ -220,6 +220,12 @@ def test_adam_equals_one_rank(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_every_group_that_sends_is_among_those_that_are_opened_at_the_start(ranks: int) -> None:
+    unopened = {str(r["layout"]): r["unopened"] for r in run(ranks) if r["case"] == "layout"}
+    assert len(unopened) > 5 and set(unopened.values()) == {0}, unopened
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_skip_what_one_cannot_take(ranks: int) -> None:
     views = next(r for r in run(ranks) if r["case"] == "skip")["views"]
     assert views == [[True, True]] * ranks

@@ -118,7 +118,7 @@ def _arguments(
         block_size=_BLOCK,
         max_running=rollout.max_running_requests,
         max_context=context,
-        budget_bytes=cache_bytes if rollout.kv_cache_mib is None else rollout.kv_cache_mib << 20,
+        budget_bytes=cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=local_ranks,
     )

@@ -24,14 +24,14 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.interfaces import ModelShape
 
-# CUDA context, NCCL channels and cuBLAS workspaces; an interpreter with torch and megatron imported.
-RUNTIME_BYTES: dict[Device, int] = {"cuda": 2 * GIB, "cpu": GIB // 2}
+_INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
 _FRAGMENT_SHARE = 0.02
 
 Phase = Literal["rollout", "idle window", "update", "merge", "push"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "push")
 KV = "KV cache"
+RESERVE = "cluster.reserve_gib"
 _SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
 
 
@@ -104,8 +104,15 @@ def _policy_parts(
 
 
 def _sft_stage(config: SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device) -> RankMemory:
-    parts = _policy_parts(config, shape, dims, stage, device) | {"runtime": RUNTIME_BYTES[device]}
+    parts = _policy_parts(config, shape, dims, stage, device) | _runtime(config, device)
     return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
+
+
+def _runtime(config: Config | SftConfig, device: Device) -> dict[str, int]:
+    """What is not allocated through PyTorch."""
+    if device == "cpu":
+        return {"runtime": _INTERPRETER_BYTES}
+    return {RESERVE: int(config.cluster.reserve_gib * GIB)}
 
 
 def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: Device) -> RankMemory:
@@ -126,7 +133,7 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
         "drafter merge": drafter.drafter_merge_bytes(config, shape),
         "drafter push": drafter.drafter_push_bytes(config, shape, device),
         "push bucket": policy.push_bytes(config, shape, dims),
-        "runtime": RUNTIME_BYTES[device],
+        **_runtime(config, device),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
@@ -205,6 +212,12 @@ def _kv_cache(
     there = stages[0].only.get(KV, PHASES)
     taken = max(stage.of_phase(phase) for stage in stages for phase in there)
     return min(most, max(least, int(limit_gib * GIB) - taken))
+
+
+def beside_cache(config: Config, stages: list[RankMemory]) -> int:
+    """Bytes that PyTorch has allocated on a GPU in the fullest phase in which the KV cache is there, beside it."""
+    there = stages[0].only.get(KV, PHASES)
+    return max(s.of_phase(phase) - s.parts[KV] - s.parts[RESERVE] for s in stages for phase in there)
 
 
 def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:

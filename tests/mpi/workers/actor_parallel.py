@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
@@ -18,6 +20,22 @@ from tests.mpi.workers.actor_common import Exploding, relative_error, say, seque
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import copy_of, make_policy, run_scenario, scenario_policy
 from tests.mpi.workers.actor_zero_advantages import zero_advantages
+
+
+class Communication(TorchDispatchMode):
+    """Collects `groups`, the names of process groups of several ranks, in which something is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in args if func.namespace == "c10d" else ():
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                group = dist.ProcessGroup.unbox(value)
+                if group.size() > 1:
+                    self.groups.add(group.group_name)
+        return func(*args, **(kwargs or {}))
 
 
 def compare(world: World, root: Path, kind: str, layout: dict[str, Any], variant: str) -> None:
@@ -33,11 +51,15 @@ def compare(world: World, root: Path, kind: str, layout: dict[str, Any], variant
     mine = policy.logprobs(share(every, policy.dims.dp, policy.groups.at.dp), 0.8)
     wanted = share(source["logprobs"][0.8], policy.dims.dp, policy.groups.at.dp)
     logprobs = max((float(abs(a - b).max()) for a, b in zip(mine, wanted, strict=True)), default=0.0)
-    found = run_scenario(policy)
+    with Communication() as used:
+        found = run_scenario(policy)
+        copy_of(policy.named_weights())
+    opened = {group.group_name for group in policy.communicating()}
     if layout.get("distributed_optimizer") == "on":  # gradients stay with their owners there
         found["gradients"] = expected["gradients"]
     outcome = {
         "exact": exact,
+        "unopened": len(used.groups - opened),
         "logprobs": logprobs,
         "gradients": relative_error(found["gradients"], expected["gradients"])[0],
         "weights": relative_error(found["weights"], expected["weights"])[0],

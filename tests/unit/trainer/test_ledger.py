@@ -22,7 +22,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.engine import verified_rows
-from megatron_tlt.config.planning.memory import PHASES, RUNTIME_BYTES, estimate_memory
+from megatron_tlt.config.planning.memory import PHASES, RESERVE, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.drafter import controller, fingerprint
 from megatron_tlt.drafter.controller import OnlineDrafterController
@@ -34,7 +34,7 @@ from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.rollout.engine import GraphBudget
 from megatron_tlt.rollout.sampler import SamplingRows
 from megatron_tlt.sync.push import BucketedSync
-from megatron_tlt.trainer import setup
+from megatron_tlt.trainer import device_memory, setup
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.ledger import Ledger, LedgerError
 from tests.helpers.shape_policy import META, ShapePolicy
@@ -120,12 +120,14 @@ class Replay:
             at_close=lambda _: None,
         )
         self.tp = Ranks(config.rollout.tp)
+        there = int(config.cluster.memory_gib * GIB), self.plan.parts[RESERVE]
+        monkeypatch.setattr(device_memory, "device_use", lambda _: (*there, self.ledger.live))
         monkeypatch.setattr(setup, "_policy", lambda c, *_: ShapePolicy(c, self.shape, self.ranks, stage))
 
     @property
     def _apart(self) -> int:
         """What no tensor allocates."""
-        return RUNTIME_BYTES["cuda"] + self.plan.parts["fragments"]
+        return self.plan.parts[RESERVE] + self.plan.parts["fragments"]
 
     def build(self):
         tokenizer = SimpleNamespace(eos_token_ids=())
