@@ -86,7 +86,7 @@ class ActorGroups:
                 parallel_state.get_expert_data_parallel_group(),
                 parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
             ]
-        known = dict.fromkeys(g for g in groups if g is not None and g != dist.GroupMember.NON_GROUP_MEMBER)
+        known = dict.fromkeys(group for group in groups if isinstance(group, dist.ProcessGroup))
         return [group for group in known if dist.get_world_size(group) > 1]
 
     @property

@@ -78,6 +78,13 @@ class RolloutSection(Section):
     """The vLLM engine."""
 
     @property
+    def transport(self) -> str | None:
+        """How weights come to an engine in a process of its own; None: there is none."""
+        if self.backend == "embedded":
+            return None
+        return self.trtllm.transport if self.backend == "trtllm" else self.vllm.transport
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_mib` in bytes."""
         return None if self.kv_cache_mib is None else self.kv_cache_mib << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large messages
+
+def let_segments_grow(device: torch.device, transport: str | None = None) -> None:
+    """Lets PyTorch's segments of a GPU grow, so that less lies in pieces that no tensor fits; before its first tensor.
+
+    Not where the environment configures its allocator, and not with the transport cuda_ipc: handles of such segments
+    differ by PyTorch's version (`backends/transport.py`). By a call, for engines in processes of their own would
+    inherit a variable: what puts their weights to sleep takes plain memory.
+    """
+    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if device.type == "cuda" and not configured and transport != "cuda_ipc":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
 
 def open_communicators(groups: Sequence[dist.ProcessGroup], engine: TensorParallel, device: torch.device) -> None:
     """Sends in every group and in the engine's, small and large: NCCL opens a communicator, and connects, at its first

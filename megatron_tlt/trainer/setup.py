@@ -46,7 +46,7 @@ from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
-from megatron_tlt.trainer.device_memory import cache_bytes, open_communicators, with_device_memory
+from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.idle_figures import IdleFigures
 from megatron_tlt.trainer.preflight import check_on
@@ -56,7 +56,6 @@ from megatron_tlt.trainer.weight_push import WeightPush
 from megatron_tlt.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
@@ -82,7 +81,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
 
-    config = with_device_memory(config, world)
+    device_memory.let_segments_grow(world.device, config.rollout.transport)
+    config = device_memory.with_device_memory(config, world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
@@ -167,8 +167,8 @@ def build_models(
     policy = _policy(config, world, algorithm)
     drafter_trainer = _drafter_trainer(config, world, tp)
     if world.device.type == "cuda":
-        open_communicators(policy.communicating(), tp, world.device)
-    cache = cache_bytes(config, world)
+        device_memory.open_communicators(policy.communicating(), tp, world.device)
+    cache = device_memory.cache_bytes(config, world)
     backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
     return policy, drafter_trainer, backend
 
@@ -177,6 +177,7 @@ def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
     """One rank of a fine-tuning run. Collective. Raises ConfigError with all problems at once."""
     from megatron_tlt.trainer.sft import SftTrainer
 
+    device_memory.let_segments_grow(world.device)
     check_on(config, world, output_directory_problems("sft.out", config.sft.out))
     setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config))
@@ -221,7 +222,7 @@ def open_backend(
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `cache_bytes`. Collective,
+    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
     unless `tp` (see `tensor_parallel`) is given.
     """
     sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None

@@ -8,7 +8,12 @@ from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estim
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer import device_memory
-from megatron_tlt.trainer.device_memory import cache_bytes, open_communicators, with_device_memory
+from megatron_tlt.trainer.device_memory import (
+    cache_bytes,
+    let_segments_grow,
+    open_communicators,
+    with_device_memory,
+)
 
 
 def world(device, others=()):
@@ -86,3 +91,24 @@ def test_every_group_sends_before_the_cache_is_sized(monkeypatch):
     names, small, large = ["world", "tp", "engine"], sent[:3], sent[3:]
     assert [name for name, _ in small] == [name for name, _ in large] == names
     assert {size for _, size in small} == {4} and {size for _, size in large} == {8 << 20}
+
+
+def test_segments_grow_unless_the_environment_or_handles_to_them_forbid_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+    def transport(*overrides):
+        return config(*overrides).rollout.transport
+
+    cuda, shared = torch.device("cuda"), "rollout.vllm.transport=shared_memory"
+    let_segments_grow(torch.device("cpu"))
+    let_segments_grow(cuda, transport("rollout.backend=trtllm"))
+    assert asked == []
+    for engine in (["rollout.backend=embedded"], ["rollout.backend=vllm", shared]):
+        let_segments_grow(cuda, transport(*engine))
+    assert asked == ["expandable_segments:True"] * 2
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    let_segments_grow(cuda)
+    assert len(asked) == 2
