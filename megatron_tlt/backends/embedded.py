@@ -285,5 +285,5 @@ class EmbeddedBackend(BaseBackend):
             text=self.engine.text_of(request),
             finish_reason=request.finish_reason,
             policy_version=self._weights.version,
-            routes=request.routes,
+            routes=self.engine.runner.routes_of(request),
         )

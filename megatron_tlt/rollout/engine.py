@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -207,7 +208,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         """Passes a finished request on, before its blocks are written again."""
-        request.routes = self.runner.routes_of(request)
+        self.runner.read_routes(request)
         if self.speculator is not None:
             self.speculator.finish(request)
         if self._collector is not None:
@@ -240,23 +241,29 @@ class Engine:
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
-        `on_finished` is called with each of them after the step in which it ended.
+        `on_finished` is called with each of them after the step in which it ended, or a later one where its experts are
+        still on their way to the host.
         """
         finished: list[Request] = []
+        leaving: deque[Request] = deque()
         generated, first = self._stats.generated_tokens, self._stats.steps
         reported = 0.0
         while not self.is_idle:
             ended = self.step()
             finished += ended
             if on_finished is not None:
-                for request in ended:
-                    on_finished(request)
+                leaving += ended
+                while leaving and leaving[0].has_left:
+                    on_finished(leaving.popleft())
             if self.runner.tp.size > 1:
                 due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
             elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
                 reported = now
             if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
+        if on_finished is not None:
+            for request in leaving:
+                on_finished(request)
         return sorted(finished, key=lambda r: r.order)
 
     def text_of(self, request: Request) -> str:

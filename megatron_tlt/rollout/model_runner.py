@@ -101,12 +101,20 @@ class ModelRunner:
         """What is recorded of every cached token, in pages like those of keys and values."""
         return [pages for pages in (self.pages, self._routes) if pages is not None]
 
+    def read_routes(self, request: Request) -> None:
+        """Begins to copy the experts of a finished request's tokens to the host, where they are recorded. Mutates."""
+        if self._routes is not None:
+            count = len(request.prompt) + len(request.output) - 1
+            request.routes = self._routes.start_read(request.blocks, count)
+
     def routes_of(self, request: Request) -> np.ndarray | None:
-        """The experts of a finished request's tokens, as `types.Sample` has them; None where they are not recorded."""
-        if self._routes is None:
+        """The experts of a finished request's tokens, as `types.Sample` has them; None where they are not recorded.
+
+        Waits for what `read_routes` began.
+        """
+        if request.routes is None:
             return None
-        count = len(request.prompt) + len(request.output) - 1
-        read = self._routes.start_read(request.blocks, count).wait_pageable()
+        read = request.routes.wait_pageable()
         return read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
 
     def forward(self, batch: Batch) -> StepResult:

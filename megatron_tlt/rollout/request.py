@@ -11,6 +11,7 @@ from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from megatron_tlt.models.torch.transfer import HostCopy
     from megatron_tlt.rollout.stops import StopStringFinder
 
 
@@ -38,7 +39,12 @@ class Request:
     blocks: list[int] = field(
         default_factory=list
     )  # KV blocks of a finished request, until the next schedule
-    routes: np.ndarray | None = None  # of a finished request whose engine records them (`types.Sample`)
+    routes: HostCopy | None = None  # of a finished request whose engine records them; `ModelRunner.routes_of` reads
+
+    @property
+    def has_left(self) -> bool:
+        """Whether all of a finished request is on the host."""
+        return self.routes is None or self.routes.is_done
 
     @property
     def key(self) -> int:

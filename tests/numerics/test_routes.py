@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.engine import Engine, GraphBudget
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs
@@ -31,7 +33,7 @@ def recorded(engine: Engine) -> Recorded:
     engine.record_routes()
     for prompt_id, prompt, params, n in JOBS:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    return {(r.prompt_id, r.sample_index): (r.output, r.routes) for r in engine.run()}
+    return {(r.prompt_id, r.sample_index): (r.output, engine.runner.routes_of(r)) for r in engine.run()}
 
 
 def assert_equal(got: Recorded, want: Recorded) -> None:
@@ -77,3 +79,38 @@ def test_steps_in_fixed_shapes_record_the_same() -> None:
     pooled = Engine(decoder, limits, 200, 16, eos_token_ids=(0,), graphs=graphs)
     attach(pooled, OracleDrafter(answer_all(plain, JOBS), 131, 0.3, True), RandomSelector("oracle", 6, 3))
     assert_equal(recorded(pooled), recorded(plain))
+
+
+def test_an_answers_experts_leave_beside_the_next_steps(monkeypatch) -> None:
+    """Handed out once they are on the host: no answer is waited for while others decode."""
+
+    class Late:
+        def __init__(self, polls: int):
+            self.polls = polls
+
+        def query(self) -> bool:
+            self.polls -= 1
+            return self.polls < 0
+
+        def synchronize(self) -> None:
+            waited.append((self.polls, made.is_idle))
+
+    waited, start = [], PagedHiddenStates.start_read
+    made = engine("torch")
+    want = recorded(made)
+
+    def late(pages, blocks, count):
+        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4))
+
+    monkeypatch.setattr(PagedHiddenStates, "start_read", late)
+    for prompt_id, prompt, params, n in JOBS:
+        made.add(prompt, params, prompt_id, num_samples=n)
+    got: Recorded = {}
+
+    def take(request) -> None:
+        got[request.prompt_id, request.sample_index] = request.output, made.runner.routes_of(request)
+
+    made.run(on_finished=take)
+    assert_equal(got, want)
+    assert len(waited) == len(got) and all(polls < 0 or idle for polls, idle in waited)
+    assert any(polls >= 0 for polls, _ in waited), "the last ones"
