@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from megatron_tlt.errors import BackendError
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
 _FAILED = 1 << 62  # and the number of a rank: in place of a result
 
 
@@ -33,9 +32,6 @@ class TensorParallel(Protocol):
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrites `tensor` with rank 0's; returns it."""
-
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's `value`, pickled for the other ranks; their own may be of other sizes."""
 
     def alone(self) -> AbstractContextManager[None]:
         """While it is open, `all_reduce` and `all_gather` wait for no rank and leave any values: for a rehearsal."""
@@ -58,10 +54,6 @@ class SingleRank:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""
         return tensor
-
-    def broadcast_object(self, value: T) -> T:
-        """Returns `value`."""
-        return value
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -119,12 +111,6 @@ class GroupTensorParallel:
         """The group's first rank's values, in place."""
         dist.broadcast(tensor, src=self._first, group=self._group)
         return tensor
-
-    def broadcast_object(self, value: T) -> T:
-        """The group's first rank's `value`, unpickled on the others."""
-        values = [value]
-        dist.broadcast_object_list(values, src=self._first, group=self._group)
-        return values[0]
 
 
 def agree_on(tp: TensorParallel, device: torch.device | str = "cpu") -> Callable[[int], int]:

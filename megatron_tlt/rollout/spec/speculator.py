@@ -21,6 +21,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.draft import Draft, prune
+from megatron_tlt.rollout.spec.messages import agreed_draft, agreed_strategy
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
 
@@ -68,7 +69,7 @@ class Speculator:
         if not batch.is_decode:
             return None
         rows, last_kind = self._rows, self._strategy.kind
-        self._strategy = strategy = self._tp.broadcast_object(self.selector.select(rows.num_rows))
+        self._strategy = strategy = agreed_strategy(self._tp, self.selector.select(rows.num_rows))
         self._draft_seconds, draft = 0.0, None
         if strategy.kind != "none":
             started = self._clock()
@@ -89,7 +90,8 @@ class Speculator:
         share = max(0, self._max_tokens // running - 1) // strategy.topk
         nodes = np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
         lengths = self._reserve(nodes) // strategy.topk
-        draft = self._tp.broadcast_object(self.drafter.propose(rows, lengths, strategy))
+        most = int(lengths.sum()) * strategy.topk
+        draft = agreed_draft(self._tp, self.drafter.propose(rows, lengths, strategy), most)
         if not draft.num_nodes:
             return draft
         return draft.select(prune(strategy, draft.cumulative_acceptance, draft.counts))

@@ -63,9 +63,6 @@ class Ranks:
     def broadcast(self, tensor):
         return tensor
 
-    def broadcast_object(self, value):
-        return value
-
     def alone(self):
         return nullcontext()
 
