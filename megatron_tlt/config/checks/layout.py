@@ -53,13 +53,16 @@ _ENGINE_VERSIONS = {"p2p": (1, 10), "a2a": (2, 10), "all_gather": (2, 18)}
 def cp_problems(
     config: Config | SftConfig, shape: ModelShape | None, device: Device | None, engine: str | None = None
 ) -> Problems:
-    """A form of context parallelism that the layers, the heads, or the installed Transformer Engine do not have.
+    """A form of context parallelism that layers, heads, type, or the installed Transformer Engine do not have.
 
     `engine`: version of the latter; default: what is installed, if anything is.
     """
     actor = config.actor
     if actor.cp == 1:
         return
+    if device == "cuda" and actor.dtype == "fp32":
+        allowed = "must be bf16 with actor.cp above 1 on CUDA: fused attention takes no fp32, without it masks are made"
+        yield ConfigProblem("actor.dtype", "fp32", allowed)
     local = device == "cpu" or actor.layer_spec == "local"
     heads = shape.num_kv_heads if shape is not None else 0  # 0: unknown, taken to be divisible
     kind = actor.cp_comm(heads, not local)

@@ -40,7 +40,7 @@ def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
     ],
 )
 def test_forms_of_context_parallelism_by_transformer_engines_version(kind, version, is_taken):
-    config = build_config(BASE, ["actor.cp=2", f"actor.cp_comm_type={kind}"])
+    config = build_config(BASE, ["actor.cp=2", f"actor.cp_comm_type={kind}", "actor.dtype=bf16"])
     found = list(cp_problems(config, SHAPE, "cuda", version))
     assert [p.path for p in found] == ([] if is_taken else ["actor.cp_comm_type"])
     assert not list(cp_problems(config, SHAPE, "cpu", None))
