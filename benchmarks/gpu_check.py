@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lib.bench_record import write_record  # noqa: E402
 
 # The most telling first: what comes behind a part that takes too long is cut.
-PARTS = ("versions", "kernels", "decode", "graphs", "speculation", "drafter", "update", "rl")
+PARTS = ("versions", "kernels", "decode", "graphs", "ranks", "speculation", "drafter", "update", "rl")
 RECIPE = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml"
 MINUTES = 10.0
 LARGEST_SHARE = 0.3  # of the time, for one part: one that hangs must leave time for the others

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.check import TINY, Check, Result, reason
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
 from megatron_tlt.models.torch.attention import AttentionPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.layers import PLAIN
@@ -130,6 +131,27 @@ def experts(check: Check, rows: int, dtype: torch.dtype) -> Found:
     return Found(off + float((chosen != ids.cpu()).any(-1).float().mean()), LIMITS[dtype])
 
 
+def grouped_experts(check: Check) -> Found:
+    """The update's products of experts, forward and gradients, against a loop in float32; some experts have no row."""
+    dtype = BF16 if check.is_cuda else FP32
+    counts, hidden, width = ([0, 37, 0, 128, 1, 90] if check.is_cuda else [0, 5, 0, 3]), 128, 64
+    generator, ends = torch.Generator().manual_seed(4), torch.tensor(counts).cumsum(0)
+    shapes = (sum(counts), hidden), (len(counts), width, hidden), (sum(counts), width)
+    made = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    rows, weights, grad = (t.float() for t in made)
+    parts = zip(rows.split(counts), weights, grad.split(counts), strict=True)
+    wanted = [(x @ w.T, g @ w, g.T @ x) for x, w, g in parts]
+    here = [t.to(check.device).requires_grad_() for t in made[:2]]
+    out = F.grouped_mm(here[0], here[1].transpose(1, 2), offs=ends.to(check.device, torch.int32))
+    out.backward(made[2].to(check.device))
+    of_rows, of_weights = here[0].grad, here[1].grad
+    assert of_rows is not None and of_weights is not None
+    used = torch.tensor(counts) > 0  # of the others `actor.experts` makes the gradient zero
+    pairs = (out, torch.cat([w[0] for w in wanted])), (of_rows, torch.cat([w[1] for w in wanted]))
+    pairs += ((of_weights.cpu()[used], torch.stack([w[2] for w in wanted])[used]),)
+    return Found(max(distance(got.detach(), want) for got, want in pairs), LIMITS[dtype])
+
+
 def noise(check: Check) -> Found:
     """Keyed Gumbel noise here against the CPU's: the logarithms of two devices differ by rounding only."""
     keys = np.random.default_rng(0).integers(0, 1 << 63, 64, dtype=np.uint64)
@@ -157,6 +179,20 @@ def sampled(check: Check, masked: bool) -> Found:
     return Found(float((here.cpu() != there).float().mean()), 0.0)
 
 
+def candidates(check: Check) -> Found:
+    """A drafter's best tokens against PyTorch's on the CPU: scores, and the share of rows with other tokens."""
+    from megatron_tlt.models.torch.kernels.sampling import best_candidates as best_here
+
+    rng, (rows, vocab) = np.random.default_rng(2), (64, 5000) if check.is_cuda else (5, 300)
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
+    keys = key_tensor(rng.integers(0, 1 << 63, rows, dtype=np.uint64), "cpu")
+    temperature = torch.linspace(0.5, 1.5, rows)
+    scores, tokens = best_candidates(logits.clone(), keys, temperature, 4)
+    on_device = (t.to(check.device) for t in (logits, keys, temperature))
+    found, chosen = best_here(*on_device, 4)
+    return Found(distance(found, scores) + float((chosen.cpu() != tokens).any(-1).float().mean()), 1e-5)
+
+
 CASES: dict[str, Callable[[Check], Found]] = {
     "attention decode fp32": lambda c: attention(c, 3, 1, 700, FP32),
     "attention decode bf16": lambda c: attention(c, 3, 1, 700, BF16),
@@ -172,7 +208,9 @@ CASES: dict[str, Callable[[Check], Found]] = {
     "experts decode bf16": lambda c: experts(c, 8, BF16),
     "experts prefill bf16": lambda c: experts(c, 700 if c.is_cuda else 40, BF16),
     "experts decode fp32": lambda c: experts(c, 8, FP32),
+    "experts of an update": grouped_experts,
     "keyed noise": noise,
+    "drafter's candidates": candidates,
     "sampled tokens": lambda c: sampled(c, masked=False),
     "sampled tokens, masks": lambda c: sampled(c, masked=True),
 }

@@ -1,0 +1,124 @@
+"""Two GPUs as `rollout.tp: 2` uses them: an all-reduce captured in a graph, replayed, equal to the eager one.
+
+Graphs are dropped before the process group is destroyed, as an engine's are: otherwise that would wait for ever. On one
+GPU nothing is run; on CPU two processes do the same over gloo, without a graph.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from benchmarks.gpu.check import Check, Result
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, agree_on
+from megatron_tlt.rollout.graph_capture import AgreedCapturer, CudaCapturer, EagerCapturer, GraphCache
+
+RANKS = 2
+SECONDS = 120.0  # for both ranks; NCCL's first message takes some
+_STORE = "ranks.store"  # in the check's folder
+SHAPES = ((1, 3584), (64, 3584))  # rows of a decoding forward
+
+
+def run(check: Check) -> Result:
+    """Both ranks in processes of their own."""
+    if check.is_cuda and torch.cuda.device_count() < RANKS:
+        return Result(summary={"skipped": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is visible"})
+    (check.work / _STORE).unlink(missing_ok=True)
+    found = Result(failures=_run_both(check))
+    if found.failures:
+        return found
+    for rank in range(RANKS):
+        found.rows += json.loads(_record(check.work, rank).read_text())
+    for row in found.rows:
+        wrong = [what for what in ("graph_is_eager", "is_sum") if not row[what]]
+        found.failures += [f"rank {row['rank']}, {row['rows']} rows: not {what}" for what in wrong]
+    for rows, _ in SHAPES:
+        for name in ("graph_us", "eager_us"):
+            found.summary[f"{name}_{rows}"] = max(row[name] for row in found.rows if row["rows"] == rows)
+    return found
+
+
+def _run_both(check: Check) -> list[str]:
+    """What went wrong."""
+    context = multiprocessing.get_context("spawn" if check.is_cuda else "fork")
+    arguments = (check.device.type, check.work)
+    processes = [context.Process(target=one_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    end, failures = time.monotonic() + SECONDS, []
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            failures.append(f"rank {rank}: no end after {SECONDS:.0f} s")
+        elif process.exitcode:
+            failures.append(f"rank {rank} ended with {process.exitcode}")
+    return failures
+
+
+def one_rank(rank: int, device_type: str, work: Path) -> None:
+    """All shapes on this rank; writes its rows."""
+    is_cuda = device_type == "cuda"
+    device = torch.device(device_type, rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    store = f"file://{(work / _STORE).resolve()}"
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS)
+    assert dist.group.WORLD is not None
+    tp = GroupTensorParallel(dist.group.WORLD)
+    inner = CudaCapturer(device) if is_cuda else EagerCapturer()
+    cache = GraphCache(AgreedCapturer(inner, rank, agree_on(tp, device), tp.alone))
+    rows = [one_shape(tp, cache, shape, device) for shape in SHAPES]
+    _record(work, rank).write_text(json.dumps(rows))
+    cache.clear()
+    dist.destroy_process_group()
+
+
+def one_shape(
+    tp: GroupTensorParallel, cache: GraphCache, shape: tuple[int, int], device: torch.device
+) -> dict[str, float | bool]:
+    """Three replays on other numbers each, beside an eager all-reduce and the sum by hand; then the time of both."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    given, summed = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+
+    def step() -> None:
+        summed.copy_(given)
+        tp.all_reduce(summed)
+
+    cache.capture(shape, step)
+    is_eager = is_sum = True
+    for turn in range(3):
+        generator = torch.Generator().manual_seed(turn)
+        parts = torch.randint(-99, 99, (RANKS, *shape), generator=generator).to(dtype)  # sums are exact
+        given.copy_(parts[tp.rank])
+        cache.run(shape, step)
+        got = summed.clone()
+        step()
+        is_eager &= torch.equal(got, summed)
+        is_sum &= torch.equal(got.cpu(), parts.sum(0))
+    times = {"graph_us": lambda: cache.run(shape, step), "eager_us": step}
+    found = {name: 1e6 * statistics.median(_seconds(call, device)) for name, call in times.items()}
+    return {"rank": tp.rank, "rows": shape[0], "graph_is_eager": is_eager, "is_sum": is_sum, **found}
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> list[float]:
+    taken = []
+    for _ in range(20):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+def _record(work: Path, rank: int) -> Path:
+    return work / f"ranks.{rank}.json"
