@@ -49,7 +49,16 @@ def compiled(launch: Launch) -> dict[str, Any]:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"kernel": launch.name, "shared": made.metadata.shared, **usage(made.asm["cubin"])}
+    return {"kernel": named(launch), "shared": made.metadata.shared, **usage(made.asm["cubin"])}
+
+
+def named(launch: Launch) -> str:
+    """The kernel, and of attention its form: the type, rows times heads of a tile, what else is compiled in."""
+    if launch.name != "_attend":
+        return launch.name
+    given = launch.arguments
+    more = [name for name in ("IS_TREE", "HAS_LOW") if given[name]]
+    return " ".join(["_attend", _TYPES[given["keys"].dtype], str(given["M"]), *more])
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -118,18 +127,19 @@ def _launch_experts() -> None:
 
 
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:
-    """Decoding, verification of trees, and the drafter's window, split."""
+    """Decoding, verification of trees, the drafter's window, split, and prefill, whose tiles have one query head."""
     from megatron_tlt.models.torch.kernels.attention import attend
 
-    cache = empty(2, 4096, kv_heads, d, dtype=torch.bfloat16)
-    low = empty(sequences, dtype=torch.int32)
-    for rows, is_tree, first, splits in ((1, False, None, 1), (1, False, low, 4), (8, True, None, 1)):
-        total = sequences * rows
+    low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
+    forms = [(bf16, 1, False, None, 1), (bf16, 1, False, low, 4), (bf16, 8, True, None, 1), (bf16, 512, False, None, 1)]
+    forms.append((torch.float32, 512, False, None, 1))
+    for dtype, rows, is_tree, first, splits in forms:
+        total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)
         row, starts = empty(total, dtype=torch.int32), empty(sequences + 1, dtype=torch.int32)
         tables, lengths = empty(sequences, 64, dtype=torch.int32), empty(sequences, dtype=torch.int32)
         batch = DecoderInput(row, row, row, starts, lengths, tables, row, row if is_tree else None)
         plan = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows, first, splits)
-        plan.attend(empty(total, heads, d, dtype=torch.bfloat16), cache[0], cache[1])
+        plan.attend(empty(total, heads, d, dtype=dtype), cache[0], cache[1])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_tlt.models.torch.paged import PagedPlan
 
-_FOLD = 64  # N
+# N, and warps of a program. Products of float32 have no tensor cores: larger tiles would spill hundreds of registers.
+_TILE, _TILE_FP32 = (64, 4), (16, 8)
 
 # The decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts change
 # from step to step, so they are not compiled in. A number that is 1 is a constant to triton all the same (no `.to`).
@@ -39,6 +40,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     low = plan.first if plan.low is None else plan.low
     sees = plan.starts if plan.sees is None else plan.sees
     padded = triton.next_power_of_2(d)
+    fold, warps = _TILE_FP32 if keys.dtype is torch.float32 else _TILE
     for tiles in plan.tiles:
         _attend[(len(tiles.at), heads // tiles.heads, splits)](
             *(q, keys, values, out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
@@ -52,8 +54,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
             D_PADDED=padded,
             PAGE=plan.block_size,
             M=tiles.folded,
-            N=_FOLD,
+            N=fold,
             SPLITS=splits,
+            num_warps=warps,
         )
     if splits > 1:
         _combine[(rows, heads)](
