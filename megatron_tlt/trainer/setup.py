@@ -142,9 +142,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         drafter=drafter,
         rewards=rewards,
         algorithm=algorithm,
-        assembler=BatchAssembler(
-            world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs
-        ),
+        assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
         policy=policy,
         weight_push=WeightPush(policy, drafter, rollout_cache, BucketedSync(config.sync, backend, world)),
         evaluator=build_evaluator(config, world, held_out, backend, rewards),
