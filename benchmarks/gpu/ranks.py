@@ -18,7 +18,9 @@ from torch import multiprocessing
 
 from benchmarks.gpu.check import Check, Result
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, agree_on
+from megatron_tlt.distributed.world import set_nccl_environment
 from megatron_tlt.rollout.graph_capture import AgreedCapturer, CudaCapturer, EagerCapturer, GraphCache
+from megatron_tlt.trainer.device_memory import let_segments_grow
 
 RANKS = 2
 SECONDS = 120.0  # for both ranks; NCCL's first message takes some
@@ -69,6 +71,8 @@ def one_rank(rank: int, device_type: str, work: Path) -> None:
     device = torch.device(device_type, rank) if is_cuda else torch.device("cpu")
     if is_cuda:
         torch.cuda.set_device(device)
+        let_segments_grow(device)
+        set_nccl_environment()
     store = f"file://{(work / _STORE).resolve()}"
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS)

@@ -228,6 +228,8 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
     if one_host:
         # Gloo otherwise binds whatever the host name resolves to, which on a laptop may be nothing.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    if device.type == "cuda":
+        set_nccl_environment()
     address: tuple[str, int] | None = None
     if comm.rank == 0:
         host = "127.0.0.1" if one_host else _reachable_address(hosts)
@@ -239,6 +241,15 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=comm.rank, world_size=comm.size, timeout=timeout)
     return dist.PrefixStore("board", store)
+
+
+def set_nccl_environment() -> None:
+    """What this program needs of NCCL, unless the user set it otherwise. Before the first group."""
+    # Buffers of captured collectives are registered as one allocation each, which growing segments are not
+    # (pytorch#158029): replays would hang.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    # All algorithms connect with the communicator, not at their first use: what they take can be measured.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def _reachable_address(hosts: list[str]) -> str:

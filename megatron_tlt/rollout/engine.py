@@ -248,22 +248,23 @@ class Engine:
         leaving: deque[Request] = deque()
         generated, first = self._stats.generated_tokens, self._stats.steps
         reported = 0.0
-        while not self.is_idle:
-            ended = self.step()
-            finished += ended
-            if on_finished is not None:
-                leaving += ended
-                while leaving and leaving[0].has_left:
-                    on_finished(leaving.popleft())
-            if self.runner.tp.size > 1:
-                due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
-            elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
-                reported = now
-            if due and on_progress is not None:
-                on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
-        if on_finished is not None:
-            for request in leaving:
-                on_finished(request)
+        try:
+            while not self.is_idle:
+                ended = self.step()
+                finished += ended
+                if on_finished is not None:
+                    leaving += ended
+                    while leaving and leaving[0].has_left:
+                        on_finished(leaving.popleft())
+                if self.runner.tp.size > 1:
+                    due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
+                elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
+                    reported = now
+                if due and on_progress is not None:
+                    on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
+        finally:  # what has ended is handed out also when `on_progress` cuts the rollout short
+            while on_finished is not None and leaving:
+                on_finished(leaving.popleft())
         return sorted(finished, key=lambda r: r.order)
 
     def text_of(self, request: Request) -> str:

@@ -110,11 +110,12 @@ class ModelRunner:
     def routes_of(self, request: Request) -> np.ndarray | None:
         """The experts of a finished request's tokens, as `types.Sample` has them; None where they are not recorded.
 
-        Waits for what `read_routes` began.
+        Once: waits for what `read_routes` began, and gives its pinned memory back. Mutates the request.
         """
-        if request.routes is None:
+        copy, request.routes = request.routes, None
+        if copy is None:
             return None
-        read = request.routes.wait_pageable()
+        read = copy.wait_pageable()
         return read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
 
     def forward(self, batch: Batch) -> StepResult:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.planning.engine import kv_cache_bytes
-from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
+from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory, without_cache
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large messages
+# Bytes outside PyTorch that come later: kernels' modules at their first use, NCCL's channels between pairs (PP, EP,
+# CP). A guess until a GPU has given the number.
+_LATER = GIB // 2
+
 
 def let_segments_grow(device: torch.device, transport: str | None = None) -> None:
     """Lets PyTorch's segments of a GPU grow, so that less lies in pieces that no tensor fits; before its first tensor.
@@ -39,8 +43,9 @@ def let_segments_grow(device: torch.device, transport: str | None = None) -> Non
 
 
 def open_communicators(groups: Sequence[dist.ProcessGroup], engine: TensorParallel, device: torch.device) -> None:
-    """Sends in every group and in the engine's, small and large: NCCL opens a communicator, and connects, at its first
-    message. What it takes is then there before the KV cache is sized. Collective, `groups` in one order on all ranks.
+    """Sends in every group and in the engine's, small and large: NCCL opens a communicator at its first message. What
+    it takes is then there before the KV cache is sized, but for channels between pairs, which open at their first use.
+    Collective, `groups` in one order on all ranks.
     """
     for tensor in (torch.zeros(size, device=device) for size in (1, _LARGE)):
         for group in groups:
@@ -63,8 +68,11 @@ def cache_bytes(config: Config, world: World) -> int | None:
     if config.rollout.backend == "trtllm":  # takes a share of what it finds
         return planned
     total, outside, allocated = device_use(world.device)
-    left = total - max(outside, reserve) - max(allocated, beside_cache(config, stages))
+    taken = max(outside + _LATER, reserve)
+    left = total - taken - max(allocated, beside_cache(config, stages))
     found = world.all_gather_object((left, outside, allocated))
+    if (short := without_cache(stages) + taken - reserve - total) > 0:
+        logger.warning("rank %d: %.2f GiB less are free than updates need by plan", world.rank, short / GIB)
     rank, (left, outside, allocated) = min(enumerate(found), key=lambda one: one[1][0])
     if left >= planned:
         return planned

@@ -87,9 +87,12 @@ def rotation_rows(max_context: int, tp: int, cp: int) -> int:
 
 
 def rotation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, device: Device) -> int:
-    """The table, in fp32; the local layers make theirs for each micro-batch."""
-    has_table = device == "cuda" and config.actor.layer_spec != "local"
-    return has_table * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
+    """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
+    if device != "cuda" or config.actor.layer_spec == "local":
+        return 0
+    algorithm = getattr(config, "algorithm", None)  # SFT has none
+    models = 2 if algorithm is not None and algorithm.kl_coef > 0 else 1
+    return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
 def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:

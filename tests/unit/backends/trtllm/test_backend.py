@@ -62,6 +62,13 @@ def test_the_server_knows_of_a_torn_push(backend: TrtllmBackend) -> None:
     push(backend, 10)
 
 
+def test_memory_is_given_back_between_rollouts(backend: TrtllmBackend) -> None:
+    push(backend, 17)
+    for _ in range(2):  # the second wakes it
+        backend.generate(PROMPTS, PARAMS, 1)
+        assert backend._asleep
+
+
 def test_a_drafter_comes_whole_with_a_push(backend: TrtllmBackend) -> None:
     policy = push(backend, 15, drafter=tensors(DRAFTER, 0))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in policy.items()}, (
