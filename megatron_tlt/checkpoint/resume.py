@@ -57,7 +57,7 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
             _log.warning("REFUSED: %s. %s", problem, after)
     if candidates:
         raise CheckpointError(
-            f"every checkpoint in {checkpoints} is damaged; checkpoint.resume=never starts anew"
+            f"every checkpoint in {checkpoints} is damaged (train with checkpoint.resume=never starts anew)"
         )
     return None
 

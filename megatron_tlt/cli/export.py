@@ -42,7 +42,7 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
     from megatron_tlt.checkpoint.export import write_run
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
-    # Only rank 0 writes, perhaps where others see no files.
+    # One rank looks; all write their share, below a directory that all must see.
     if problems := world.broadcast_object(problems_of(config, out) if world.is_main else []):
         raise ConfigError(problems)
     world.enter("load")

@@ -129,6 +129,8 @@ def save_hf(
             for name, tensor in named_tensors:
                 if is_ignorable(name, config):
                     continue
+                if name in wanted and name not in file_of:
+                    raise CheckpointError(f"cannot save {directory}: {name} came twice")
                 if tuple(tensor.shape) != wanted.get(name):
                     raise CheckpointError(
                         f"{name} has shape {tuple(tensor.shape)}, the configuration says {wanted.get(name)}"

@@ -33,9 +33,9 @@ def speculation(runs: Sequence[RunData]) -> Section:
             Chart("Accepted by draft position", bars, "draft position", "share", note, layout=layout)
         )
         note = (
-            "Tokens that a request emits in a step where this drafter serves, by the number of drafted tokens; "
-            f"from the drafts of the last {_LAST_STEPS} steps (of hybrid: both drafters'). The speed-up is at most "
-            "that: verification costs time."
+            "Tokens that a request emits in a drafting step, by the number of drafted tokens, from the drafts of the "
+            f"last {_LAST_STEPS} steps (of hybrid: both drafters'). This run drafted fewer where it expected less: an "
+            "engine that always drafts so many accepts at least that. Verification costs time: the speed-up is less."
         )
         bars = [_serving_bars(*labelled_rows) for labelled_rows in rows_of]
         layout = {"hovermode": "closest"}
@@ -56,21 +56,21 @@ def _speculative(run: RunData) -> list[Row]:
 
 def _position_bars(label: str, rows: Sequence[Row], at: int) -> Trace:
     """For each draft position, from 1: the share of drafts accepted up to it."""
-    drafted, shares = _shares(rows)
+    drafted, accepted = (column_sums([row[key] for row in rows]) for key in ("drafted_at", "accepted_at"))
+    shares = [a / d if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)]
     hover = "position %{x}: %{y:.1%} of %{customdata} drafts"
     positions = range(1, len(drafted) + 1)
     return bar(f"accepted{label}", positions, shares, f"@{at + 1}", customdata=drafted, hovertemplate=hover)
 
 
-def _shares(rows: Sequence[Row]) -> tuple[list[int], list[float | None]]:
-    """By position, from the first: drafts that reach it, and the share of them that is right up to it."""
-    drafted, accepted = (column_sums([row[key] for row in rows]) for key in ("drafted_at", "accepted_at"))
-    return drafted, [a / d if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)]
-
-
 def _serving_bars(label: str, rows: Sequence[Row], at: int) -> Trace:
-    """Expected tokens of a step that drafts 1, 2, ... tokens: its own, and a drafted one for each accepted position."""
-    lengths = [1 + total for total in accumulate(share or 0.0 for share in _shares(rows[-_LAST_STEPS:])[1])]
+    """Tokens of a drafting step up to each drafted length: its own, and for each position the share of all drafts that
+    were accepted up to it. A draft that ended before a position counts as one that was not.
+    """
+    drafted, accepted = (
+        column_sums([row[k] for row in rows[-_LAST_STEPS:]]) for k in ("drafted_at", "accepted_at")
+    )
+    lengths = [1 + total / drafted[0] for total in accumulate(accepted)] if drafted and drafted[0] else []
     hover = "%{x} drafted: %{y:.2f} tokens a step"
     return bar(f"tokens{label}", range(1, len(lengths) + 1), lengths, f"@{at + 1}", hovertemplate=hover)
 

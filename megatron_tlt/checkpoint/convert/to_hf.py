@@ -94,8 +94,11 @@ def write(todo: Plan, out: Path, ranks: Ranks) -> None:
 
 
 def write_into(todo: Plan, scratch: Path, ranks: Ranks) -> None:
-    """Writes everything into a directory that is there. Collective."""
+    """Writes everything into a directory that is there, and that all ranks see. Collective. Raises CheckpointError."""
     with together(ranks):
+        if not scratch.is_dir():
+            seen = f"rank {ranks.rank} does not see {scratch.parent}"
+            raise CheckpointError(f"{seen}: write to a directory that all nodes share, or on one node")
         for number in range(ranks.rank, len(todo.files), ranks.size):
             with TensorFile(scratch / todo.name(number), todo.config, todo.names[number], todo.dtype) as file:
                 for slot in todo.files[number]:

@@ -53,10 +53,13 @@ def test_every_chart_of_a_whole_run_is_there(tmp_path):
 
 
 def test_what_a_drafter_is_worth_in_serving_is_the_sum_of_what_is_accepted(tmp_path):
-    page = charts(run_page(read_run(write_run(tmp_path / "r", steps=6))))
-    (accepted,) = page["Accepted by draft position"].traces
-    (worth,) = page["Worth in serving"].traces
-    assert list(worth["y"]) == pytest.approx([1 + sum(accepted["y"][: n + 1]) for n in range(len(worth["y"]))])
+    run = read_run(write_run(tmp_path / "r", steps=6))
+    drafted = sum(row["drafted_at"][0] for row in run.rollouts)
+    accepted = [sum(column) for column in zip(*(row["accepted_at"] for row in run.rollouts), strict=True)]
+    (worth,) = charts(run_page(run))["Worth in serving"].traces
+    assert list(worth["y"]) == pytest.approx(
+        [1 + sum(accepted[: n + 1]) / drafted for n in range(len(accepted))]
+    )
     assert worth["y"][0] > 1
 
 
