@@ -308,7 +308,7 @@ dry_run() {
         # The container's interpreter is not available here; the configuration can be checked without it.
         [ -z "${CONTAINER:-}" ] || checker="$root/.venv/bin/python"
         if command -v "$checker" >/dev/null; then
-            "$checker" -m megatron_tlt "${checked[@]}" "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
+            "$checker" -m megatron_tlt "${checked[@]}" --show-config "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
         else
             say "the configuration is not checked: $checker is not there ('make setup' in $root)"
         fi

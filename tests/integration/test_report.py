@@ -72,7 +72,7 @@ def check(browser: Browser, page: Path, charts: int) -> None:
 def test_a_run_loads_and_is_whole(browser, tmp_path, width, dark):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     browser.open(page, width, dark=dark)
-    check(browser, page, 15)
+    check(browser, page, 16)
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     ink = browser.evaluate("document.querySelector('[data-chart]').layout.font.color")
     assert (paper, ink) == (("rgb(20, 24, 27)", "#e7e9e6") if dark else ("rgb(251, 250, 247)", "#1d2328"))
@@ -116,7 +116,7 @@ def test_hundreds_of_ranks(browser, tmp_path):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=300, steps=3))
     assert page.stat().st_size < 7e6
     browser.open(page, 1280)
-    check(browser, page, 16)
+    check(browser, page, 17)
     assert "rank 7" in browser.evaluate("document.getElementById('rollout').textContent")
 
 
@@ -146,7 +146,7 @@ def test_two_runs(browser, tmp_path):
     b = write_run(tmp_path / "tlt", steps=7)
     page = made(tmp_path, a, b)
     browser.open(page, 390)
-    check(browser, page, 10)
+    check(browser, page, 11)
     verdict = browser.evaluate("document.getElementById('verdict').textContent")
     assert (
         verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
