@@ -181,7 +181,7 @@ def test_a_dry_run_prints_everything_and_submits_nothing(cluster, tmp_path):
     done = run_here(cluster, tmp_path, SLURM / "train.sbatch", *words)
     assert done.returncode == 0, done.stderr
     for text in (
-        "    num_steps: 7",
+        "  num_steps: 7",
         "Ranks: 32 = tp 2 x pp 1 x cp 1 x dp 16",
         "Memory of a rank, estimated",
         "4 nodes x 8 ranks, 8 GPUs each, for at most 1-06:00:00: 960 GPU-hours (120 node-hours)",
