@@ -77,6 +77,7 @@ def build_vllm(
                 routes=route_type(policy.num_experts) if keep_routes else None,
                 directory=str(directory.path),
                 tokenizer=str(Path(model.tokenizer or model.path).resolve()),
+                stop=list(rollout.stop),
             )
         undo.pop_all()
     return VllmBackend(

@@ -11,7 +11,7 @@ and `text` (up to the stop string that ended it), and
 
 | from the client | answer |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, speculation, routes, directory, tokenizer) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, speculation, routes, directory, tokenizer, stop) | reply |
 | collect(on) | reply; whether answers carry hidden states from now on |
 | begin_update(.., only_drafter) | as in `trtllm/server.py`; only_drafter: also while requests run |
 | speculation() | reply: state, what selector and calibration have learned |
@@ -76,7 +76,7 @@ class Host:
         self._stepping: asyncio.Task[None] | None = None
         self._collects = False
         self._directory = self._tokenizer_at = Path()
-        self._tokenizer: HFTokenizer | None = None  # read when the first stop string comes
+        self._tokenizer: HFTokenizer | None = None  # read for the first stop string
         self._files = 0
 
     @property
@@ -125,6 +125,7 @@ class Host:
 
     async def _start(self, message: Message) -> Message:
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
+        self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not an answer
         self._engine = await self._in_thread(door.start_engine, message["llm"])
         names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routes")
         await self._rpc("tlt_install", *(message[name] for name in names))
@@ -142,17 +143,20 @@ class Host:
     async def _run(self) -> None:
         """Steps until nothing is in flight. A failure is the answer of every request."""
         loop = asyncio.get_running_loop()
-        try:
-            self._push.check_closed()
-            while self.in_flight:
+        while self.in_flight:  # also those that came while a failure was answered
+            try:
+                if not self._only_drafter:
+                    self._push.check_closed()
                 await loop.run_in_executor(self._thread, self._step, loop)
-        except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its requests
-            traceback.print_exc()
-            await self._fail(f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its requests
+                traceback.print_exc()
+                await self._fail(f"{type(error).__name__}: {error}")
 
     async def _fail(self, why: str) -> None:
-        for number in await self._drop():
-            self._send({"type": "answer", "id": number, "error": why})
+        try:
+            await self._drop(error=why)
+        except Exception:  # noqa: BLE001 - the answers have been sent, with what failed first
+            traceback.print_exc()
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         """Steps of the engine, in its thread; sends answers as they end.
@@ -170,7 +174,8 @@ class Host:
         request, params = message["request"], message["params"]
         number, prompt = request["id"], message["token_ids"]
         extra = {ARGUMENT: [request["key"], *params["sampling"], request["prompt_id"]]}
-        live = self._live[str(number)] = _Live(number, "", len(prompt), self._stop_finder(params["stop"]))
+        live = self._live[str(number)] = _Live(number, "", len(prompt), None)  # before anything can raise
+        live.stops = self._stop_finder(params["stop"])
         live.internal = self._engine.add_request(
             str(number), {"prompt_token_ids": prompt}, door.sampling_params(params, extra)
         )
@@ -193,9 +198,9 @@ class Host:
         return is_cut or bool(output.finished)
 
     def _answer(self, output: Any) -> Message:
-        live, first = self._live.pop(output.request_id), output.outputs[0]
+        live, first = self._live[output.request_id], output.outputs[0]
         text = None if live.stops is None else live.stops.cut_text
-        return {
+        answer = {
             "type": "answer",
             "id": live.number,
             "token_ids": list(first.token_ids[: live.length]),
@@ -203,18 +208,28 @@ class Host:
             **({} if text is None else {"text": text}),
             **self._kept(live.internal, live.prompt_len + live.length - 1),
         }
+        del self._live[output.request_id]  # last: what fails before is answered with the error
+        return answer
 
     def _kept(self, internal: str, count: int) -> dict[str, Message]:
-        """Writes what was kept of an answer's positions, hidden states and experts, into files for the client."""
+        """Writes what was kept of an answer's positions, hidden states and experts, into files for the client.
+
+        Leaves none of them where it raises.
+        """
         (kept,) = self._engine.collective_rpc("tlt_end", args=(internal, count))
         if not self._collects:
             kept.pop("hidden", None)
         self._files += 1
         entries = {}
-        for name, tensor in kept.items():
-            path = self._directory / f"{name}-{self._files}"
-            path.write_bytes(tensor_bytes(tensor))
-            entries[name] = {**describe(name, tensor), "file": str(path), "offset": 0}
+        paths = {name: self._directory / f"{name}-{self._files}" for name in kept}
+        try:
+            for name, tensor in kept.items():
+                paths[name].write_bytes(tensor_bytes(tensor))
+                entries[name] = {**describe(name, tensor), "file": str(paths[name]), "offset": 0}
+        except BaseException:
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+            raise
         return entries
 
     async def _collect(self, message: Message) -> Message:
@@ -224,25 +239,29 @@ class Host:
 
     async def _abort(self, _: Message) -> Message:
         """What runs is answered with finish_reason "cancelled"."""
-        for number in await self._drop():
-            self._send({"type": "answer", "id": number, "token_ids": [], "finish_reason": "cancelled"})
+        await self._drop(token_ids=[], finish_reason="cancelled")
         return {}
 
-    async def _drop(self) -> list[int]:
-        """Drops everything in flight behind the step under way; returns the numbers of those without an answer."""
-        numbers: list[int] = await self._in_thread(self._drop_all)
-        return numbers
+    async def _drop(self, **answer: Any) -> None:
+        """Drops everything in flight behind the step under way and answers it so, also where the engine raises."""
+        numbers: list[int] = []
+        try:
+            await self._in_thread(self._drop_all, numbers)
+        finally:
+            for number in numbers:
+                self._send({"type": "answer", "id": number, **answer})
 
-    def _drop_all(self) -> list[int]:
+    def _drop_all(self, numbers: list[int]) -> None:
+        """Adds the dropped requests to `numbers`. The event loop may submit others meanwhile."""
         live, self._live = self._live, {}
-        waiting = [message["request"]["id"] for message in self._submitted]
-        self._submitted.clear()
+        while self._submitted:
+            numbers.append(self._submitted.popleft()["request"]["id"])
+        numbers += [request.number for request in live.values()]
         internal = [request.internal for request in live.values() if request.internal]
         if internal:
             self._engine.abort_request(internal, internal=True)
         for name in internal:
             self._engine.collective_rpc("tlt_end", args=(name, 0))
-        return [*waiting, *(request.number for request in live.values())]
 
     # -- pushes and figures -----------------------------------------------------------------------------------
 
