@@ -115,6 +115,9 @@ class RemoteBackend(BaseBackend):
     def _note_beat(self, message: Mapping[str, Any]) -> None:
         """Reads a heartbeat that came between answers."""
 
+    def _drop_answer(self, message: Mapping[str, Any]) -> None:
+        """Removes what lies beside an answer that will not be read."""
+
     # -- answers ----------------------------------------------------------------------------------------------
 
     def generate(
@@ -217,11 +220,12 @@ class RemoteBackend(BaseBackend):
     ) -> list[Sample]:
         """Waits until nothing is queued or in flight by our own count. Empties `pending`."""
         samples: list[Sample] = []
-        tokens = 0
+        tokens = idle_beats = 0
         self._stats.started = self._stats.started or started
         while pending:
             message = self.process.next_answer()
             if message["type"] == "answer":
+                idle_beats = 0
                 samples.append(self._take_answer(message, stops, pending))
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
@@ -229,12 +233,19 @@ class RemoteBackend(BaseBackend):
                 if on_answer is not None:
                     on_answer(samples[-1])
             else:
+                idle_beats = idle_beats + 1 if self._has_none(message) else 0
+                if idle_beats > 1:  # an answer may be on its way during one
+                    raise self.process.failure(f"has no requests, but {len(pending)} wait for answers")
                 self._note_beat(message)
             running = min(len(pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
                 on_progress(running, len(self._queue) + len(pending) - running, tokens)
         return samples
+
+    def _has_none(self, beat: Mapping[str, Any]) -> bool:
+        """Whether the engine had read the last request when it sent this heartbeat, and none was in flight."""
+        return beat.get("in_flight") == 0 and beat.get("last_request") == self._requests
 
     def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
         key = pending.pop(message["id"], None)
@@ -255,16 +266,16 @@ class RemoteBackend(BaseBackend):
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self, pending: Pending) -> None:
-        """Drops the queue, aborts what is in flight and waits for its end, unless the engine is gone."""
+        """Drops the queue and what is in flight: the engine answers all of it before its reply to `abort`."""
         self._queue.clear()
         try:
-            if not pending or not self.process.is_alive:
-                return
-            self.process.call("abort")
-            while pending:
-                pending.pop(self.process.next_answer().get("id", 0), None)
+            if pending and self.process.is_alive:
+                self.process.call("abort")
         except BackendError as error:
             logger.warning("after an interrupted rollout: %s", error)
+        for message in self.process.answers:
+            self._drop_answer(message)
+        self.process.answers.clear()
 
     def running_lengths(self) -> np.ndarray:
         """Empty: the engine does not report answers under way."""

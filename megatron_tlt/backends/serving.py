@@ -67,6 +67,7 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: HostClass):
         self._reader, self._writer = reader, writer
         self._host = host(self.send)
+        self._last_request = 0  # that was submitted
 
     def send(self, message: Message) -> None:
         """Queues a message on the socket; never waits."""
@@ -94,6 +95,7 @@ class Connection:
         try:
             while (message := await self.receive())["type"] != "shutdown":
                 if message["type"] == "submit":
+                    self._last_request = message["requests"][-1]["id"]
                     self._host.submit(message)
                 else:
                     self.send(await self._reply(message))
@@ -119,7 +121,8 @@ class Connection:
             if (
                 self._writer.transport.get_write_buffer_size() == 0
             ):  # the client does not read while it trains
-                self.send({"type": "beat", "in_flight": self._host.in_flight, **self._host.progress()})
+                seen = {"in_flight": self._host.in_flight, "last_request": self._last_request}
+                self.send({"type": "beat", **seen, **self._host.progress()})
 
     async def _upkeep(self) -> None:
         while True:

@@ -88,11 +88,11 @@ class SharedMemoryTransport:
         path = self._directory.path / str(self._count)
         self._count += 1
         entries = []
+        self._held.append(path)  # also a file that could not be written to its end is removed
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for name, tensor in tensors:
                 entries.append({**describe(name, tensor), "file": str(path), "offset": file.tell()})
                 file.write(tensor_bytes(tensor))
-        self._held.append(path)
         self._process.call("weights", version=version, entries=entries, drafter=drafter)
         if not drafter:
             self._held.pop().unlink()
@@ -123,7 +123,7 @@ class CudaIpcTransport:
         packed = list(pack_tensors(tensors))
         self._held += [tensor for _, tensor in packed]
         torch.cuda.synchronize()  # the copies must be there before another process reads them
-        entries = [ipc_entry(name, tensor) for name, tensor in packed]
+        entries = [ipc_entry(name, tensor, self._process.launch.section) for name, tensor in packed]
         self._process.call("weights", version=version, entries=entries, drafter=drafter)
         if not drafter:
             del self._held[-len(packed) :]
@@ -154,18 +154,21 @@ def pack_tensors(tensors: Sequence[Named]) -> Iterator[Named]:
         yield name, copy
 
 
-def ipc_entry(name: str, tensor: Tensor) -> dict[str, Any]:
-    """An entry with the tensor's CUDA handle: what torch's own reduction gives, as plain data. Raises SyncError."""
+def ipc_entry(name: str, tensor: Tensor, section: str) -> dict[str, Any]:
+    """An entry with the tensor's CUDA handle: what torch's own reduction gives, as plain data.
+
+    Raises SyncError, which may name a setting of the engine's `section`.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
     if not tensor.is_cuda:
         raise SyncError(f"{name} lies on {tensor.device}: cuda_ipc needs CUDA tensors")
     _, args = reduce_tensor(tensor)
     ipc = plain_ipc(args)
-    return {**describe(name, tensor), "ipc": {**ipc, "handle": older_handle(ipc["handle"])}}
+    return {**describe(name, tensor), "ipc": {**ipc, "handle": older_handle(ipc["handle"], section)}}
 
 
-def older_handle(handle: bytes) -> bytes:
+def older_handle(handle: bytes, section: str) -> bytes:
     """A memory handle in the form that the engine's torch reads, which is older than this one. Raises SyncError.
 
     Only handles of plain memory have one: those of expandable segments changed with the version.
@@ -179,7 +182,7 @@ def older_handle(handle: bytes) -> bytes:
         what = "an expandable segment" if kind == _EXPANDABLE else f"memory of kind {kind}"
         raise SyncError(
             f"a handle of {what} in version {version}, which the engine's torch does not read: remove "
-            "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set rollout.trtllm.transport to shared_memory"
+            f"expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set {section}.transport to shared_memory"
         )
     return bytes([_VERSION]) + handle[1:]
 

@@ -13,8 +13,8 @@ Messages (maps with "type"):
 | hello(protocol, heartbeat_s), after this side's hello(protocol, engine, pid) | none; if protocols differ, the end |
 | start(llm) | reply, once the engine stands; this may take minutes, and only now are there no heartbeats |
 | submit(requests, token_ids, params) | one answer(id, token_ids, finish_reason or error) a request, in any order |
-| abort() | reply; what runs is answered with finish_reason "cancelled" |
-| begin_update(version, verify), weights(entries, drafter), part(...), finish_update(version) | reply each |
+| abort() | reply, behind the answers of what ran, with finish_reason "cancelled" |
+| begin_update(version, verify), weights(entries, drafter), finish_update(version) | reply each |
 | release(tags), resume(tags), stats(), shutdown() | reply |
 
 Every request but submit has a `call`, repeated in its reply or in error(call, message).
@@ -119,6 +119,7 @@ class Host:
         )  # requests that were submitted just before must have begun, or they would run on
         for output in list(self._live.values()):
             output.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         return {}
 
     async def _begin_update(self, message: Message) -> Message:

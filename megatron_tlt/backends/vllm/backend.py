@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.backends.entries import Entry, load_entry
+from megatron_tlt.backends.entries import load_entry
 from megatron_tlt.backends.remote import Pending, RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
 from megatron_tlt.drafter.export.engines import layer_names
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.backends.transport import SharedDirectory
 
+_KEPT = ("hidden", "routes")  # entries of an answer, each in a file of its own
 _MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded engine
 
 
@@ -110,20 +111,21 @@ class VllmBackend(RemoteBackend):
         self._sink = sink
 
     def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
-        sample = super()._take_answer(message, stops, pending)
-        kept = {name: self._read(message[name]) for name in ("hidden", "routes") if name in message}
+        try:
+            sample = super()._take_answer(message, stops, pending)
+            kept = {name: load_entry(message[name], "cpu", None) for name in _KEPT if name in message}
+        finally:
+            self._drop_answer(message)
         if "routes" in kept:
             sample.routes = kept["routes"].unflatten(1, (-1, self._experts_per_token)).numpy()
         if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
             self._sink(self._with_hidden(sample, kept["hidden"]))
         return sample
 
-    @staticmethod
-    def _read(entry: Entry) -> Tensor:
-        """The tensor of a file of the engine's, which is removed."""
-        tensor = load_entry(entry, "cpu", None)
-        Path(entry["file"]).unlink()
-        return tensor
+    def _drop_answer(self, message: Mapping[str, Any]) -> None:
+        for name in _KEPT:
+            if name in message:
+                Path(message[name]["file"]).unlink(missing_ok=True)
 
     def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
         prompt = self._prompts[sample.prompt_id]
@@ -151,8 +153,11 @@ class VllmBackend(RemoteBackend):
         self._check_drafter(weights, version)
         serving, sums = self.policy_version, self._weights.keep_checksums
         self.process.call("begin_update", version=serving, verify=sums, only_drafter=True)
-        self._send_drafter(serving, weights)
-        self._finish_sending(serving)
+        try:
+            self._send_drafter(serving, weights)
+            self._finish_sending(serving)
+        finally:
+            self._transport.finish()
         self._weights.drafter_version = version
 
     def take_stats(self) -> EngineStats:

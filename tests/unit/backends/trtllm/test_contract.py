@@ -125,7 +125,9 @@ def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.
     }
     assert names == list(given), "of the torch that trains"
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, tuple(given.values())))
-    entry = ipc_entry("a.weight", torch.zeros(2, 3, dtype=torch.bfloat16).as_subclass(OnGpu))
+    entry = ipc_entry(
+        "a.weight", torch.zeros(2, 3, dtype=torch.bfloat16).as_subclass(OnGpu), "rollout.trtllm"
+    )
     try:
         launch = launch_of(TrtllmSection(python="python"))
         install(Contract.load(FILES[0]), child_environment({}, "", launch.environment))
@@ -144,13 +146,13 @@ def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() ->
     """torch 2.13 writes version 3, torch <= 2.12 refuses it; plain memory's bytes are the same in both."""
     driver = bytes(range(64))
     for given in (b"\x03c" + driver, b"\x04c" + driver):
-        assert older_handle(given) == b"\x02c" + driver
+        assert older_handle(given, "rollout.vllm") == b"\x02c" + driver
     for given in (b"\x02c" + driver, b"\x01e" + driver + b"more", driver):  # old enough, or without a version
-        assert older_handle(given) == given
-    with pytest.raises(SyncError, match="expandable_segments"):
-        older_handle(b"\x03e" + driver)
+        assert older_handle(given, "rollout.vllm") == given
+    with pytest.raises(SyncError, match=r"set rollout\.vllm\.transport"):
+        older_handle(b"\x03e" + driver, "rollout.vllm")
     with pytest.raises(SyncError, match="memory of kind 120"):
-        older_handle(b"\x03x" + driver)
+        older_handle(b"\x03x" + driver, "rollout.vllm")
 
 
 def test_packed_tensors_are_copies_side_by_side() -> None:
@@ -171,4 +173,4 @@ def test_packed_tensors_are_copies_side_by_side() -> None:
     tensors[0][1].zero_()
     assert packed[0][1].tolist() == [0, 1, 2], "the stream's memory may be used again"
     with pytest.raises(SyncError, match="cuda_ipc needs CUDA tensors"):
-        ipc_entry(*packed[0])
+        ipc_entry(*packed[0], "rollout.vllm")

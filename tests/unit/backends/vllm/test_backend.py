@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_tlt.backends.transport import SharedMemoryTransport
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.trainer.stolen_requests import StolenRequests
@@ -44,6 +47,7 @@ class ToyProcess:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.answers: list[dict[str, Any]] = []
         self.most = 0
 
     def send(self, message: dict[str, Any]) -> None:
@@ -56,21 +60,23 @@ class ToyProcess:
         return {"type": "answer", "id": request["id"], "token_ids": tokens, "finish_reason": "length"}
 
 
+def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess]:
+    """A backend with weights, whose engine holds so many requests at a time."""
+    weights = ServedWeights({EMBED: (5, 2)}, (), False)
+    weights.begin(0)
+    weights.mark_loaded([(EMBED, torch.zeros(5, 2))])
+    weights.commit({})
+    rollout = RolloutSection(order="arrival", max_running_requests=most)
+    return VllmBackend(process, None, weights, rollout, max_context=8, directory=None), process
+
+
 def test_requests_that_have_not_begun_are_answered_by_another_engine() -> None:
     """In two engines that hold three requests at a time: the same answers as in one, and none twice."""
     prompts = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(4)]
     params = SamplingParams(max_tokens=4, seed=3)
 
-    def make(most: int) -> tuple[VllmBackend, ToyProcess]:
-        process, weights = ToyProcess(), ServedWeights({EMBED: (5, 2)}, (), False)
-        weights.begin(0)
-        weights.mark_loaded([(EMBED, torch.zeros(5, 2))])
-        weights.commit({})
-        rollout = RolloutSection(order="arrival", max_running_requests=most)
-        return VllmBackend(process, None, weights, rollout, max_context=8, directory=None), process
-
-    alone = make(64)[0].generate(prompts, params, 5)
-    (backend, process), (other, _) = make(3), make(3)
+    alone = toy_backend(ToyProcess(), 64)[0].generate(prompts, params, 5)
+    (backend, process), (other, _) = (toy_backend(ToyProcess(), 3) for _ in range(2))
     victim, thief = (StolenRequests(b, params, 5, None) for b in (backend, other))  # type: ignore[arg-type]
     ranges, waiting = [], []
 
@@ -87,20 +93,80 @@ def test_requests_that_have_not_begun_are_answered_by_another_engine() -> None:
     assert sorted((s.prompt_id, s.sample_index, s.token_ids) for s in [*mine, *theirs]) == key
 
 
-def test_an_interrupted_rollout_leaves_no_queue() -> None:
-    weights = ServedWeights({EMBED: (5, 2)}, (), False)
-    weights.begin(0)
-    weights.mark_loaded([(EMBED, torch.zeros(5, 2))])
-    weights.commit({})
-    process = ToyProcess()
-    process.call = lambda *_: None  # type: ignore[attr-defined]
-    rollout = RolloutSection(order="arrival", max_running_requests=2)
-    backend = VllmBackend(process, None, weights, rollout, max_context=8, directory=None)
+class KeepingProcess(ToyProcess):
+    """Its answers have hidden states in files of `folder`; when it aborts, it has answered everything."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def next_answer(self) -> dict[str, Any]:
+        answer = super().next_answer()
+        path = self.folder / str(answer["id"])
+        path.write_bytes(bytes(8))
+        return {**answer, "hidden": {"dtype": "float32", "shape": [2, 1], "file": str(path), "offset": 0}}
+
+    def call(self, kind: str) -> None:
+        assert kind == "abort"
+        while self.requests:
+            self.answers.append(self.next_answer())
+        raise BackendError("could not abort")
+
+
+@pytest.mark.parametrize("kind", ["length", "unknown"])
+def test_an_interrupted_rollout_leaves_no_queue_no_answer_and_no_file(tmp_path: Path, kind: str) -> None:
+    backend, process = toy_backend(KeepingProcess(tmp_path), 2)
 
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
-    prompts = [Prompt(0, "q", (1, 2), "?")]
-    with pytest.raises(KeyboardInterrupt):
-        backend.generate(prompts, SamplingParams(max_tokens=4), 9, interrupt)
-    assert backend.num_unstarted == 0 and not process.requests
+    ended = {"finish_reason": kind}
+    answer = process.next_answer
+    process.next_answer = lambda: answer() | ended  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt if kind == "length" else BackendError):
+        backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt)
+    assert backend.num_unstarted == 0 and not process.requests and not process.answers
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
+    """Not at heartbeats of before the last request was read, nor at one that an answer may follow."""
+    backend, process = toy_backend(ToyProcess(), 2)
+    answer, beat = process.next_answer, {"type": "beat", "lengths": [], "in_flight": 0}
+    process.failure = BackendError  # type: ignore[attr-defined]
+    old = [{**beat, "last_request": 1}] * 3
+    seen: list[Any] = [*old, {**beat, "last_request": 2}, answer, {**beat, "last_request": 3}, answer, answer]
+    last: list[Any] = [*old, *[{**beat, "last_request": 5}] * 2]
+
+    def play(messages: list[Any], num_samples: int) -> None:
+        left = iter(messages)
+        process.next_answer = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
+        backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples)
+
+    play(seen, 3)
+    process.call = lambda kind: None  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match="has no requests, but 2 wait"):
+        play(last, 2)
+
+
+def test_a_swap_that_fails_leaves_no_file() -> None:
+    backend, process = toy_backend(ToyProcess(), 2)
+    backend._drafter_names = frozenset({"fc.weight"})
+    process.launch = SimpleNamespace(section="rollout.vllm", name="vLLM")
+
+    def call(kind: str, **_: Any) -> None:
+        if kind == "weights":
+            raise BackendError("vLLM could not weights")
+
+    process.call = call  # type: ignore[attr-defined]
+    backend._transport = transport = SharedMemoryTransport(process)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(BackendError, match="could not weights"):
+            backend.swap_drafter({"fc.weight": torch.ones(2)}, 1)
+        assert list(transport._directory.path.iterdir()) == []
+        with pytest.raises(AttributeError):
+            transport.send(1, [("a", torch.ones(2)), ("b", None)])  # type: ignore[list-item]
+        transport.finish()
+        assert list(transport._directory.path.iterdir()) == [], "nor one that was written in part"
+    finally:
+        transport.close()
