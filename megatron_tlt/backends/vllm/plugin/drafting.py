@@ -42,20 +42,23 @@ class StepDrafting:
     ):
         """`section` drafts with chains. `suffix` drafts alone, or beside the trained drafter."""
         self._kind, self._selector, self.suffix = section.drafter, build_selector(section, section.drafter), suffix
-        # As in the embedded engine: on CPU by this thread's own time.
-        self._clock = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
+        self._clock = clock or _clock_of(device)
         self._counters = SpeculationCounters()
         self._strategy = NO_DRAFT  # of the last proposal
-        self._rows = 0  # of the last step
+        self._rows = 0  # of the last step, with those in the middle of their prompts
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
         self._started = self._proposed = self._draft_seconds = 0.0
 
-    def record(self, drafted: np.ndarray, accepted: np.ndarray, is_decode: bool) -> None:
+    def record(
+        self, drafted: np.ndarray, accepted: np.ndarray, is_drawn: np.ndarray, is_decode: bool
+    ) -> None:
         """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right.
 
-        Steps that read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
+        Only rows of `is_drawn` bool [B] are counted: those in the middle of their prompts emit nothing. Steps that
+        read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
         """
         now, strategy = self._clock(), self._strategy
+        self._rows, drafted, accepted = len(drafted), drafted[is_drawn], accepted[is_drawn]
         at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
         reached = (at < drafted[:, None]) & (at <= accepted[:, None])
         hits = (at < accepted[:, None]).sum(0)
@@ -67,7 +70,7 @@ class StepDrafting:
         draft = _chains(drafted) if fed > rows else None
         if is_decode or draft is not None:
             self._counters.add(step, draft)
-        self._rows, self._is_decode, self._is_measured = rows, is_decode, False
+        self._is_decode, self._is_measured = is_decode, False
 
     def begin(self) -> int:
         """How many tokens the proposal that begins now drafts for each row; 0: none."""
@@ -113,6 +116,20 @@ class StepDrafting:
             self._selector.load_state_dict(state["selector"])
             if self.suffix is not None:
                 self.suffix.load_state_dict(state["calibration"])
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds: on CPU of this thread, as in the embedded engine; on GPUs once the device has done its work, for a
+    plain step only queues it.
+    """
+    if device.type != "cuda":
+        return time.thread_time
+
+    def read() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return read
 
 
 def _chains(drafted: np.ndarray) -> Draft:

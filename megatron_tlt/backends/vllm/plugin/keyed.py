@@ -98,12 +98,14 @@ class KeyedSampling:
     def _record(
         self, drafting: StepDrafting, out: Tensor, drafted: np.ndarray, accepted: np.ndarray, done: np.ndarray
     ) -> None:
+        is_drawn = internals.is_drawn(self._runner)
         if drafting.suffix is not None:
-            is_drawn, tokens = internals.is_drawn(self._runner), out.cpu().numpy()
+            tokens = out.cpu().numpy()
             batch = self._names, self._prompt_of, self._batch.keys, self._batch.temperature
             drafting.suffix.note(*batch, done, drafted, accepted, tokens, is_drawn)
         fed = int(internals.row_starts(self._runner)[-1])
-        drafting.record(drafted, accepted, is_decode=fed == len(drafted) + int(drafted.sum()))
+        is_decode = bool(is_drawn.all()) and fed == len(drafted) + int(drafted.sum())
+        drafting.record(drafted, accepted, is_drawn, is_decode)
 
     def _prompt_of(self, request: str) -> tuple[list[int], int]:
         """A request's prompt, and the id that its siblings share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import mode
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,9 @@ class Engine:
         accepted = right.cumprod(axis=1).sum(axis=1) if self.drafted else drafted
         fed = rows * (1 + self.drafted) + 30 * prompts
         self.now += PLAIN_S + ROW_S * max(0, fed - 8)
-        self.drafting.record(drafted, accepted, is_decode=not prompts)
+        chunk = np.zeros(rows_of_chunks := min(prompts, 1), int)  # the first prompt goes on in the next step
+        is_drawn = np.arange(rows + rows_of_chunks) < rows
+        self.drafting.record(np.append(drafted, chunk), np.append(accepted, chunk), is_drawn, not prompts)
         self.drafted = self.drafting.begin()
         self.now += DRAFT_S * self.drafted + 100.0 * prompts
         self.drafting.end([], torch.zeros(rows, self.drafted))
@@ -64,4 +67,27 @@ def test_steps_are_counted_and_those_with_prompts_not_measured() -> None:
     stats = engine.drafting.take_stats()
     assert stats["steps_by_strategy"] == {f"eagle_{LENGTH}_1_0": 5}
     assert stats["drafted_at"] == [17] * LENGTH
+    assert stats["row_steps"] == 17, "without those in the middle of their prompts"
     assert stats["emitted_tokens"] == stats["row_steps"] + sum(stats["accepted_at"])
+
+
+def test_on_gpus_a_steps_seconds_hold_the_devices_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of 5 seconds is queued before each clock read, and done where the stream is waited for."""
+    now, queued, measured = [0.0], [0.0], []
+
+    def wait() -> None:
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=wait))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=1)
+    drafting, drafted = StepDrafting(section, torch.device("cuda")), np.ones(2, int)
+    drafting._selector.record = measured.append  # type: ignore[method-assign]
+    for forward, draft in ((3.0, 2.0), (5.0, 1.0), (7.0, 4.0)):
+        queued[0] += forward
+        drafting.record(drafted, drafted, drafted > 0, is_decode=True)
+        drafting.begin()
+        queued[0] += draft
+        drafting.end([], torch.zeros(2, 1))
+    assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0)]
