@@ -23,8 +23,8 @@ def speculative_config(rollout: RolloutSection, method: str, drafter: Path | Non
     """vLLM's `speculative_config`; None without speculation. `drafter`: the directory of `drafter_files`, of kind
     `method`.
 
-    The plugin decides how much a step drafts. vLLM only learns the most, and that steps differ: else it would fill up
-    the first draft of a request with tokens that are none.
+    The plugin decides how much each step drafts; vLLM gets the longest draft. With a range of batch sizes, one for all,
+    it accepts drafts of other lengths; without one it pads a request's first draft with placeholder tokens.
     """
     if rollout.speculation.drafter == "none":
         return None

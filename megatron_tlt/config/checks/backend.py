@@ -11,7 +11,7 @@ from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import CAPABILITIES
 
 Problems = Iterator[ConfigProblem]
-_VLLM_SERIES = "0.32."  # what backends/vllm/plugin/internals.py knows
+_VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/internals.py supports
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 
@@ -80,6 +80,13 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
         trees = [arm for arm in speculation.bandit.arms if "_1_" not in arm]
         if speculation.selector == "beg_mab" and trees:
             yield ConfigProblem("rollout.speculation.bandit.arms", trees, f"cannot be played {chains}")
+        if speculation.selector == "beg_mab" and set(speculation.bandit.arms) == {"0_1_1"}:
+            allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
+            yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
+        least = speculation.min_cumulative_acceptance
+        if speculation.drafter == "eagle" and speculation.selector != "cost_model" and least > 0:
+            allowed = "must be 0 with rollout.backend: vllm and drafter: eagle, whose drafts there are never cut"
+            yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if section.transport == "cuda_ipc" and device == "cpu":

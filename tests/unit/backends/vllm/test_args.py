@@ -35,7 +35,7 @@ def rollout(drafter: str = "none", **vllm: Any) -> RolloutSection:
     return RolloutSection.model_validate({"backend": "vllm", "speculation": speculation, "vllm": vllm})
 
 
-def test_vllm_learns_the_longest_draft_of_every_drafter() -> None:
+def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
     assert speculative_config(rollout(), "", None) is None
     read = Path("/drafter")
     for drafter, method, given in (

@@ -99,12 +99,19 @@ def test_vllm_runs_what_it_can() -> None:
     replay, graphs = "actor.router_replay=rollout", "rollout.cuda_graphs"
     assert problems(*VLLM, replay, device="cpu") == problems(*VLLM, replay, f"{graphs}=false", device="cuda") == {}
     assert set(problems(*VLLM, replay, device="cuda")) == {graphs}
+    assert problems(*VLLM, *EAGLE_ARMS) == {}
+    assert problems(*VLLM, *EAGLE_ARMS, "rollout.speculation.drafter=hybrid", f"{LEAST}=0.1") == {}
     eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
     for kind in ("eagle", "eagle3"):
         assert problems(*VLLM, *eagle, "idle.train_drafter=true", f"drafter.kind={kind}") == {}
 
 
 STATES = "drafter.online.hidden_states"
+LEAST = "rollout.speculation.min_cumulative_acceptance"
+EAGLE_ARMS = [
+    *("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"),
+    *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=[4_1_5, 0_1_1]"),
+]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,8 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
         (["rollout.numerics=invariant"], "rollout.numerics"),
         (["rollout.release_cache=true"], "rollout.release_cache"),
         (["rollout.kernels=torch"], "rollout.kernels"),
+        ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0_1_1]"], "rollout.speculation.bandit.arms"),
+        ([*EAGLE_ARMS, f"{LEAST}=0.1"], LEAST),
         (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
         (["algorithm.importance_cap=2"], "algorithm.importance_cap"),
     ],
