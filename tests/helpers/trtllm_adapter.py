@@ -70,6 +70,7 @@ async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     await _until(lambda: not host.in_flight)
     host.submit({"requests": [{"id": 99, "seed": 0}], "token_ids": [ENDLESS], "params": params})
     await host.handle({"type": "abort"})  # at once: also a request that has not begun is aborted
+    assert answers[-1]["id"] == 99, "answered before the reply"
     await _until(lambda: not host.in_flight)
     _check_answers(answers)
     totals = (await host.handle({"type": "stats"}))["totals"]
