@@ -7,8 +7,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := megatron_tlt tests tools $(wildcard benchmarks)
 PYTEST_ARGS ?=
-# Tests at a time: one more than cores, as tests wait for processes, for limits of time, for Slurm.
-JOBS ?= 3
+JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
