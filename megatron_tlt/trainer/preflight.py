@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.planning.report import find_problems, render_check
@@ -122,7 +123,7 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         if config.rollout.backend == "trtllm":
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
         if config.rollout.backend == "vllm":
-            named["rollout.vllm.python"] = config.rollout.vllm.python
+            problems += python_problems(config.rollout.vllm)
         if config.checkpoint.resume not in ("auto", "never"):
             named["checkpoint.resume"] = config.checkpoint.resume
     named["model.megatron_path"] = config.model.megatron_path

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
@@ -29,8 +30,7 @@ def launch_of(rollout: RolloutSection) -> EngineLaunch:
     section = rollout.vllm
     python = find_python(section)
     if python is None:
-        allowed = f"needs vLLM's environment: make setup-vllm ({', '.join(ENVIRONMENTS)} do not exist)"
-        raise ConfigError.of("rollout.vllm.python", section.python, allowed)
+        raise ConfigError(python_problems(section))
     threads = {"OMP_NUM_THREADS": str(rollout.threads)}
     return EngineLaunch(
         name="vLLM",
@@ -44,6 +44,20 @@ def launch_of(rollout: RolloutSection) -> EngineLaunch:
         start_s=section.start_s,
         environment={**_ENGINE, **threads, **section.environment},
     )
+
+
+def python_problems(section: VllmSection) -> list[ConfigProblem]:
+    """An environment that is not on this machine, or has no vLLM. Starts its Python for some milliseconds."""
+    python, look = find_python(section), "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm'))"
+    if python is None:
+        allowed = f"needs vLLM's environment: make setup-vllm ({', '.join(ENVIRONMENTS)} do not exist)"
+    elif not Path(python).exists():
+        allowed = "no such file or directory"
+    elif subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
+        allowed = "has no vLLM: make setup-vllm makes an environment with it"
+    else:
+        return []
+    return [ConfigProblem("rollout.vllm.python", python, allowed)]
 
 
 def find_python(section: VllmSection) -> str | None:

@@ -117,7 +117,8 @@ class Replay:
             at_close=lambda _: None,
         )
         self.tp = Ranks(config.rollout.tp)
-        there = int(config.cluster.memory_gib * GIB), self.plan.parts[RESERVE]
+        # What is outside PyTorch when the cache is sized: the reserve, but for what comes later.
+        there = int(config.cluster.memory_gib * GIB), self.plan.parts[RESERVE] - device_memory._LATER
         monkeypatch.setattr(device_memory, "device_use", lambda _: (*there, self.ledger.live))
         monkeypatch.setattr(setup, "_policy", lambda c, *_: ShapePolicy(c, self.shape, self.ranks, stage))
 

@@ -1,10 +1,12 @@
 """Problems of inputs are found together with those of the layout."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafter.checkpoint import save_drafter
@@ -234,3 +236,12 @@ def test_a_run_directory_below_a_file_is_refused_and_nothing_is_made(tmp_path):
             check_report(config, 4)
     assert "Ranks: 4" in check_report(make(train={"run_dir": str(tmp_path / "new/run")}), 4)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_environment_without_vllm_is_named(monkeypatch, tmp_path):
+    """None at all, a path that is not there, a Python without it: by `check`, and before a run makes anything."""
+    monkeypatch.setattr("megatron_tlt.backends.vllm.launch._PACKAGE", tmp_path / "package")
+    for python, allowed in ((None, "make setup-vllm"), ("no/python", "no such file"), (sys.executable, "has no vLLM")):
+        config = build_config({"model": {"path": "m"}, "rollout": {"backend": "vllm", "vllm": {"python": python}}})
+        (found,) = [p for p in missing_files(config) if p.path == "rollout.vllm.python"]
+        assert found.value == python and allowed in found.allowed
