@@ -199,7 +199,7 @@ class RolloutBackend(Protocol):
 
 
 class KeyedEngine(Protocol):
-    """What a backend with keyed sampling can besides: whoever gives an answer gives the same one."""
+    """The further operations of a backend with keyed sampling, whose answers do not depend on the engine."""
 
     @property
     def num_running(self) -> int:

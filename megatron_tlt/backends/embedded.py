@@ -251,8 +251,8 @@ class EmbeddedBackend(BaseBackend):
         return self.engine.take_phase_seconds()
 
     def close(self) -> None:
-        """Frees the engine with its weights and cache, and its graphs at once, whoever still holds the engine. A second
-        call does nothing.
+        """Drops the captured graphs, also where other references to the engine are left, and frees the engine with its
+        weights and cache. A second call does nothing.
         """
         if self._engine is not None:
             self._engine.drop_graphs()

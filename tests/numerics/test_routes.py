@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.engine import Engine, GraphBudget
-from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs
+from tests.helpers.late_copies import delay_reads
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 JOBS = random_jobs(131, 6, seed=4)
@@ -84,25 +83,10 @@ def test_steps_in_fixed_shapes_record_the_same() -> None:
 def test_an_answers_experts_leave_beside_the_next_steps(monkeypatch) -> None:
     """Handed out once they are on the host: no answer is waited for while others decode."""
 
-    class Late:
-        def __init__(self, polls: int):
-            self.polls = polls
-
-        def query(self) -> bool:
-            self.polls -= 1
-            return self.polls < 0
-
-        def synchronize(self) -> None:
-            waited.append((self.polls, made.is_idle))
-
-    waited, start = [], PagedHiddenStates.start_read
+    waited: list[tuple[int, bool]] = []
     made = engine("torch")
     want = recorded(made)
-
-    def late(pages, blocks, count):
-        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4))
-
-    monkeypatch.setattr(PagedHiddenStates, "start_read", late)
+    delay_reads(monkeypatch, lambda polls: waited.append((polls, made.is_idle)))
     for prompt_id, prompt, params, n in JOBS:
         made.add(prompt, params, prompt_id, num_samples=n)
     got: Recorded = {}

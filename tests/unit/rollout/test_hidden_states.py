@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
@@ -27,6 +25,7 @@ from tests.helpers.engines import (
     small_config,
     speculating_engine,
 )
+from tests.helpers.late_copies import delay_reads
 from tests.helpers.tiny_models import random_weights
 from tests.helpers.whole_texts import read_hidden_states
 
@@ -178,27 +177,11 @@ def test_graphs_write_their_states_too() -> None:
 def test_states_that_arrive_late_are_emitted_in_order_and_before_the_engine_is_idle(monkeypatch) -> None:
     """As on a GPU: a copy is done some steps later, and the blocks have been written again by then."""
 
-    class Late:
-        def __init__(self, polls: int):
-            self.polls = polls
-
-        def query(self) -> bool:
-            self.polls -= 1
-            return self.polls < 0
-
-        def synchronize(self) -> None:
-            waited.append(self.polls)
-
     jobs, waited = random_jobs(131, 12, seed=4), []
     engine = make_engine(CONFIG, WEIGHTS)
     plain = collecting(engine)
     answer_all(engine, jobs)
-    start = PagedHiddenStates.start_read
-
-    def late(pages: PagedHiddenStates, blocks: list[int], count: int) -> HostCopy:
-        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4))
-
-    monkeypatch.setattr(PagedHiddenStates, "start_read", late)
+    delay_reads(monkeypatch, waited.append)
     engine = make_engine(CONFIG, WEIGHTS)
     samples = collecting(engine)
     answer_all(engine, jobs)
