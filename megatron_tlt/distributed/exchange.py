@@ -27,13 +27,13 @@ def redistribute(world: World, items: Sequence[tuple[T, Sequence[int]]]) -> list
     Collective over the world. One all-to-all for the sizes and one for the bytes, so a rank's traffic is what
     it sends and receives and does not grow with the world, as an all-gather's would.
     """
+    if world.size == 1:
+        return [item for item, destinations in items for _ in destinations]
     outgoing: list[list[bytes]] = [[] for _ in range(world.size)]
     for item, destinations in items:
         pickled = pickle.dumps(item, protocol=5)  # once, however many ranks need it
         for rank in destinations:
             outgoing[rank].append(pickled)
-    if world.size == 1:
-        return [pickle.loads(pickled) for pickled in outgoing[0]]
     sent = [sum(map(len, batch)) for batch in outgoing]
     received = torch.empty(world.size, dtype=torch.int64)
     dist.all_to_all_single(received, torch.tensor(sent, dtype=torch.int64))

@@ -90,8 +90,7 @@ def rotation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, de
     """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
     if device != "cuda" or config.actor.layer_spec == "local":
         return 0
-    algorithm = getattr(config, "algorithm", None)  # SFT has none
-    models = 2 if algorithm is not None and algorithm.kl_coef > 0 else 1
+    models = 2 if isinstance(config, Config) and config.algorithm.kl_coef > 0 else 1
     return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
