@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.gpu.check import Check, Result
-from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, agree_on
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import set_nccl_environment
-from megatron_tlt.rollout.graph_capture import AgreedCapturer, CudaCapturer, EagerCapturer, GraphCache
+from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer, GraphCache
 from megatron_tlt.trainer.device_memory import let_segments_grow
 
 RANKS = 2
@@ -78,8 +78,8 @@ def one_rank(rank: int, device_type: str, work: Path) -> None:
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS)
     assert dist.group.WORLD is not None
     tp = GroupTensorParallel(dist.group.WORLD)
-    inner = CudaCapturer(device) if is_cuda else EagerCapturer()
-    cache = GraphCache(AgreedCapturer(inner, rank, agree_on(tp, device), tp.alone))
+    capturer = CudaCapturer(device) if is_cuda else EagerCapturer()
+    cache = GraphCache(capturer, tp=tp)
     rows = [one_shape(tp, cache, shape, device) for shape in SHAPES]
     _record(work, rank).write_text(json.dumps(rows))
     cache.clear()

@@ -137,9 +137,7 @@ class EmbeddedBackend(BaseBackend):
         self.engine.release()
 
     def resume(self) -> None:
-        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it. Collective in
-        a tensor-parallel group.
-        """
+        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it."""
         self.engine.resume()
 
     def running_lengths(self) -> np.ndarray:

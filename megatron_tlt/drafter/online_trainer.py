@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.checkpoint import describe
@@ -74,7 +74,7 @@ class OnlineDrafterTrainer:
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
-        self.model, self._tp = model, tp or SingleRank()
+        self.model, self._tp = model, tp or TensorParallel()
         self._tokens, self._draft_steps = sizes.micro_step_tokens, section.online_draft_steps
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
 KINDS = (RAW, MEAN, "exp_avg", "exp_avg_sq")
@@ -68,7 +68,7 @@ class TrainingState:
         `kinds` are kept (without the mean there is none to draft with).
         """
         self.steps = 0  # that Adam corrects its moments for
-        self._tp, self._kinds = tp or SingleRank(), kinds
+        self._tp, self._kinds = tp or TensorParallel(), kinds
         self._parameters = dict(model.named_parameters())
         self._whole: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}  # where one rank keeps everything
         self._buckets = self._cut(bucket_elements)

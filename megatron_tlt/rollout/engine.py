@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_tlt.distributed.tensor_parallel import SingleRank, TensorParallel, agree_on, run_on_all
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
@@ -81,7 +81,7 @@ class Engine:
             sizes = PoolSizes(limits.max_running, limits.max_context, block_size, graphs.verify_rows)
             pool = GraphPool(graphs.decoder, kv, sizes, graphs.nbytes)
         rows = self.scheduler.rows
-        self.runner = ModelRunner(decoder, kv, rows, block_size, sampler, tp or SingleRank(), pool)
+        self.runner = ModelRunner(decoder, kv, rows, block_size, sampler, tp or TensorParallel(), pool)
         self.speculator: Speculator | None = None
         if drafting is not None:
             self.speculator = build_speculator(drafting, self.scheduler, self.runner)
@@ -105,7 +105,7 @@ class Engine:
         eagle = None if self.speculator is None else self.speculator.eagle
         if keep_address:
             for kv in (self.runner.kv, *([] if eagle is None else [eagle.kv])):
-                self._on_all_ranks("take the memory of its cache", kv.fix_address)
+                kv.fix_address()
         self.runner.pool.capture(rows_each, [] if eagle is None else eagle.steps())
 
     def drop_graphs(self) -> None:
@@ -292,31 +292,15 @@ class Engine:
         _return_to_system(self.runner.device)
 
     def resume(self) -> None:
-        """Allocates the memory again. Without a `release` before it, it does nothing. Collective."""
+        """Allocates the memory again. Without a `release` before it, it does nothing."""
         if not self.is_released:
             return
         # the cache is one allocation, of what the device has, not of what PyTorch keeps
         _return_to_system(self.runner.device)
-        self._on_all_ranks("take the memory of its cache again", self._take_memory)
-        self.is_released = False
-
-    def _take_memory(self) -> None:
         self.runner.resume()
         if self.speculator is not None:
             self.speculator.resume()
-
-    def _on_all_ranks(self, intent: str, call: Callable[[], None]) -> None:
-        """A call that may fail on one rank of the engine: then all raise, and none waits for it. Collective."""
-        tp = self.runner.tp
-        if tp.size == 1:
-            call()
-            return
-
-        def run() -> int:
-            call()
-            return 0
-
-        run_on_all(intent, run, tp.rank, agree_on(tp, self.runner.device))
+        self.is_released = False
 
     def withdraw(self, count: int) -> list[Request]:
         """Removes up to `count` requests that have not decoded, between two steps; returns them unanswered."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megatron_tlt.distributed.tensor_parallel import run_on_all
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.observe.memory import reset_cuda_peak
 
 Step = Callable[[], object]
@@ -30,29 +29,32 @@ class Captured:
     nbytes: int = 0  # memory that is free again when it is dropped, beyond the shared pool
 
 
-class Capturer(Protocol):
-    """What makes captured steps. `pool_bytes` is the temporary memory they share now."""
-
-    pool_bytes: int
-
-    def warm_up(self, step: Step) -> int:
-        """Runs `step` as capturing needs it; returns the bytes of temporary memory that one run takes."""
-
-    def capture(self, step: Step) -> Captured:
-        """Records `step` without running it. Grows `pool_bytes` where the step needs more."""
-
-
 @dataclass(slots=True)
 class GraphStats:
-    """Counters of a cache of captured steps. Bytes and `graphs` are as of now, the rest since the start."""
+    """Counters of a cache of captured steps, since its start."""
 
-    graphs: int = 0
-    memory_bytes: int = 0  # static buffers, shared pool and the memory that only one graph uses
     capture_seconds: float = 0.0
     replays: int = 0
     refused: int = 0  # keys that the budget has no room for
     eager: int = 0  # steps whose key was not captured, run without a graph
     eager_too_large: int = 0  # steps beyond the static buffers, run without a graph
+
+
+class EagerCapturer:
+    """What makes captured steps; this one for devices without graphs: the step itself, over buffers that are made once.
+
+    `pool_bytes` is the temporary memory that all captured steps share now.
+    """
+
+    pool_bytes = 0
+
+    def warm_up(self, step: Step) -> int:
+        """Runs `step` as capturing needs it (here: not at all); returns the bytes of temporary memory of one run."""
+        return 0
+
+    def capture(self, step: Step) -> Captured:
+        """Records `step` without running it. Grows `pool_bytes` where the step needs more."""
+        return Captured(step)
 
 
 class GraphCache:
@@ -62,54 +64,58 @@ class GraphCache:
     runs as it is.
     """
 
-    def __init__(self, capturer: Capturer, budget_bytes: int | None = None, fixed_bytes: int = 0):
-        self._capturer = capturer
-        self._budget = budget_bytes
-        self._fixed = fixed_bytes
+    def __init__(
+        self,
+        capturer: EagerCapturer,
+        budget_bytes: int | None = None,
+        fixed_bytes: int = 0,
+        tp: TensorParallel | None = None,
+    ):
+        """All ranks of an engine, `tp`, must capture the same steps, since these hold collectives: so each number that
+        decides is the largest of all ranks, and `capture` is collective.
+        """
+        self._capturer, self._budget, self._fixed = capturer, budget_bytes, fixed_bytes
+        self._tp = tp or TensorParallel()
+        self._pool = 0  # shared temporary memory, of the rank that has most
         self._graphs: dict[Hashable, Captured] = {}
-        self._stats = GraphStats()
+        self.stats = GraphStats()
 
     @property
     def memory_bytes(self) -> int:
         """Static buffers, shared pool and every graph's own memory, in bytes."""
-        return self._fixed + self._capturer.pool_bytes + sum(g.nbytes for g in self._graphs.values())
+        return self._fixed + self._pool + sum(g.nbytes for g in self._graphs.values())
 
     @property
     def keys(self) -> list[Hashable]:
         """Keys of the captured steps, in the order of their capture."""
         return list(self._graphs)
 
-    @property
-    def stats(self) -> GraphStats:
-        """Counters so far. The same object every time."""
-        self._stats.graphs, self._stats.memory_bytes = len(self._graphs), self.memory_bytes
-        return self._stats
-
     def capture(self, key: Hashable, step: Step) -> bool:
         """Captures `step` if the budget has room for it; returns whether it has. Mutates."""
         started = time.perf_counter()
-        needed = self._capturer.warm_up(step)
-        grows = max(0, needed - self._capturer.pool_bytes)
+        needed = self._tp.largest(self._capturer.warm_up(step))
         own = max((g.nbytes for g in self._graphs.values()), default=0)  # what the new graph may take
-        is_kept = self._fits(grows + own)
+        is_kept = self._fits(max(0, needed - self._pool) + own)
         if is_kept:
-            self._graphs[key] = self._capturer.capture(step)
+            captured = self._capturer.capture(step)
+            self._pool = self._tp.largest(self._capturer.pool_bytes)
+            self._graphs[key] = Captured(captured.replay, self._tp.largest(captured.nbytes))
             is_kept = self._fits(0)
             if not is_kept:  # it took more than was foreseen; what the shared pool has grown by stays
                 del self._graphs[key]
         if not is_kept:
-            self._stats.refused += 1
-        self._stats.capture_seconds += time.perf_counter() - started
+            self.stats.refused += 1
+        self.stats.capture_seconds += time.perf_counter() - started
         return is_kept
 
     def run(self, key: Hashable, step: Step) -> None:
         """Runs `step`, by its graph where there is one."""
         graph = self._graphs.get(key)
         if graph is None:
-            self._stats.eager += 1
+            self.stats.eager += 1
             step()
             return
-        self._stats.replays += 1
+        self.stats.replays += 1
         graph.replay()
 
     def clear(self) -> None:
@@ -123,70 +129,7 @@ class GraphCache:
         return self._budget is None or self.memory_bytes + more <= self._budget
 
 
-class EagerCapturer:
-    """For devices without graphs: the step itself, over buffers that are made once."""
-
-    pool_bytes = 0
-
-    def warm_up(self, step: Step) -> int:
-        """Nothing to do."""
-        return 0
-
-    def capture(self, step: Step) -> Captured:
-        """The step itself."""
-        return Captured(step)
-
-
-class AgreedCapturer:
-    """Another capturer on every rank of a group: each number is the largest of all ranks, and so is a failure.
-
-    What is captured and refused follows from these numbers, so all ranks decide alike, and no rank waits in a
-    collective that another one has not captured. Every call is collective.
-
-        each rank   step alone, its collectives left out -> all well? -> step with them -> record it -> all well?
-
-    So memory that is short, or a kernel that does not compile, ends every rank at once, and none in a collective.
-    """
-
-    def __init__(
-        self,
-        inner: Capturer,
-        rank: int,
-        largest: Callable[[int], int],
-        alone: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ):
-        """`largest(value)` is the largest of the values that the ranks give (`distributed.agree_on`). While `alone()`
-        is open, the step's collectives return at once and compute nothing.
-        """
-        self._inner, self._rank, self._largest, self._alone = inner, rank, largest, alone
-        self.pool_bytes = 0
-
-    def warm_up(self, step: Step) -> int:
-        """See `Capturer`. Raises on all ranks where it fails on one."""
-
-        def rehearse() -> int:
-            with self._alone():  # not the agreement on how it went, which needs the others
-                return self._inner.warm_up(step)
-
-        self._together(rehearse)
-        return self._together(lambda: self._inner.warm_up(step))
-
-    def capture(self, step: Step) -> Captured:
-        """See `Capturer`. Raises on all ranks where it fails on one."""
-        made: list[Captured] = []
-
-        def record() -> int:
-            made.append(self._inner.capture(step))
-            return self._inner.pool_bytes
-
-        self.pool_bytes = self._together(record)
-        return Captured(made[0].replay, self._largest(made[0].nbytes))
-
-    def _together(self, call: Callable[[], int]) -> int:
-        return run_on_all("capture a CUDA graph", call, self._rank, self._largest)
-
-
-class CudaCapturer:
+class CudaCapturer(EagerCapturer):
     """CUDA graphs in one memory pool of one device. The host waits for the device at captures only."""
 
     def __init__(self, device: torch.device):

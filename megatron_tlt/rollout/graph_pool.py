@@ -5,8 +5,8 @@ verifying). Strategies that verify equally many tokens share graphs, and context
 set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
 time. They are captured at the engine's start, as many as the budget has room for (`config/planning/graphs.py`), and
 stay: weights and cache keep their addresses, also when the cache's memory is given back between rollouts
-(`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives
-(`AgreedCapturer`). On CPU the same static forwards run without a graph.
+(`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives. On CPU the same
+static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
 
@@ -24,14 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
-from megatron_tlt.distributed.tensor_parallel import agree_on
 from megatron_tlt.models.base import KVCache, empty_routes
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.graph_capture import (
-    AgreedCapturer,
-    Capturer,
     CudaCapturer,
     EagerCapturer,
     GraphCache,
@@ -76,7 +73,7 @@ class GraphPool:
         kv: KVCache,
         sizes: PoolSizes,
         budget_bytes: int | None = None,
-        capturer: Capturer | None = None,
+        capturer: EagerCapturer | None = None,
     ):
         """`kv` has a scratch block behind its last one. `budget_bytes` bounds `memory_bytes()`; None: no limit."""
         self._decoder, self._kv, self._sizes = decoder, kv, sizes
@@ -91,11 +88,8 @@ class GraphPool:
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
-        if decoder.tp is not None:
-            largest = agree_on(decoder.tp, decoder.device)
-            capturer = AgreedCapturer(capturer, decoder.tp.rank, largest, decoder.tp.alone)
         fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
-        self._cache = GraphCache(capturer, budget_bytes, fixed)
+        self._cache = GraphCache(capturer, budget_bytes, fixed, decoder.tp)
 
     def capture(
         self,

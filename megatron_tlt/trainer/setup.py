@@ -23,12 +23,7 @@ from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.distributed.tensor_parallel import (
-    GroupTensorParallel,
-    SingleRank,
-    TensorParallel,
-    agree_on,
-)
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.errors import ConfigError
@@ -119,7 +114,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     stolen = _stolen_requests(config, world, backend, params)
     idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
     rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
-    agree_in_engine = agree_on(tp, world.device) if tp.size > 1 else None
+    agree_in_engine = tp.largest if tp.size > 1 else None
     shutdown = GracefulShutdown(world, config.stop, signals, agree_in_engine)
     rollout = RolloutPhase(
         world,
@@ -203,7 +198,7 @@ def sampling_params(config: Config) -> SamplingParams:
 def tensor_parallel(world: World, size: int) -> TensorParallel:
     """This rank's place among `size` consecutive ranks that form one engine. Collective over the world."""
     if size == 1:
-        return SingleRank()
+        return TensorParallel()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
     return GroupTensorParallel(groups[world.rank // size])
 
@@ -371,7 +366,7 @@ def _idle_window(
         IdleCoordinator(world.comm, config.idle, group_size=tp.size, queue=stolen),
         IdlePolicy.of(config.idle),
         is_group_leader=tp.rank == 0,
-        agree=agree_on(tp, world.device) if tp.size > 1 else int,
+        agree=tp.largest if tp.size > 1 else int,
         num_samples=drafter.num_samples,
         on_span=metrics.state,
         on_poll=lambda state: world.heartbeat(state=state),

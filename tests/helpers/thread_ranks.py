@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+
 T = TypeVar("T")
 
 
-class ThreadRank:
-    """One rank; see `TensorParallel`."""
-
-    alone = staticmethod(nullcontext)
+class ThreadRank(TensorParallel):
+    """One rank."""
 
     def __init__(self, rank: int, shared: list[Tensor | None], barrier: threading.Barrier):
         self.rank, self.size, self._shared, self._barrier = rank, len(shared), shared, barrier

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.run import DistributedSection
-from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, agree_on
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
@@ -23,7 +23,7 @@ def windows(world: World, tp: GroupTensorParallel, fails: bool) -> None:
     coordinator = IdleCoordinator(world.comm, group_size=SIZE)
     # The ranks of a group have different policies on purpose: the leader's counts.
     policy = IdlePolicy(train_drafter=tp.rank == 0, min_tail_seconds=0.0)
-    window = IdleWindow(coordinator, policy, is_group_leader=tp.rank == 0, agree=agree_on(tp))
+    window = IdleWindow(coordinator, policy, is_group_leader=tp.rank == 0, agree=tp.largest)
     calls = 0
 
     def step_fn() -> dict[str, float]:

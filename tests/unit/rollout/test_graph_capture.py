@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.graph_capture import AgreedCapturer, CudaCapturer, GraphCache
+from megatron_tlt.rollout.graph_capture import CudaCapturer, GraphCache
 from tests.helpers.graphs import Fake
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
 
 
 def steps(*names: str):
@@ -55,79 +51,24 @@ def test_a_capture_that_took_more_than_foreseen_is_dropped() -> None:
     assert cache.keys == [] and cache.memory_bytes == 100, "the shared pool does not shrink"
 
 
-def meeting(size: int = 2):
-    """`largest(rank, value)` among threads."""
-    barrier, given = threading.Barrier(size, timeout=20), [0] * size
-
-    def largest(rank: int, value: int) -> int:
-        given[rank] = value
-        barrier.wait()
-        found = max(given)
-        barrier.wait()
-        return found
-
-    return largest
-
-
 def test_ranks_whose_allocators_differ_capture_the_same_graphs() -> None:
     """Two ranks in threads; alone, they would refuse different ones."""
-    largest, names = meeting(), ("a", "b", "huge", "c", "d", "e")
+    names = ("a", "b", "huge", "c", "d", "e")
 
-    def one_rank(rank: int, agreed: bool = True) -> list[object]:
+    def one_rank(tp: ThreadRank, agreed: bool = True) -> list[object]:
         made, _ = steps(*names)
+        rank = tp.rank
         sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank, "e": 5}
         fake = Fake(temporary=sizes, own=20 + 25 * rank)
-        cache = GraphCache(AgreedCapturer(fake, rank, partial(largest, rank)) if agreed else fake, budget_bytes=270)
+        cache = GraphCache(fake, budget_bytes=270, tp=tp if agreed else None)
         for name in names:
             cache.capture(name, made[name])
         return [*cache.keys, cache.memory_bytes, cache.stats.refused]
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(one_rank, (0, 1))
+    first, second = on_ranks(2, one_rank)
     assert first == second and first[-1] > 0
-    assert one_rank(0, agreed=False) != one_rank(1, agreed=False)
-
-
-@pytest.mark.parametrize("fails_in", ["rehearsal", "capture"])
-def test_a_rank_that_fails_ends_all_and_leaves_none_in_a_collective(fails_in: str) -> None:
-    """A step with a collective: a rank that cannot come to it must be known before another one waits there."""
-    largest, collective, alone = meeting(), threading.Barrier(2, timeout=20), [False, False]
-
-    class Failing(Fake):
-        def capture(self, step):
-            if fails_in == "capture" and self.rank == 1:
-                raise torch.OutOfMemoryError("no memory")
-            return super().capture(step)
-
-    def one_rank(rank: int) -> str:
-        @contextmanager
-        def by_itself():
-            alone[rank] = True
-            try:
-                yield
-            finally:
-                alone[rank] = False
-
-        def agree(value: int) -> int:
-            assert not alone[rank], "of a collective that is left out only garbage comes back"
-            return largest(rank, value)
-
-        def step() -> None:
-            if fails_in == "rehearsal" and rank == 1:
-                raise torch.OutOfMemoryError("no memory")
-            if not alone[rank]:
-                collective.wait()
-
-        fake = Failing(temporary=10)
-        fake.rank = rank
-        cache = GraphCache(AgreedCapturer(fake, rank, agree, by_itself))
-        with pytest.raises((BackendError, torch.OutOfMemoryError)) as caught:
-            cache.capture("a", step)
-        return str(caught.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(one_rank, (0, 1))
-    assert second == "no memory" and first.startswith("rank 1 of this engine could not capture")
+    first, second = on_ranks(2, lambda tp: one_rank(tp, agreed=False))
+    assert first != second
 
 
 class FakeCuda:

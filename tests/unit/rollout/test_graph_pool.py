@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -34,7 +33,6 @@ from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
 from tests.helpers.graphs import Fake
 from tests.helpers.ledger import Ledger
-from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.helpers.trees import Tree, copy_of, random_tree, tree_input
 
@@ -232,43 +230,6 @@ def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> No
             answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
         assert capturer.captured == captured and runner.pool.stats().replays > 20
     assert answers[:3] == answers[3:]
-
-
-@pytest.mark.parametrize("at", ["start", "resume"])
-def test_a_rank_without_memory_for_its_cache_ends_all_ranks(tmp_path, monkeypatch, at: str) -> None:
-    """Two ranks in threads; without agreement rank 0 would go on to a collective that rank 1 never enters."""
-    weights, driver = random_weights(small_config("qwen2")), build_driver(tmp_path)
-
-    class Memory(HostMemory):
-        def take(self) -> None:
-            if threading.current_thread().name == "rank 1" and hasattr(self, "is_short"):
-                raise torch.OutOfMemoryError("no memory")
-            super().take()
-
-    def memory(size: int, device: torch.device) -> Memory:
-        if at == "start":
-            Memory.is_short = True
-        return Memory(driver, size)
-
-    monkeypatch.setattr(base, "FixedMemory", memory)
-
-    def one_rank(tp: ThreadRank) -> str:
-        threading.current_thread().name = f"rank {tp.rank}"
-        engine = make_engine(small_config("qwen2"), weights, kernels="torch", tp=tp)
-        runner = engine.runner
-        runner.pool = GraphPool(runner.decoder, runner.kv, PoolSizes(16, 256, 16, 64), capturer=Fake())
-        try:
-            engine.capture_graphs(1, keep_address=True)
-            Memory.is_short = True
-            engine.release()
-            engine.resume()
-        except (BackendError, torch.OutOfMemoryError) as error:
-            return str(error)
-        return "no error"
-
-    first, second = on_ranks(2, one_rank)
-    assert second == "no memory" and first.startswith("rank 1 of this engine could not take the memory of its cache")
-    assert first.count("again") == (at == "resume")
 
 
 def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:

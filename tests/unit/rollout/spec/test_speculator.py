@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_tlt.distributed.tensor_parallel import SingleRank
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
@@ -27,7 +27,7 @@ class World:
         self.recorded: list[StepMeasurement] = []
         self.rows = RunningRows(4, 16, 4, 50)
         self.speculator = Speculator(
-            self, self, self.rows, lambda nodes: nodes, SingleRank(), clock=lambda: self.now
+            self, self, self.rows, lambda nodes: nodes, TensorParallel(), clock=lambda: self.now
         )
         request = make_request(0, [1, 2], [3])
         request.params = SamplingParams(max_tokens=40)
