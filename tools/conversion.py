@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import signal
@@ -69,10 +70,20 @@ def _guarded(
         return BAD_INPUT if isinstance(error, ConfigError) else status
 
 
-def check_new(out: Path, ranks: Ranks) -> None:
-    """Raises ConfigError if the directory `out` cannot be made. Rank 0 looks: others may not see its files."""
-    if ranks.is_main and (problem := problem_of(out)):
-        raise ConfigError.of("--out", str(out), problem)
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds what both converters take."""
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model in --out")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
+    )
+
+
+def check_output(args: argparse.Namespace, source: Path, ranks: Ranks) -> None:
+    """Raises ConfigError if `--out` cannot be made from `source`. Rank 0 looks: others may not see its files."""
+    if ranks.is_main and (problem := problem_of(args.out, args.overwrite, [source])):
+        raise ConfigError.of("--out", str(args.out), problem)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -26,19 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
     parser.add_argument(
         "--tp", type=int, default=1, help="tensor parallel size of the files (any can read them)"
     )
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the files")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
-    )
+    command.add_output(parser)
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> to_megatron.Plan:
-        command.check_new(args.out, ranks)
+        command.check_output(args, args.hf, ranks)
         return to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
 
     def convert(todo: to_megatron.Plan, ranks: Ranks) -> int:
@@ -47,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(command.megatron_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
-        to_megatron.write(todo, args.out, ranks)
+        to_megatron.write(todo, args.out, ranks, args.overwrite)
         if ranks.is_main:
             print(f"wrote {args.out}: {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}")
         return OK

@@ -30,21 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         required=True,
         help="with latest_checkpointed_iteration.txt, or with the shards",
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
     parser.add_argument(
         "--config", type=Path, help="Hugging Face directory; default: config.json beside the shards"
     )
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
     parser.add_argument("--max-file-gib", type=float, default=4.0, help="split safetensors above this size")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
-    )
+    command.add_output(parser)
     args = parser.parse_args(argv)
     if args.max_file_gib <= 0:
         parser.error("--max-file-gib must be above 0")
 
     def plan(ranks: Ranks) -> to_hf.Plan:
-        command.check_new(args.out, ranks)
+        command.check_output(args, args.megatron, ranks)
         limit = int(args.max_file_gib * 2**30)
         return to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
 
@@ -54,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(command.hf_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
-        to_hf.write(todo, args.out, ranks)
+        to_hf.write(todo, args.out, ranks, args.overwrite)
         if ranks.is_main:
             print(f"wrote {args.out}: {len(todo.config.parameter_shapes())} tensors, {gib(todo.num_bytes)}")
         return OK

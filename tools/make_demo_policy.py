@@ -1,6 +1,6 @@
 """Make the demo policy of `assets/demo-policy/` from nothing: tokenizer, SFT data, random weights, then SFT.
 
-    python tools/make_demo_policy.py                 # everything, ten minutes on two cores
+    python tools/make_demo_policy.py --overwrite     # everything, ten minutes on two cores
     python tools/make_demo_policy.py --no-sft        # stop before training, to look at the data
     python tools/make_demo_policy.py --moe           # seconds: its sibling with experts, runs/demo-moe
 
@@ -254,12 +254,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--moe", action="store_true", help="only make a mixture of experts of the policy in assets: no training"
     )
+    parser.add_argument("--overwrite", action="store_true", help="write into --out where it has files")
     parser.add_argument("--no-sft", action="store_true", help="write data and random weights, do not train")
     parser.add_argument(
         "override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100"
     )
     args = parser.parse_args(argv)
     args.out = args.out or ROOT / ("runs/demo-moe" if args.moe else "assets/demo-policy")
+    writes = args.moe or not args.no_sft
+    if writes and not args.overwrite and args.out.is_dir() and any(args.out.iterdir()):
+        parser.error(f"--out = '{args.out}': exists: --overwrite replaces it")
     return args
 
 

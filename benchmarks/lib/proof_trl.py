@@ -214,7 +214,7 @@ def compare_learning(work: Work, steps: int, limit_s: float) -> Rows:
     result = work.folder / "trl-eval.json"
     arguments = [*work.overrides, f"model.path={saved}", "rollout.speculation.drafter=none"]
     arguments.append("idle.train_drafter=false")
-    call(launcher(work, "eval", *arguments, "--out", str(result)), work.folder / "eval.log")
+    call(launcher(work, "eval", *arguments, "--out", str(result), "--overwrite"), work.folder / "eval.log")
     evaluation = json.loads(result.read_text())
     ours, own = train_here(work, done, evaluate=True)
     rows: Rows = [{"part": "learn", "turn": 0, **row} for row in [*trl, *ours]]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,21 +17,38 @@ from megatron_tlt.observe.files import sync
 _SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and what torch.save adds to every tensor
 
 
-def problem_of(out: Path) -> str | None:
-    """What keeps a new directory `out` from being made."""
+def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> str | None:
+    """What keeps a directory `out` from being made, with `overwrite` in the place of a model that is there.
+
+    Nothing but a model is replaced, and none of the `sources` that the new directory is made from.
+    """
     try:
-        if out.exists() or out.is_symlink():
-            return f"{out} exists: it is not written over, name a new directory"
-        return None if out.parent.is_dir() else f"{out.parent} does not exist: make it first"
+        if not (out.exists() or out.is_symlink()):
+            return None if out.parent.is_dir() else f"{out.parent} does not exist: make it first"
+        if not overwrite:
+            return f"{out} exists: --overwrite replaces it"
+        if out.is_symlink() or not _holds_model(out):
+            return f"{out} is not replaced: it is no directory with the config.json of a model"
+        if any(out.resolve() in (source.resolve(), *source.resolve().parents) for source in sources):
+            return f"{out} is not replaced: it holds what is read"
+        return None
     except OSError as error:
         return str(error)
 
 
+def _holds_model(directory: Path) -> bool:
+    try:
+        return "architectures" in json.loads((directory / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
-def atomic_directory(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A scratch directory beside `out`, renamed to `out` when the block ends; removed if it raises.
 
-    A killed process leaves it, `.NAME.unfinished-*`, behind. Raises CheckpointError if `out` exists by then.
+    A killed process leaves it, `.NAME.unfinished-*`, behind. Raises CheckpointError if `out` exists by then and is not
+    to be replaced.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.parent))
     try:
@@ -41,9 +59,15 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         for path in scratch.rglob("*"):
             sync(path)
         sync(scratch)
-        if out.exists():
+        if not out.exists():
+            os.rename(scratch, out)
+        elif overwrite:
+            old = tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent)
+            os.rename(out, old)
+            os.rename(scratch, out)
+            shutil.rmtree(old)
+        else:
             raise CheckpointError(f"{out} has appeared in the meantime: it is left as it is")
-        os.rename(scratch, out)
         sync(out.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -51,17 +75,19 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_directory(out: Path, num_bytes: int, ranks: Ranks) -> Iterator[Path]:
+def new_directory(out: Path, num_bytes: int, ranks: Ranks, overwrite: bool = False) -> Iterator[Path]:
     """`atomic_directory` that rank 0 makes, and renames when the block has ended well on every rank. Collective.
 
-    Raises CheckpointError if `out` exists or `num_bytes` do not fit on its disk.
+    Raises CheckpointError if `out` cannot be made (`problem_of`) or `num_bytes` do not fit on its disk.
     """
     with ExitStack() as stack:
         scratch = out
         with together(ranks):
             if ranks.is_main:
+                if problem := problem_of(out, overwrite):
+                    raise CheckpointError(problem)
                 check_room(out, num_bytes)
-                scratch = stack.enter_context(atomic_directory(out))
+                scratch = stack.enter_context(atomic_directory(out, overwrite))
         with together(ranks):
             yield Path(ranks.broadcast_object(str(scratch)))
         with together(ranks):
@@ -69,9 +95,7 @@ def new_directory(out: Path, num_bytes: int, ranks: Ranks) -> Iterator[Path]:
 
 
 def check_room(out: Path, num_bytes: int) -> None:
-    """Raises CheckpointError if `out` cannot be made or would not fit on its disk."""
-    if problem := problem_of(out):
-        raise CheckpointError(problem)
+    """Raises CheckpointError if `out` would not fit on its disk."""
     free, needed = shutil.disk_usage(out.parent).free, num_bytes + _SPARE
     if free < needed:
         raise CheckpointError(

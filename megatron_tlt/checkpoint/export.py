@@ -24,6 +24,7 @@ from megatron_tlt.models.hf_writer import save_hf
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
 
 
@@ -42,10 +43,12 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     world.barrier()
 
 
-def export_problems(out: Path, run_dir: Path, resume: str) -> list[ConfigProblem]:
-    """What keeps the run in `run_dir` from being written as `out`, found without loading it."""
+def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigProblem]:
+    """What keeps the configuration's run from being written as `out`, found without loading it."""
+    run_dir, resume = Path(config.train.run_dir), config.checkpoint.resume
     problems = checkpoint_problems(resume)
-    if problem := problem_of(out):
+    sources = config.model.path, config.model.tokenizer, run_dir, *({resume} - {"auto", "never"})
+    if problem := problem_of(out, overwrite, [Path(source) for source in sources if source]):
         problems.append(ConfigProblem("--out", str(out), problem))
     if resume == "never":
         problems.append(ConfigProblem("checkpoint.resume", resume, "must be auto, or a checkpoint: one is exported"))
@@ -54,17 +57,19 @@ def export_problems(out: Path, run_dir: Path, resume: str) -> list[ConfigProblem
     return problems
 
 
-def write_run(checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str) -> str:
+def write_run(
+    checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str, overwrite: bool = False
+) -> str:
     """Writes a run's checkpoint, whose files are known to be whole, and its drafter as OUT/drafter; says what it wrote.
 
     One parameter is in memory at a time, on the host. Any number of ranks shares the files; `out` appears whole or not
-    at all. Collective. Raises CheckpointError, ConfigError.
+    at all, with `overwrite` in the place of a model. Collective. Raises CheckpointError, ConfigError.
     """
     with together(ranks):
         manifest = read_manifest(checkpoint)
         todo = to_hf.plan(checkpoint, dtype, model.path, verify=False)
     said, drafter = f"policy version {manifest.policy_version}", checkpoint / DRAFTER_STATE
-    with new_directory(out, todo.num_bytes, ranks) as scratch:
+    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
         to_hf.write_into(todo, scratch, ranks)
         if ranks.is_main:
             _copy_all_companions(model, scratch)

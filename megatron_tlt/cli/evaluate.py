@@ -24,6 +24,7 @@ def add_eval(commands: Any) -> None:
     command = commands.add_parser("eval", help=text, description=text)
     add_config(command)
     command.add_argument("--out", type=Path, help="also write the result as JSON")
+    command.add_argument("--overwrite", action="store_true", help="replace --out where it exists")
     command.set_defaults(run=_eval)
 
 
@@ -31,7 +32,7 @@ def _eval(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = read_config(args, Config)
-    if problems := output_file_problems("--out", args.out):
+    if problems := output_file_problems("--out", args.out, args.overwrite):
         raise ConfigError(problems)
     return run_on_every_rank(
         config.distributed, config.rollout.threads, lambda world: _eval_on(config, world, args.out)

@@ -22,6 +22,7 @@ def add_export(commands: Any) -> None:
     command = commands.add_parser("export", help=text, description=text)
     add_config(command)
     command.add_argument("--out", type=Path, required=True, help="directory to write")
+    command.add_argument("--overwrite", action="store_true", help="replace a model in --out")
     command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     command.set_defaults(run=_export)
 
@@ -31,19 +32,20 @@ def _export(args: argparse.Namespace) -> int:
 
     config = read_config(args, Config)
     host = config.distributed.model_copy(update={"device": "cpu"})  # nothing is built, on no device
-    return run_on_every_rank(host, None, lambda world: _export_on(config, world, args.out, args.dtype))
+    return run_on_every_rank(host, None, lambda world: _export_on(config, world, args))
 
 
-def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> None:
+def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     """Writes the checkpoint that `checkpoint.resume` names (default: the run's latest) as a Hugging Face directory.
 
-    `out` appears complete or not at all. Collective. Raises CheckpointError, ConfigError (also where `out` exists).
+    It appears complete or not at all. Collective. Raises CheckpointError, ConfigError (also where it exists and is not
+    to be replaced).
     """
     from megatron_tlt.checkpoint.export import write_run
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     # One rank looks; all write their share, below a directory that all must see.
-    if problems := world.broadcast_object(problems_of(config, out) if world.is_main else []):
+    if problems := world.broadcast_object(problems_of(config, args.out, args.overwrite) if world.is_main else []):
         raise ConfigError(problems)
     world.enter("load")
     checkpoints = Path(config.train.run_dir) / "checkpoints"
@@ -51,15 +53,16 @@ def _export_on(config: Config, world: World, out: Path, dtype: str | None) -> No
     if found is None:
         raise CheckpointError(f"no checkpoint in {checkpoints}")
     world.enter("export")
-    said = write_run(found, world, config.model, out, dtype or config.actor.dtype)
+    dtype = args.dtype or config.actor.dtype
+    said = write_run(found, world, config.model, args.out, dtype, args.overwrite)
     if world.is_main:
-        print(f"wrote {out} ({said})", flush=True)
+        print(f"wrote {args.out} ({said})", flush=True)
 
 
-def problems_of(config: Config, out: Path) -> list[ConfigProblem]:
+def problems_of(config: Config, out: Path, overwrite: bool = False) -> list[ConfigProblem]:
     """What keeps a configuration's run from being exported as `out`. Engines, prompts and layout do not matter."""
     from megatron_tlt.checkpoint.export import export_problems
     from megatron_tlt.trainer.preflight import missing_model, model_problems, tokenizer_problems
 
     model = [*missing_model(config), *model_problems(config), *tokenizer_problems(config)]
-    return [*model, *export_problems(out, Path(config.train.run_dir), config.checkpoint.resume)]
+    return [*model, *export_problems(out, config, overwrite)]

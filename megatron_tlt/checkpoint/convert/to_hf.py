@@ -87,9 +87,9 @@ def config_beside(given: Path, source: TorchDistReader) -> Path:
     )
 
 
-def write(todo: Plan, out: Path, ranks: Ranks) -> None:
-    """Writes `out`, which must not exist yet. Collective: files are shared out over `ranks`."""
-    with new_directory(out, todo.num_bytes, ranks) as scratch:
+def write(todo: Plan, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
+    """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
+    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
         write_into(todo, scratch, ranks)
 
 

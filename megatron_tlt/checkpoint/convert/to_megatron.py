@@ -134,9 +134,9 @@ def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
     return Plan(source, tp, pp, choose_dtype(source.dtypes.values(), dtype))
 
 
-def write(todo: Plan, out: Path, ranks: Ranks) -> None:
-    """Writes `out`, which must not exist yet. Collective: files are shared out over `ranks`."""
-    with new_directory(out, todo.num_bytes, ranks) as scratch:
+def write(todo: Plan, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
+    """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
+    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
         inner = scratch / RELEASE
         results: list[WriteResult] = []
         records: dict[str, FileRecord] = {}

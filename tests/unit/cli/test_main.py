@@ -30,13 +30,15 @@ def test_generate_takes_engine_settings_only(capsys):
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 
 
-def test_generate_replaces_a_file_only_where_it_is_asked_to(tmp_path, capsys):
+def test_a_file_is_replaced_only_where_it_is_asked_to(tmp_path, capsys):
     out, stats = tmp_path / "o.jsonl", tmp_path / "s.json"
     command = ["generate", "--model", "m", "--prompts", "p", "--out", str(out), "--stats", str(stats)]
     for file in (out, stats):
         file.write_text("dear")
         assert main(command) == 2
         assert f"= '{file}': exists: --overwrite replaces it" in capsys.readouterr().err
+    assert main(["eval", "configs/quickstart.yaml", "--out", str(out)]) == 2
+    assert f"--out = '{out}': exists: --overwrite replaces it" in capsys.readouterr().err
     assert out.read_text() == stats.read_text() == "dear"
     assert _argument_problems(_parse([*command, "--overwrite"])) == []
 

@@ -53,6 +53,13 @@ def test_the_same_seed_gives_the_same_examples_and_another_seed_others():
     assert {e.prompt for e in first} != {e.prompt for e in other}
 
 
+def test_a_model_is_written_over_only_where_it_is_asked_for(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        make_demo_policy.main(["--moe", "--out", str(tmp_path)])
+    assert "exists: --overwrite replaces it" in capsys.readouterr().err
+
+
 def test_digits_are_single_tokens_and_any_text_survives(tokenizer):
     assert tokenizer.tokenize("12345") == list("12345")
     text = "Zwölf + 12 — 'naïve', ['1']\n<answer>7</answer>"

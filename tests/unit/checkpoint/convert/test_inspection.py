@@ -180,6 +180,12 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     assert convert_hf_to_megatron.main(there) == 2
     assert "--out = " in capsys.readouterr().err
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 2
+    assert convert_hf_to_megatron.main([*there, "--overwrite"]) == 0
+    wrong = {hf: "it holds what is read", str(tmp_path): "no directory with the config.json of a model"}
+    for target, words in wrong.items():
+        assert convert_hf_to_megatron.main(["--hf", hf, "--out", target, "--overwrite"]) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mg"]
     assert convert_hf_to_megatron.main(["--hf", hf, "--out", out + "2", "--tp", "3"]) == 2
     assert "--tp = 3: must divide the model's query heads 4" in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
