@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.cli.options import add_config, read_config
+from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,5 +35,7 @@ def _check(args: argparse.Namespace) -> int:
         raise ConfigError.of("--ranks", args.ranks, "must be >= 1")
     config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
     report = check_report(config, args.ranks)
+    if detect_launch().rank not in (0, None):  # started as several ranks: one copy is enough
+        return OK
     print(f"{report}\n\nResolved configuration\n{dump_config(config)}" if args.show_config else report)
     return OK

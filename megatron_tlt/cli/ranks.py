@@ -25,6 +25,7 @@ _VENDOR_NOISE = (
     ".*load_state_dict.* is deprecated",
     "Please use DTensor instead",
     ".*CUDA_DEVICE_MAX_CONNECTIONS",
+    ".torch.distributed.*is deprecated",
 )
 
 
@@ -55,7 +56,7 @@ def run_on_every_rank(
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
             note_exit(BAD_INPUT)
-        world.release()
+        world.leave_if_all_refuse(BAD_INPUT)
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         text = failure_text(world, error)
@@ -70,7 +71,7 @@ def print_problems(error: ConfigError | DataError) -> None:
     if isinstance(error, DataError):
         print(f"megatron-tlt: {error}", file=sys.stderr, flush=True)
         return
-    lines = [f"megatron-tlt: {len(error.problems)} problem(s) in the configuration:"]
+    lines = [f"megatron-tlt: {len(error.problems)} problem(s) in command or configuration:"]
     print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
 
 

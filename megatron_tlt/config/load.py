@@ -46,6 +46,11 @@ REMOVED_KEYS = {
     "drafter.weight_decay": "is gone: the drafter's weights do not decay",
     "drafter.online.weight_decay": "is gone: the drafter's weights do not decay",
     "drafter.online.hidden_state_noise": "is gone",
+    "drafter.online.feature_noise": "is gone",
+    "rollout.vllm.draft_len": "is gone: rollout.speculation.draft_len",
+    "rollout.vllm.ngram_size": "is gone: rollout.speculation.drafter chooses who drafts",
+    "rollout.trtllm.drafter_path": "is gone: rollout.speculation.drafter_path, with drafter.kind: eagle3",
+    "rollout.trtllm.layers_to_capture": "is gone: drafter.layers",
     "rollout.trtllm.graph_sizes": "is gone: the engine chooses, up to rollout.max_running_requests",
 }
 

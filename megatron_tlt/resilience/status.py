@@ -111,8 +111,9 @@ def _headline(run_dir: str | Path, status: RunStatus, now: float) -> str:
     hosts = len({beat.host for beat in beats})
     age = max(0.0, now - max(beat.written_at for beat in beats))
     step = max(beat.step for beat in beats)
+    at = f"step {step}" if step >= 0 else "before its first step"
     return (
-        f"{run_dir}: {status.condition}, step {step}; {len(beats)} of {beats[0].size} ranks on {hosts} "
+        f"{run_dir}: {status.condition}, {at}; {len(beats)} of {beats[0].size} ranks on {hosts} "
         f"host{'s' if hosts > 1 else ''}, last heartbeat {_seconds(age)} ago"
     )
 
@@ -123,7 +124,8 @@ def _cells(beat: Heartbeat, condition: str) -> list[str]:
     numbers = [beat.running, beat.queued, beat.longest, round(beat.left)] if is_rollout else [""] * 4
     limit = _seconds(beat.limit_seconds) if beat.limit_seconds else ""
     times = [_seconds(beat.phase_seconds), limit, _seconds(beat.silent_seconds)]
-    return [str(c) for c in (beat.rank, beat.host, beat.pid, condition, phase, beat.step, *times, *numbers)]
+    step = beat.step if beat.step >= 0 else ""
+    return [str(c) for c in (beat.rank, beat.host, beat.pid, condition, phase, step, *times, *numbers)]
 
 
 def _seconds(value: float) -> str:

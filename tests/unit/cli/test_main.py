@@ -50,13 +50,17 @@ def test_check_needs_a_model_or_its_architecture(capsys):
     assert "warning: not on this machine: model.path = not/here" in capsys.readouterr().out
 
 
-def test_check_reports_and_shows_the_configuration_where_it_is_asked_to(capsys):
+def test_check_reports_and_shows_the_configuration_where_it_is_asked_to(capsys, monkeypatch):
     assert main(["check", "configs/quickstart.yaml"]) == 0
     report = capsys.readouterr().out
     assert report.startswith("Ranks: 2 =") and "micro_batch_tokens" not in report
     assert main(["check", "configs/quickstart.yaml", "--show-config"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(report) and "  micro_batch_tokens: 4096" in shown
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert main(["check", "configs/quickstart.yaml"]) == 0
+    assert capsys.readouterr().out == "", "rank 0 prints it"
 
 
 @pytest.mark.parametrize("steps", ["3-", "-3", "5-3", "x"])

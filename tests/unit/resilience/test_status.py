@@ -59,6 +59,9 @@ def test_a_directory_that_is_none_or_has_no_status(tmp_path, capsys):
     assert "must be the directory of a run" in capsys.readouterr().err
     assert main(["status", str(tmp_path)]) == 2
     assert "no status files" in capsys.readouterr().out
+    write(tmp_path, {"step": -1})
+    early = render(tmp_path, read_status(tmp_path))
+    assert "before its first step; 1 of 3" in early and "-1" not in early
 
 
 def test_a_running_job_with_the_worst_rank_first(tmp_path):
