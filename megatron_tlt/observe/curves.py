@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_tlt.observe.clock import wall_seconds
 from megatron_tlt.types import EngineStats
 
@@ -37,32 +39,21 @@ def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, 
     """At most `most` points: half evenly by index (dense where much changes), half evenly in time (the tail)."""
     if len(curve) <= most:
         return list(curve)
-    half = most // 2
-    chosen = {round(i * (len(curve) - 1) / (half - 1)) for i in range(half)}
-    first, last = curve[0][0], curve[-1][0]
-    at = 0
-    for part in range(half):
-        until = first + (last - first) * part / half
-        while at + 1 < len(curve) and curve[at + 1][0] <= until:
-            at += 1
-        chosen.add(at)
-    return [curve[i] for i in sorted(chosen)]
+    times = [at for at, _ in curve]
+    by_index = np.linspace(0, len(curve) - 1, most // 2).round().astype(int)
+    by_time = np.searchsorted(times, np.linspace(times[0], times[-1], most // 2), side="right") - 1
+    return [curve[i] for i in np.union1d(by_index, by_time)]
 
 
 def drafting_shares(
     switches: Sequence[tuple[float, bool]], first: float, last: float, parts: int
 ) -> list[float]:
     """Share of each of `parts` equal parts of `first` to `last` in which steps drafted. `switches` rise in time."""
-    width = (last - first) / parts
-    if width <= 0:
+    if last <= first:
         return [0.0] * parts
-    totals = [0.0] * parts
-    ends = [at for at, _ in switches[1:]] + [last]
-    for (switched, drafts), until in zip(switches, ends, strict=True):
-        begin, end = max(switched, first), min(until, last)
-        if not drafts or end <= begin:
-            continue
-        for part in range(int((begin - first) / width), min(parts - 1, int((end - first) / width)) + 1):
-            low = first + part * width
-            totals[part] += max(0.0, min(end, low + width) - max(begin, low))
-    return [round(min(1.0, total / width), 2) for total in totals]
+    moments = np.clip([*(at for at, _ in switches), last], first, last)
+    seconds = np.diff(moments) * [drafts for _, drafts in switches]  # of drafting behind each switch
+    edges = np.linspace(first, last, parts + 1)
+    drafted = np.interp(edges, moments, np.concatenate(([0.0], np.cumsum(seconds))))
+    shares: list[float] = (np.diff(drafted) * parts / (last - first)).round(2).tolist()
+    return shares

@@ -94,11 +94,11 @@ class EventLog:
         """Writes buffered lines."""
         lines, self._lines = self._lines, []
         if lines:
-            self._file.write(lines)
+            self._file.write_lines(lines)
 
     def close(self) -> None:
         """Flushes and closes; a second call does nothing."""
-        if self._file.is_open:
+        if not self._file.closed:
             self.flush()
             self._file.close()
         atexit.unregister(self.close)

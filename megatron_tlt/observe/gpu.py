@@ -7,13 +7,13 @@ collective reads 100 %. Energy is the whole board's. What NVML does not support 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pynvml
 
 _GIB = 2**30
+_ENERGY = "gpu/energy_j"
 _log = logging.getLogger(__name__)
 
 
@@ -38,14 +38,14 @@ def index_of(name: str, nvml: Any = pynvml) -> int:
 class GpuMonitor:
     """Reads one GPU at the start and at the end of a window. Without driver or GPU it reports nothing."""
 
-    def __init__(self, uuid: str | None, nvml: Any = pynvml, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, uuid: str | None, nvml: Any = pynvml):
         """`uuid` as NVML writes it ("GPU-...", "MIG-...") or as torch does, without the prefix; None: no GPU.
 
         An index would not do: CUDA_VISIBLE_DEVICES renumbers CUDA's devices, not NVML's.
         """
-        self._nvml, self._clock = nvml, clock
+        self._nvml = nvml
         self._handle: Any = None
-        self._start: dict[str, float] = {}
+        self._start: float | None = None
         if uuid is None:
             return
         try:
@@ -56,42 +56,23 @@ class GpuMonitor:
 
     def start(self) -> None:
         """Begins a window."""
-        self._start = self._readings()
+        self._start = self._readings().get(_ENERGY)
 
     def stop(self) -> dict[str, float]:
-        """Metrics of the window since `start`; empty without a GPU, or without a start.
-
-        `gpu/utilization` (percent, mean of both ends), `gpu/memory_gib` (at the end), `gpu/energy_j`, `gpu/power_w`.
-        """
-        start, self._start, end = self._start, {}, self._readings()
-        if not start or not end:
-            return {}
-        metrics: dict[str, float] = {}
-        if "utilization" in start and "utilization" in end:
-            metrics["gpu/utilization"] = (start["utilization"] + end["utilization"]) / 2
-        if "memory_bytes" in end:
-            metrics["gpu/memory_gib"] = end["memory_bytes"] / _GIB
-        if "energy_mj" in start and "energy_mj" in end:
-            metrics["gpu/energy_j"] = (end["energy_mj"] - start["energy_mj"]) / 1e3
-            if end["at"] > start["at"]:
-                metrics["gpu/power_w"] = metrics["gpu/energy_j"] / (end["at"] - start["at"])
-        return metrics
+        """At the window's end `gpu/utilization` (percent) and `gpu/memory_gib`; of the window `gpu/energy_j`."""
+        metrics, start = self._readings(), self._start
+        end = metrics.pop(_ENERGY, None)
+        return metrics if start is None or end is None else metrics | {_ENERGY: end - start}
 
     def _readings(self) -> dict[str, float]:
-        """Readings now, with the time; those that NVML does not support are absent, without a GPU all are."""
-        if self._handle is None:
-            return {}
-        nvml, handle = self._nvml, self._handle
-        found = {"at": self._clock()}
+        """Readings now; those that NVML does not support are absent, without a GPU all are."""
+        nvml, handle, found = self._nvml, self._handle, {}
         for name, read in (
-            ("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            ("memory_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
-            ("energy_mj", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)),
+            ("gpu/utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            ("gpu/memory_gib", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / _GIB),
+            (_ENERGY, lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3),
         ):
-            try:
-                value = read()
-            except nvml.NVMLError:
-                continue
-            if value is not None:
-                found[name] = float(value)
+            with suppress(nvml.NVMLError):
+                if handle is not None:
+                    found[name] = float(read())
         return found

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +37,23 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-class LineFile:
+class LineFile(FileIO):
     """Appends lines to a file in single writes, so that a crash tears at most the last one."""
 
     def __init__(self, path: Path):
         """Opens or creates `path` and its directory. Ends a torn last line: the next one stands alone."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        super().__init__(path, "a+")
+        if size := self.seek(0, os.SEEK_END):
+            self.seek(size - 1)
+            if self.read(1) != b"\n":
+                self.write(b"\n")
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
-        return self._fd >= 0
-
-    def write(self, lines: Iterable[str]) -> None:
+    def write_lines(self, lines: Iterable[str]) -> None:
         """Appends complete lines."""
         data = "".join(lines).encode()
         while data:
-            data = data[os.write(self._fd, data) :]
-
-    def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        if self.is_open:
-            os.close(self._fd)
-            self._fd = -1
+            data = data[self.write(data) :]
 
 
 class StepFile(LineFile):
@@ -76,16 +66,7 @@ class StepFile(LineFile):
 
     def write_rows(self, step: int, *rows: Mapping[str, Any]) -> None:
         """Appends rows of a step; at once on disk."""
-        self.write(to_line({"step": step, **row}) for row in rows)
-
-
-def parse_row(line: bytes) -> Row | None:
-    """The JSON object of a line; None if it holds none."""
-    try:
-        row = json.loads(line)
-    except ValueError:  # of JSON or of UTF-8
-        return None
-    return row if isinstance(row, dict) else None
+        self.write_lines(to_line({"step": step, **row}) for row in rows)
 
 
 def read_rows(
@@ -99,21 +80,21 @@ def read_rows(
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            row = parse_row(line)
-            if row is not None and is_valid(row):
+            try:
+                row = json.loads(line)
+            except ValueError:  # of JSON or of UTF-8
+                row = None
+            if isinstance(row, dict) and is_valid(row):
                 yield row
             elif skipped is not None and line.strip():
                 skipped.setdefault(path, set()).add(number)
 
 
-def cut_back(path: Path, start_step: int) -> int:
+def cut_back(path: Path, start_step: int) -> None:
     """Prepares a file for a run that continues after `start_step` steps: removes later rows and torn lines.
 
-    With 0 the run is a new one and all rows are removed. Returns how many were. Replaces the file atomically.
+    With 0 the run is a new one and all rows are removed. Replaces the file atomically.
     """
-    if not path.exists():
-        return 0
-    rows = list(read_rows(path))
-    kept = [row for row in rows if start_step and row.get("step", 0) <= start_step]
-    write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
-    return len(rows) - len(kept)
+    if path.exists():
+        kept = [row for row in read_rows(path) if start_step and row.get("step", 0) <= start_step]
+        write_atomically(path, (to_line(row).rstrip("\n") for row in kept))

@@ -17,40 +17,33 @@ import torch
 
 MIB = 2**20
 _PROC = Path("/proc/self")
-_before_resets: dict[torch.device, int] = {}  # the present phase's peak before a reset inside the phase
-_outside: dict[torch.device, tuple[int, int]] = {}  # mapped outside the allocator: now, and the phase's peak
+_cuda = {"before_reset": 0, "outside": 0, "outside_peak": 0}
+"""Bytes on this rank's GPU: the present phase's peak before a reset inside the phase; what is mapped outside the
+allocator now, and at most in the phase."""
 
 
-def count_outside(device: torch.device, nbytes: int) -> None:
-    """Counts `nbytes` that were mapped (negative: unmapped) on `device` without PyTorch's allocator."""
-    now, peak = _outside.get(_indexed(device), (0, 0))
-    _outside[_indexed(device)] = now + nbytes, max(peak, now + nbytes)
+def count_outside(nbytes: int) -> None:
+    """Counts `nbytes` that were mapped (negative: unmapped) without PyTorch's allocator."""
+    _cuda["outside"] += nbytes
+    _cuda["outside_peak"] = max(_cuda["outside_peak"], _cuda["outside"])
 
 
 def reset_cuda_peak(device: torch.device) -> None:
     """Resets the allocator's peak for a measurement inside a phase, and keeps what the phase had so far."""
-    _before_resets[_indexed(device)] = _allocated_peak(device)
+    _cuda["before_reset"] = _allocated_peak(device)
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def _indexed(device: torch.device) -> torch.device:
-    if device.type != "cuda":
-        return device
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
 def _allocated_peak(device: torch.device) -> int:
-    return max(int(torch.cuda.max_memory_allocated(device)), _before_resets.get(_indexed(device), 0))
+    return max(int(torch.cuda.max_memory_allocated(device)), _cuda["before_reset"])
 
 
 def _cuda_peak(device: torch.device) -> int:
-    return _allocated_peak(device) + _outside.get(_indexed(device), (0, 0))[1]
+    return _allocated_peak(device) + _cuda["outside_peak"]
 
 
 def _begin_cuda(device: torch.device) -> None:
-    _before_resets.pop(_indexed(device), None)
-    now, _ = _outside.get(_indexed(device), (0, 0))
-    _outside[_indexed(device)] = now, now
+    _cuda.update(before_reset=0, outside_peak=_cuda["outside"])
     torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -67,7 +60,7 @@ class PhasePeaks:
     """Peaks by phase since they were last taken. Phases follow each other; one inside another is an assertion."""
 
     def __init__(self, device: torch.device):
-        """For this process on `device`; measures nothing where the system gives no figures."""
+        """For this process on `device`; measures nothing where the system does not say."""
         self._begin: Callable[[], None] = _begin_resident
         self._peak: Callable[[], int] = _resident_peak
         if device.type == "cuda":

@@ -7,11 +7,9 @@ drops the rows after the step it resumes from, so that no step is there twice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -22,21 +20,17 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 Scalars = Mapping[str, float]
-Histograms = Mapping[str, Sequence[float]]  # the values, one list of at least one value each
 
 
 class JsonlSink:
-    """run_dir/metrics.jsonl. Of histograms it has the quartiles and extremes."""
+    """run_dir/metrics.jsonl."""
 
     def __init__(self, run_dir: Path, start_step: int):
         self._file = StepFile(run_dir / METRICS_FILE, start_step)
         self.close = self._file.close
 
-    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        row: dict[str, Any] = {"time": round(wall_seconds(), 3), **scalars}
-        quartiles = np.linspace(0.0, 1.0, 5)
-        row |= {f"{name}/quartiles": np.quantile(values, quartiles) for name, values in histograms.items()}
-        self._file.write_rows(step, row)
+    def write(self, step: int, scalars: Scalars) -> None:
+        self._file.write_rows(step, {"time": round(wall_seconds(), 3), **scalars})
 
 
 class TensorBoardSink:
@@ -49,11 +43,9 @@ class TensorBoardSink:
         self._writer = tensorboard.SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purge_step)
         self.close = self._writer.close
 
-    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
+    def write(self, step: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
-        for name, values in histograms.items():
-            self._writer.add_histogram(name, np.asarray(values, dtype=np.float64), step)
         self._writer.flush()
 
 
@@ -68,7 +60,6 @@ class WandbSink:
             raise ConfigError(ConfigProblem("observe.wandb_project", project, allowed)) from error
         id_file = run_dir / "wandb-run-id"
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._wandb = wandb
         self._run = wandb.init(
             project=project,
             dir=str(run_dir),
@@ -83,9 +74,8 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
         self.close = self._run.finish
 
-    def write(self, step: int, scalars: Scalars, histograms: Histograms) -> None:
-        shapes = {name: self._wandb.Histogram(list(values)) for name, values in histograms.items()}
-        self._run.log({"step": step, **scalars, **shapes})
+    def write(self, step: int, scalars: Scalars) -> None:
+        self._run.log({"step": step, **scalars})
 
 
 class MetricsLogger:
@@ -114,11 +104,10 @@ class MetricsLogger:
         if section.tensorboard:
             self._sinks.append(TensorBoardSink(directory, start_step))
 
-    def log(self, step: int, scalars: Scalars, histograms: Histograms | None = None) -> None:
-        """Writes the numbers of a step; names look like `reward/mean`. Empty histograms are left out."""
-        shapes = {name: values for name, values in (histograms or {}).items() if len(values)}
+    def log(self, step: int, scalars: Scalars) -> None:
+        """Writes the numbers of a step; names look like `reward/mean`."""
         for sink in self._sinks:
-            sink.write(step, scalars, shapes)
+            sink.write(step, scalars)
 
     def close(self) -> None:
         """Closes every sink; a second call does nothing."""

@@ -17,10 +17,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
@@ -31,7 +31,7 @@ from megatron_tlt.observe.jsonl import to_json
 Trace = dict[str, Any]
 Cell = str | float | int | None
 
-_FIGURE = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
+_NUMBER = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
 _HERE = Path(__file__).parent
 _NAME, _SENTENCE = 24, 40
 """Characters up to which a cell is a name that stays on one line, and above which it is text that may wrap."""
@@ -44,7 +44,7 @@ class ReportError(TltError):
 
 
 def line(
-    name: str, x: Sequence[Any], y: Sequence[Any], colour: str, dash: str = "solid", **more: Any
+    name: str, x: Collection[Any], y: Collection[Any], colour: str, dash: str = "solid", **more: Any
 ) -> Trace:
     """A line; with markers too while there are few points. `more` replaces keys of the trace."""
     mode = "lines+markers" if len(x) <= _MARKED_POINTS else "lines"
@@ -84,10 +84,7 @@ class Chart:
     wide: bool = False
     log_switch: bool = False
     """Whether a button changes the y axis between linear and logarithmic."""
-
-    def render(self) -> Markup:
-        """The figure without its traces, which the page's script draws."""
-        return render_template("chart.html", part=self)
+    template: ClassVar = "chart.html"
 
 
 @dataclass
@@ -99,31 +96,31 @@ class Table:
     title: str = ""
     note: str = ""
     wide: bool = False
+    template: ClassVar = "table.html"
 
     @property
     def has_text(self) -> bool:
         """Whether a cell is text that wraps."""
         return any(isinstance(cell, str) and len(cell) > _SENTENCE for row in self.rows for cell in row)
 
-    def render(self) -> Markup:
-        """The table's HTML."""
+    @property
+    def kinds(self) -> list[str]:
+        """CSS class of each column."""
         columns = [[row[i] for row in self.rows] for i in range(len(self.head))]
-        kinds = [_column_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
-        return render_template("table.html", part=self, kinds=kinds)
+        return [_column_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
 
 
 @dataclass
-class Html:
-    """HTML over the whole width, from `render_template`."""
+class Samples:
+    """Answers as text, each with its `facts` and its `stretches`: (CSS class, text)."""
 
-    html: Markup
+    rows: Sequence[Mapping[str, Any]]
+    longest: int
+    """Characters of a text that are shown."""
+    template: ClassVar = "samples.html"
 
-    def render(self) -> Markup:
-        """The HTML in its frame."""
-        return Markup('<div class="block wide">{}</div>').format(self.html)
 
-
-Part = Chart | Table | Html
+Part = Chart | Table | Samples
 
 
 @dataclass
@@ -137,7 +134,7 @@ class Section:
     @property
     def anchor(self) -> str:
         """The section's id in the page."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return self.title.lower().replace(" ", "-")
 
 
 @dataclass
@@ -161,34 +158,26 @@ class Page:
         sections = [section for section in self.sections if section.parts]
         charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
         fields = ("traces", "choices", "x", "y", "layout")
-        return render_template(
-            "page.html",
+        return _TEMPLATES.get_template("page.html").render(
             page=self,
             sections=sections,
-            css=_file("page.css"),
+            css=_file(_HERE / "page.css"),
             data=_json([{name: getattr(chart, name) for name in fields} for chart in charts]),
             plotly=plotly_script(),
-            script=_file("page.js"),
+            script=_file(_HERE / "page.js"),
         )
-
-
-def render_template(name: str, **values: Any) -> Markup:
-    """HTML of a template of this folder. Text in it is escaped, `Markup` is not."""
-    return Markup(_TEMPLATES.get_template(name).render(values))
 
 
 def plotly_script() -> Markup:
     """plotly.js, ready to stand in a <script>. Raises ReportError where the package is not installed."""
     found = importlib.util.find_spec("plotly")
-    for place in (found.submodule_search_locations or ()) if found is not None else ():
-        path = Path(place) / "package_data" / "plotly.min.js"
-        if path.is_file():
-            return Markup(path.read_text(encoding="utf-8").replace("</script", "<\\/script"))
-    raise ReportError("reports need the package plotly (pip install plotly), which is not installed")
+    if found is None or found.origin is None:
+        raise ReportError("reports need the package plotly (pip install plotly), which is not installed")
+    return _file(Path(found.origin).parent / "package_data" / "plotly.min.js")
 
 
-def _file(name: str) -> Markup:
-    return Markup((_HERE / name).read_text(encoding="utf-8"))
+def _file(path: Path) -> Markup:
+    return Markup(path.read_text(encoding="utf-8").replace("</script", "<\\/script"))
 
 
 def _json(value: Any) -> Markup:
@@ -199,8 +188,8 @@ def _json(value: Any) -> Markup:
 
 
 def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:
-    """CSS class of a column: figures (perhaps with their unit) to the right, names on one line, else none."""
-    if all(c in (None, "") or not isinstance(c, str) or _FIGURE.fullmatch(c) for c in cells):
+    """CSS class of a column: numbers (perhaps with their unit) to the right, names on one line, else none."""
+    if all(c in (None, "") or not isinstance(c, str) or _NUMBER.fullmatch(c) for c in cells):
         return "number"
     longest = max((len(cell) for cell in cells if isinstance(cell, str)), default=0)
     return "name" if longest <= (_SENTENCE if is_first else _NAME) else ""

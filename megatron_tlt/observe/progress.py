@@ -87,8 +87,8 @@ class PlainProgress(Progress):
             self.note(f"step {self._step + 1}/{self.num_steps} rollout: {counts}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
-        self.note("  ".join([f"step {step}/{self.num_steps}", *figures]))
+        values = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
+        self.note("  ".join([f"step {step}/{self.num_steps}", *values]))
 
     def note(self, text: str) -> None:
         self._last_line = time.monotonic()

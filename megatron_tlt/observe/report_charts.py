@@ -5,7 +5,7 @@ Most take one run or two, to compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_tlt.observe.page import Chart, Part, Section, Table, bar, line
@@ -24,7 +24,6 @@ PHASES = {
     "log": "@6",
     "checkpoint": "@6",
 }
-_BARS = 120  # steps up to which each has a bar; of more, a bar is the mean of several
 _SHOWN_RANKS = 32  # ranks above which a table names the slowest ones
 _NAMED_RANKS = 8  # ranks in that table
 _STRAGGLERS = (
@@ -62,25 +61,9 @@ def stacked_chart(
     title: str, unit: str, steps: Sequence[int], bars: Mapping[tuple[str, str], Sequence[float]], **more: Any
 ) -> Chart:
     """Bars by step on top of each other, by (label, colour)."""
-    traces = [bar(label, *grouped(steps, values), colour) for (label, colour), values in bars.items()]
+    traces = [bar(label, steps, values, colour) for (label, colour), values in bars.items()]
     layout = {"barmode": "stack", "bargap": 0.15, "legend": {"traceorder": "normal"}} | more.pop("layout", {})
     return Chart(title, traces, "step", unit, layout=layout, **more)
-
-
-def groups_of_steps(count: int, most: int = _BARS) -> Iterator[slice]:
-    """At most `most` slices of equal length that cover `count` steps."""
-    size = max(1, -(-count // most))
-    return (slice(start, start + size) for start in range(0, count, size))
-
-
-def grouped(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Steps and values as means over `groups_of_steps`."""
-    parts = list(groups_of_steps(len(steps)))
-    return [_mean(steps[part]) for part in parts], [_mean(values[part]) for part in parts]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def learning(runs: Sequence[RunData]) -> Section:
@@ -147,19 +130,15 @@ def lengths(runs: Sequence[RunData]) -> Section:
 
 
 def _length_heatmap(rows: Sequence[Row]) -> Chart:
-    groups = [rows[part] for part in groups_of_steps(len(rows))]
     longest, bins = max(row["longest"] for row in rows), len(rows[0]["lengths"])
-    shares = []  # by group, then by bin: percent of the answers
-    for group in groups:
-        total = sum(row["samples"] for row in group)
-        shares.append([100 * sum(row["lengths"][b] for row in group) / total for b in range(bins)])
+    shares = [[100 * row["lengths"][b] / row["samples"] for row in rows] for b in range(bins)]  # percent
     trace = {
         "type": "heatmap",
-        "x": [group[-1]["step"] for group in groups],
+        "x": [row["step"] for row in rows],
         "y": [round(longest * (b + 0.5) / bins, 1) for b in range(bins)],
         # No colour where there was no answer: the few longest ones must stay visible.
-        "z": [[share[b] ** 0.5 if share[b] > 0 else None for share in shares] for b in range(bins)],
-        "customdata": [[share[b] for share in shares] for b in range(bins)],
+        "z": [[share**0.5 if share > 0 else None for share in of_bin] for of_bin in shares],
+        "customdata": shares,
         "hovertemplate": "step %{x}<br>about %{y} tokens: %{customdata:.2f} % of the answers<extra></extra>",
         "colorscale": [[0, "@1/0.12"], [0.5, "@1/0.65"], [1, "@ink"]],
         "showscale": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, Part, Section, Table
@@ -20,45 +20,22 @@ _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
 
 
-@dataclass
-class Equality:
-    """Result of comparing the digests of two runs."""
-
-    steps: int
-    """Steps compared: those that both runs have made."""
-    answers: int | None
-    """The first step whose answers differ; None: no step's do."""
-    rewards: int | None
-    """The first step whose rewards differ; None: no step's do."""
-
-    @property
-    def are_same(self) -> bool:
-        """Whether everything compared is equal."""
-        return self.steps > 0 and self.answers is None and self.rewards is None
-
-    def sentence(self) -> str:
-        """For the verdict."""
-        if not self.steps:
-            return (
-                "The runs share no step with a digest, so it is not known whether their answers are the same."
-            )
-        steps = f"all {self.steps} common steps" if self.steps > 1 else "the common step"
-        if self.answers is not None:
-            return f"Not the same answers: they differ from step {self.answers} on (of {steps})."
-        if self.rewards is not None:
-            return f"Same answers in {steps}, but other rewards from step {self.rewards} on."
-        return f"Same answers and rewards in {steps}."
-
-
-def equality(a: Sequence[Row], b: Sequence[Row]) -> Equality:
-    """Compares rows of rollouts.jsonl."""
+def equality(a: Sequence[Row], b: Sequence[Row]) -> tuple[str, str]:
+    """Compares the digests of rows of rollouts.jsonl: ("good" for equal, "bad", or "" for not known; a sentence)."""
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
-
-    def differs(name: str) -> int | None:
-        return min((one["step"] for one, two in pairs if one.get(name) != two.get(name)), default=None)
-
-    return Equality(len(pairs), differs("answers"), differs("rewards"))
+    if not pairs:
+        return "", "The runs share no step with a digest, so it is not known whether their answers are the same."
+    steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
+    differ = {
+        name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
+        for name in ("answers", "rewards")
+    }
+    if at := differ["answers"]:
+        return "bad", f"Not the same answers: they differ from step {min(at)} on (of {steps})."
+    if at := differ["rewards"]:
+        return "bad", f"Same answers in {steps}, but other rewards from step {min(at)} on."
+    return "good", f"Same answers and rewards in {steps}."
 
 
 def common(a: RunData, b: RunData) -> Pair:
@@ -72,11 +49,13 @@ def compare_page(a: RunData, b: RunData) -> Page:
     """The report of two runs. Raises ConfigError where none of the metrics of one can be read."""
     require_metrics(a)
     require_metrics(b)
-    same, both = equality(a.rollouts, b.rollouts), common(a, b)
+    tone, same = equality(a.rollouts, b.rollouts)
+    both = common(a, b)
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
     page = Page(f"{names[0]} against {names[1]}", f"A: {subtitle(a)} — B: {subtitle(b)}")
-    page.verdict = verdict(both, same, names)
-    page.tone = "good" if same.are_same else "bad" if same.steps else ""
+    caution = _caution(both) if tone == "good" else ""
+    page.verdict = f"{same} {_speed(both, names)}{caution}"
+    page.tone = tone
     page.warnings = a.warnings + b.warnings
     page.sections = [
         Section("What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]),
@@ -101,30 +80,29 @@ def phase_rows(runs: Pair) -> list[tuple[str, float, float]]:
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
 
-def verdict(runs: Pair, same: Equality, names: Names) -> str:
-    """Same answers? How much faster, where? Of runs cut to common steps."""
-    text = same.sentence()
+def _speed(runs: Pair, names: Names) -> str:
+    """How much faster, and where? Of runs cut to common steps."""
     a, b = (run.mean("time/step") for run in runs)
     if not a or not b:
-        return f"{text} Nothing is known of their speed: they share no step."
+        return "Nothing is known of their speed: they share no step."
     each = f"{seconds_text(a)} against {seconds_text(b)} a step"
     if abs(a / b - 1) <= _EQUAL:
-        return f"{text} They are equally fast: {each}."
+        return f"They are equally fast: {each}."
     gains = [row for row in phase_rows(runs) if (row[1] > row[2]) == (a > b)]
     where = ""
     if gains:
         name, x, y = gains[0]
         where = f", most of it in {name}: {seconds_text(x)} against {seconds_text(y)}"
     faster = names[1] if a > b else names[0]
-    return f"{text} {faster} is {max(a / b, b / a):.2f}× as fast ({each}{where}).{_caution(runs, same)}"
+    return f"{faster} is {max(a / b, b / a):.2f}× as fast ({each}{where})."
 
 
-def _caution(runs: Pair, same: Equality) -> str:
+def _caution(runs: Pair) -> str:
     """A sentence where times do not compare: the update of the same answers on as many ranks took longer."""
     a, b = runs
     low, high = sorted(run.mean("time/update") for run in runs)
     is_same_work = len(a.ranks) == len(b.ranks) and a.config.get("actor") == b.config.get("actor")
-    if not same.are_same or not is_same_work or not low or high < _UNEQUAL_MACHINES * low:
+    if not is_same_work or not low or high < _UNEQUAL_MACHINES * low:
         return ""
     return (
         f" But the update, the same work in both, took {high / low:.2f}× as long in one of them: the machines were not "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from megatron_tlt.observe.page import Chart, Part, Section, Trace, bar, line
 from megatron_tlt.observe.report_speculation import PERCENT
@@ -30,11 +30,10 @@ class StepView:
     drafting: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
     """By rank: start, end, and for each of equal parts between them the share of its time in which steps drafted."""
 
-    @property
-    def busy_until(self) -> dict[int, float]:
-        """By rank: the end of its last answer."""
-        ends = {r: [s + d for name, s, d in rows if name == "BUSY"] for r, rows in self.states.items()}
-        return {rank: max(values) for rank, values in ends.items() if values}
+    def busy_until(self, rank: int) -> float:
+        """The end of a rank's last answer."""
+        ends = (start + seconds for name, start, seconds in self.states[rank] if name == "BUSY")
+        return max(ends, default=0.0)
 
 
 def step_views(run: RunData) -> list[StepView]:
@@ -65,8 +64,8 @@ def _view(step: int, by_rank: dict[int, list[Row]]) -> StepView:
 
 def rollout(run: RunData, views: Sequence[StepView]) -> Section:
     """Running requests over time, and the states of the ranks; of a step to choose, the longest first."""
-    longest = max(views, key=lambda view: max(view.busy_until.values(), default=0.0), default=None)
-    chosen = f"{longest.step + 1}" if longest is not None else ""
+    ends = {f"{v.step + 1}": max(map(v.busy_until, v.states), default=0.0) for v in views}
+    chosen = max(ends, key=lambda step: ends[step], default="")
     parts: list[Part] = []
     curves = {f"{view.step + 1}": _curve_traces(view) for view in views if view.curves}
     if curves:
@@ -84,61 +83,48 @@ def rollout(run: RunData, views: Sequence[StepView]) -> Section:
     return Section("Rollout", parts + (_state_charts(len(run.ranks), views, chosen) if views else []))
 
 
-def running_at(points: Sequence[tuple[float, int]], at: float) -> int:
-    """Requests that a rank runs at a moment."""
-    index = bisect_right(points, at, key=lambda point: point[0])
-    return points[index - 1][1] if index else 0
+def running_at(points: Sequence[tuple[float, int]], moments: np.ndarray) -> np.ndarray:
+    """Requests that a rank runs at each moment; 0 before its first."""
+    times, running = zip(*points, strict=True)
+    found: np.ndarray = np.array([0, *running])[np.searchsorted(times, moments, side="right")]
+    return found
 
 
 def _curve_traces(view: StepView) -> list[Trace]:
-    grid = _grid(max(points[-1][0] for points in view.curves.values()))
-    total = [sum(running_at(points, at) for points in view.curves.values()) for at in grid]
+    grid = np.linspace(0, max(points[-1][0] for points in view.curves.values()), _GRID)
+    total = np.sum([running_at(points, grid) for points in view.curves.values()], axis=0)
     traces = [line("all ranks", grid, total, "@3", mode="lines")]
     if not view.drafting:
         return traces
     shares = drafting_share(view, grid)
-    style: dict[str, Any] = {"mode": "lines", "yaxis": "y2", "fill": "tozeroy", "fillcolor": "@2/0.15"}
+    style = {"mode": "lines", "yaxis": "y2", "fill": "tozeroy", "fillcolor": "@2/0.15"}
     traces.append(line("drafting", grid, shares, "@2", **style, hovertemplate="%{y:.0%}"))
-    start = speculation_start(shares)
-    if start is not None:
+    rests = np.cumsum(shares[::-1])[::-1] / np.arange(_GRID, 0, -1)  # means until the end
+    drafts = np.flatnonzero((shares > 0.5) & (rests > 0.5))
+    if len(drafts):
+        start = drafts[0]
         name = f"speculation starts: {grid[start]:.2f} s, {total[start]} running"
         at = [grid[start]] * 2
         traces.append(line(name, at, [0, 1], "@2", "dash", mode="lines", yaxis="y2", hoverinfo="skip"))
     return traces
 
 
-def _grid(end: float) -> list[float]:
-    return [end * i / (_GRID - 1) for i in range(_GRID)]
-
-
-def drafting_share(view: StepView, grid: Sequence[float]) -> list[float]:
+def drafting_share(view: StepView, grid: np.ndarray) -> np.ndarray:
     """At each moment, the mean over the ranks that still run of the share of their steps that draft."""
-    shares = []
-    for at in grid:
-        running = [
-            parts[min(len(parts) - 1, int((at - start) / max(1e-9, end - start) * len(parts)))]
-            for start, end, parts in view.drafting.values()
-            if start <= at <= end
-        ]
-        shares.append(sum(running) / len(running) if running else 0.0)
-    return shares
-
-
-def speculation_start(shares: Sequence[float]) -> int | None:
-    """Index of the first moment from which most steps draft: a share above 1/2, then and on average until the end."""
-    for index, share in enumerate(shares):
-        rest = shares[index:]
-        if share > 0.5 and sum(rest) / len(rest) > 0.5:
-            return index
-    return None
+    total, running = np.zeros(len(grid)), np.zeros(len(grid))
+    for start, end, parts in view.drafting.values():
+        part = ((grid - start) / max(1e-9, end - start) * len(parts)).astype(int)
+        runs = (start <= grid) & (grid <= end)
+        total += np.where(runs, np.array(parts)[np.clip(part, 0, len(parts) - 1)], 0.0)
+        running += runs
+    return total / np.maximum(1, running)
 
 
 def ranks_shown(view: StepView) -> list[int]:
     """Ranks that have a bar: all, or of many the slowest and then the quickest."""
-    ends = view.busy_until
     if len(view.states) <= _SLOWEST + _QUICKEST:
         return sorted(view.states)
-    ordered = sorted(view.states, key=lambda rank: (-ends.get(rank, 0.0), rank))
+    ordered = sorted(view.states, key=lambda rank: (-view.busy_until(rank), rank))
     return [*ordered[:_SLOWEST], *ordered[-_QUICKEST:]]
 
 
@@ -178,13 +164,12 @@ def _state_bars(view: StepView) -> list[Trace]:
 
 def _count_traces(view: StepView) -> list[Trace]:
     """How many ranks are in each state, over time."""
-    grid = _grid(max(start + seconds for rows in view.states.values() for _, start, seconds in rows))
-    counts = {state: [0] * _GRID for state in STATES}
-    for rows in view.states.values():
-        starts = [start for _, start, _ in rows]
-        for i, at in enumerate(grid):
-            index = bisect_right(starts, at) - 1
-            if index >= 0 and at <= rows[index][1] + rows[index][2]:
-                counts[rows[index][0]][i] += 1
-    style = {"mode": "lines", "stackgroup": "one"}
-    return [line(s, grid, counts[s], colour, **style, fillcolor=colour) for s, colour in STATES.items()]
+    rows = [row for of_rank in view.states.values() for row in of_rank]
+    grid = np.linspace(0, max(start + seconds for _, start, seconds in rows), _GRID)
+    traces = []
+    for state, colour in STATES.items():
+        spans = np.array([(start, start + seconds) for name, start, seconds in rows if name == state])
+        begins, ends = spans.reshape(-1, 2).T
+        counts = np.searchsorted(np.sort(begins), grid, "right") - np.searchsorted(np.sort(ends), grid)
+        traces.append(line(state, grid, counts, colour, mode="lines", stackgroup="one", fillcolor=colour))
+    return traces

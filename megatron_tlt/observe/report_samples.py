@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from megatron_tlt.observe.page import Html, Section, render_template
+from megatron_tlt.observe.page import Samples, Section
 from megatron_tlt.observe.runfiles import Row, RunData
 
 _MOST = 60  # samples in a report
@@ -15,19 +15,11 @@ _REFUSED = 200  # characters of one refused draft
 
 def samples(run: RunData) -> Section:
     """Answers of the first and the last steps, and of some between."""
-    rows = _chosen(run.samples)
-    if not rows:
-        return Section("Samples")
-    html = render_template(
-        "samples.html",
-        samples=[row | _shown(row) for row in reversed(rows)],
-        has_drafts=any("drafts" in row for row in rows),
-        longest=_LONGEST,
-    )
+    rows = [row | _shown(row) for row in reversed(_chosen(run.samples))]
     text = (
         "The best and the worst answer of the first prompts of a step: the update learns from their contrast."
     )
-    return Section("Samples", [Html(html)], text)
+    return Section("Samples", [Samples(rows, _LONGEST)] if rows else [], text)
 
 
 def _chosen(rows: Sequence[Row]) -> list[Row]:
@@ -43,12 +35,12 @@ def _shown(row: Row) -> Row:
     """Facts in a line, and the answer in stretches."""
     facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
-    drafts = row.get("drafts")
-    if not drafts:
-        return {"facts": " · ".join(facts), "stretches": [("", row.get("response") or "")]}
-    accepted = sum(count for _, count, _ in drafts["runs"])
-    facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
-    return {"facts": " · ".join(facts), "stretches": stretches(drafts["pieces"], drafts["runs"])}
+    shown = [("", row.get("response") or "")]
+    if drafts := row.get("drafts"):
+        accepted = sum(count for _, count, _ in drafts["runs"])
+        facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
+        shown = list(stretches(drafts["pieces"], drafts["runs"]))
+    return {"facts": " · ".join(facts), "stretches": shown}
 
 
 def stretches(pieces: Sequence[str], runs: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,6 @@ from megatron_tlt.observe.runfiles import Row, RunData, has_fields
 
 PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1]}
 _LAST_STEPS = 8  # whose drafter and policy are nearly those that are exported
-_SHOWN_STRATEGIES = 7  # the most used ones; the others are one
 
 
 def speculation(runs: Sequence[RunData]) -> Section:
@@ -87,22 +86,14 @@ def _batch_bars(label: str, rows: Sequence[Row], at: int) -> Trace:
 
 
 def _strategies(rows: Sequence[Row]) -> Chart:
-    """Share of decoding steps by strategy; the rarest are one."""
-    counts: Counter[str] = Counter()
-    for row in rows:
-        counts.update(row["strategies"])
-    drafting = [name for name, _ in counts.most_common() if name != "none"]
-    shown = [*(["none"] if "none" in counts else []), *drafting[:_SHOWN_STRATEGIES]]
+    """Share of decoding steps by strategy: plain ones, then the most used."""
+    counts = sum((Counter(row["strategies"]) for row in rows), Counter[str]())
     totals = [sum(row["strategies"].values()) for row in rows]
     bars = {}
-    for at, name in enumerate(shown):
+    for at, name in enumerate(sorted(counts, key=lambda name: (name != "none", -counts[name]))):
         label, colour = ("plain", "@idle") if name == "none" else (name, f"@{at % 8 + 1}")
         values = [row["strategies"].get(name, 0) / n for row, n in zip(rows, totals, strict=True)]
         bars[label, colour] = values
-    if len(drafting) > _SHOWN_STRATEGIES:
-        bars["others", f"@{len(shown) % 8 + 1}"] = [
-            1 - sum(shares) for shares in zip(*bars.values(), strict=True)
-        ]
     return stacked_chart(
         "Strategies",
         "share of steps",

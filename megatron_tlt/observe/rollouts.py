@@ -14,32 +14,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 
+from megatron_tlt.observe.jsonl import Row
 from megatron_tlt.types import EngineStats, SampleGroup, SpeculationStats
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 BINS = 32
 _POSITIONS = 32
-_STRATEGIES = 24
 _MASK = (1 << 64) - 1
 
-Figures = dict[str, Any]
-
-
-def own_figures(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Figures:
+def rank_row(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Row:
     """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of an answer."""
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     counts, _ = np.histogram(lengths, bins=BINS, range=(0, max(1, longest)))
-    figures: Figures = {"samples": len(lengths), "longest": longest, "lengths": counts.tolist()}
-    figures["answers"], figures["rewards"] = digests(groups)
+    row: Row = {"samples": len(lengths), "longest": longest, "lengths": counts.tolist()}
+    row["answers"], row["rewards"] = digests(groups)
     if stats.speculation.steps_by_strategy:
-        figures |= _speculation(stats.speculation)
-    return figures
+        row |= _speculation(stats.speculation)
+    return row
 
 
 def digests(groups: Sequence[SampleGroup]) -> tuple[int, int]:
@@ -58,7 +54,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _speculation(stats: SpeculationStats) -> Figures:
+def _speculation(stats: SpeculationStats) -> Row:
     by_batch: dict[int, list[int]] = {}
     for running, (rows, emitted) in stats.by_batch.items():
         bucket = by_batch.setdefault(bucket_of(running), [0, 0])
@@ -77,16 +73,17 @@ def bucket_of(running: int) -> int:
     return 1 << (running - 1).bit_length()
 
 
-def combined_figures(ranks: Sequence[Figures]) -> Figures:
-    """The row of a step, from all ranks' `own_figures`."""
-    row: Figures = {"samples": sum(r["samples"] for r in ranks), "longest": max(r["longest"] for r in ranks)}
+def step_row(ranks: Sequence[Row]) -> Row:
+    """The row of a step, from all ranks' `rank_row`."""
+    row: Row = {"samples": sum(r["samples"] for r in ranks), "longest": max(r["longest"] for r in ranks)}
     row["lengths"] = column_sums([r["lengths"] for r in ranks])
     for name in ("answers", "rewards"):
         row[name] = f"{sum(r[name] for r in ranks) & _MASK:016x}"
     spec = [r for r in ranks if "strategies" in r]
     if not spec:
         return row
-    row["strategies"] = _most_used([r["strategies"] for r in spec])
+    counts = sum((Counter(r["strategies"]) for r in spec), Counter[str]())
+    row["strategies"] = dict(counts.most_common())
     for name in ("drafted_at", "accepted_at"):
         row[name] = column_sums([r[name] for r in spec])
     buckets = sorted({bucket for r in spec for bucket in r["by_batch"]})
@@ -97,10 +94,3 @@ def combined_figures(ranks: Sequence[Figures]) -> Figures:
 def column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
     """Sums element by element; shorter lists count as if zeros followed."""
     return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
-
-
-def _most_used(ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    counts = sum(map(Counter, ranks), Counter[str]())
-    kept = dict(counts.most_common(_STRATEGIES))
-    rest = counts.total() - sum(kept.values())
-    return kept | ({"other": rest} if rest else {})

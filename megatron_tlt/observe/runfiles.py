@@ -106,17 +106,13 @@ class RunData:
     def events_of_steps(self, rank: int, steps: Collection[int]) -> dict[int, list[Row]]:
         """A rank's events of `steps` (0 is the first). Of a step done again after a resume, the later ones."""
         found: dict[int, list[Row]] = {}
-        repeated: set[int] = set()  # steps begun before the last restart
+        of_start: dict[int, list[Row]] = {}
         for row in self.events(rank):
-            step = row["step"]
             if row["name"] == "open":
-                repeated = set(found)
-            elif step in steps:
-                if step in repeated:
-                    repeated.discard(step)
-                    found[step] = []
-                found.setdefault(step, []).append(row)
-        return found
+                found, of_start = found | of_start, {}
+            elif row["step"] in steps:
+                of_start.setdefault(row["step"], []).append(row)
+        return found | of_start
 
 
 def has_fields(row: Row, fields: Mapping[str, type | UnionType]) -> bool:

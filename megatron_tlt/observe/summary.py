@@ -31,7 +31,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The figures of the final tables. Seconds are of rank 0 unless a name says otherwise."""
+    """The numbers of the final tables. Seconds are of rank 0 unless a name says otherwise."""
 
     num_steps: int
     """RL steps done since this start."""
@@ -67,7 +67,7 @@ class RunSummary:
 
 
 def render_summary(summary: RunSummary) -> RenderableType:
-    """Two tables, for `rich.console.Console.print`: seconds by phase, and the other figures with the paths."""
+    """Two tables, for `rich.console.Console.print`: seconds by phase, and the other numbers with the paths."""
     phases = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
     seconds = dict(sorted(summary.phases.items(), key=lambda item: -item[1]))
     seconds["other"] = max(0.0, summary.seconds - sum(seconds.values()))
@@ -75,14 +75,14 @@ def render_summary(summary: RunSummary) -> RenderableType:
         phases.add_row(name, f"{value:.1f}", f"{value / summary.seconds:.1%}")
     for column in phases.columns[1:]:
         column.justify = "right"
-    figures = Table("figure", "value", show_header=False)
-    figures.columns[1].overflow = "fold"
-    for row in (*_figures(summary), *summary.paths.items()):
-        figures.add_row(*row)
-    return Group(phases, figures)
+    others = Table("what", "value", show_header=False)
+    others.columns[1].overflow = "fold"
+    for row in (*_other_rows(summary), *summary.paths.items()):
+        others.add_row(*row)
+    return Group(phases, others)
 
 
-def _figures(summary: RunSummary) -> Iterator[tuple[str, str]]:
+def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     before, after = summary.before, summary.after
     if before is not None and after is not None:
         # Both evaluations have the same prompts, so their errors are not independent: this is an upper bound.

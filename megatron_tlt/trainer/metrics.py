@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, combined_figures, own_figures
+from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, rank_row, step_row
 from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
@@ -111,7 +110,7 @@ class RunMetrics:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
         own = {**(mine or {}), **self._peaks.take(), **_counters(stats)}
-        figures = own_figures(stats, groups, self._config.rollout.max_tokens)
+        figures = rank_row(stats, groups, self._config.rollout.max_tokens)
         gathered = self._world.all_gather_object((phases, own, figures))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
@@ -127,7 +126,7 @@ class RunMetrics:
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._rollouts is not None:
-            self._rollouts.write_rows(step, combined_figures([of_rank for *_, of_rank in gathered]))
+            self._rollouts.write_rows(step, step_row([of_rank for *_, of_rank in gathered]))
         if self._samples is not None:
             rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
             self._samples.write_rows(step, *rows)
@@ -136,9 +135,7 @@ class RunMetrics:
     def log_eval(self, result: EvalResult) -> None:
         """Writes an evaluation, beside the metrics of its step."""
         if self._metrics is not None:
-            bins = zip(pairwise(result.histogram_edges), result.histogram_counts, strict=True)
-            lengths = [(low + high) / 2 for (low, high), count in bins for _ in range(count)]
-            self._metrics.log(result.step, result.metrics(), {"eval/length": lengths})
+            self._metrics.log(result.step, result.metrics())
         shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
         self._progress.note(
             f"evaluation after step {result.step}: {shown} (± {result.stderr:.3f}, {result.num_prompts} prompts), "

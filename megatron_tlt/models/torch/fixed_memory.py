@@ -97,7 +97,7 @@ class FixedMemory:
             self._driver.cuMemUnmap(self.address, self._size)
             raise
         self.is_taken = True
-        count_outside(self._device, self._size)
+        count_outside(self._size)
 
     def release(self) -> None:
         """Gives the memory back once the device has done its work. A read then is a fault of the device."""
@@ -106,7 +106,7 @@ class FixedMemory:
             torch.cuda.synchronize(self._device)
         self._call("cuMemUnmap", self.address, self._size)
         self.is_taken = False
-        count_outside(self._device, -self._size)
+        count_outside(-self._size)
 
     def tensor(self) -> Tensor:
         """The bytes, uint8 [nbytes]; keeps this object."""
@@ -121,7 +121,7 @@ class FixedMemory:
         """Frees memory and addresses; at the end of the process the driver may be gone, and so are they."""
         if getattr(self, "is_taken", False):
             self._driver.cuMemUnmap(self.address, self._size)
-            count_outside(self._device, -self._size)
+            count_outside(-self._size)
         if hasattr(self, "address"):
             self._driver.cuMemAddressFree(self.address, self._size)
 

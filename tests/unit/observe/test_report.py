@@ -9,8 +9,8 @@ import pytest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.page import Chart, Table
 from megatron_tlt.observe.report import run_page
-from megatron_tlt.observe.report_compare import Equality, compare_page, equality, phase_rows
-from megatron_tlt.observe.report_rollout import running_at, step_views
+from megatron_tlt.observe.report_compare import compare_page, equality, phase_rows
+from megatron_tlt.observe.report_rollout import step_views
 from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.synthetic_run import SLOW_RANK, write_run
 
@@ -69,7 +69,8 @@ def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
     curves = step_views(run)[1].curves
     assert total["y"][0] == 3 * 64 and total["y"][-1] == 0 and len(curves) == 3
     for at, running in list(zip(total["x"], total["y"], strict=True))[::10]:
-        assert running == sum(running_at(points, at) for points in curves.values())
+        begun = [[running for moment, running in points if moment <= at] for points in curves.values()]
+        assert running == sum(of_rank[-1] for of_rank in begun if of_rank)
     assert any(trace["name"].startswith("speculation starts") for trace in others)
 
 
@@ -168,9 +169,9 @@ def test_other_answers_and_unknown_ones(tmp_path):
 def test_equality_names_the_first_step_that_differs():
     rows = [{"step": s, "answers": "a", "rewards": "b"} for s in range(1, 6)]
     other = [dict(row) for row in rows]
-    assert equality(rows, other).are_same
+    assert equality(rows, other) == ("good", "Same answers and rewards in all 5 common steps.")
     other[3]["rewards"] = "x"
-    assert equality(rows, other) == Equality(5, None, 4)
-    assert "other rewards from step 4" in equality(rows, other).sentence()
+    assert equality(rows, other) == ("bad", "Same answers in all 5 common steps, but other rewards from step 4 on.")
     other[2]["answers"] = "x"
-    assert equality(rows, other[1:]) == Equality(4, 3, 4)
+    said = "Not the same answers: they differ from step 3 on (of all 4 common steps)."
+    assert equality(rows, other[1:]) == ("bad", said)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from megatron_tlt.observe.rollouts import (
-    combined_figures,
     digests,
-    own_figures,
+    rank_row,
+    step_row,
 )
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup, SpeculationStats
 
@@ -32,10 +32,10 @@ def some_groups(count: int = 6) -> list[SampleGroup]:
 
 def test_digests_add_up_over_any_split_and_order():
     groups = some_groups()
-    whole = combined_figures([own_figures(EngineStats(), groups, 90)])
+    whole = step_row([rank_row(EngineStats(), groups, 90)])
     for split in (1, 2, 5):
         parts = [groups[split:], groups[:split]]
-        row = combined_figures([own_figures(EngineStats(), part[::-1], 90) for part in parts])
+        row = step_row([rank_row(EngineStats(), part[::-1], 90) for part in parts])
         assert (row["answers"], row["rewards"]) == (whole["answers"], whole["rewards"])
         assert row["lengths"] == whole["lengths"]
 
@@ -62,7 +62,7 @@ def test_speculation_is_summed_over_ranks():
         ),
         SpeculationStats({"a_1_1_0": 5}, drafted_at=[1, 1, 1], accepted_at=[1, 1], by_batch={1: [9, 20]}),
     ]
-    row = combined_figures([own_figures(EngineStats(speculation=s), [], 90) for s in stats])
+    row = step_row([rank_row(EngineStats(speculation=s), [], 90) for s in stats])
     assert row["strategies"] == {"a_1_1_0": 7, "none": 3}
     assert row["drafted_at"] == [6, 5, 1] and row["accepted_at"] == [4, 1]
     assert row["by_batch"] == {1: [9, 20], 4: [7, 12]}

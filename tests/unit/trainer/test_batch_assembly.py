@@ -11,7 +11,7 @@ from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.observe.rollouts import own_figures
+from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,
@@ -226,7 +226,7 @@ def test_the_table_and_the_figures_of_a_step_do_not_grow_with_tokens():
         algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
         assembler = BatchAssembler(world, POLICY, algorithm, temperature=1.0)
         assembler._gather_table(groups)
-        world.all_gather_object(own_figures(EngineStats(), groups, longest=8192))
+        world.all_gather_object(rank_row(EngineStats(), groups, longest=8192))
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100
     assert sizes[0] < 24 * 100 + 1000
