@@ -20,11 +20,12 @@ ERRORS = {
     2: "a position outside the rotary table (longer than max_position_embeddings?)",
     3: "a slot outside the KV cache",
     4: "a block table that is too short or names a block outside the KV cache",
-    5: "a logit row outside the batch",
+    5: "a logit row outside the batch, or not above the one before",
     6: "query_start does not cover the rows, or a shape the native decoder cannot hold",
     7: "the tensor-parallel all-reduce failed",
     8: "a parent that is not an earlier row of the sequence at the position before, or a first row with a parent",
     9: "a branch of a draft tree that is more than 64 rows deeper than its root",
+    10: "no memory left",
 }
 
 
@@ -54,7 +55,7 @@ class Model(Structure):
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),
         ("layer", POINTER(Layer)),
-        *fields_of(c_void_p, "resid part qkv_out x q att mid units picked"),
+        *fields_of(c_void_p, "resid part qkv_out x q att mid units"),
         *fields_of(c_void_p, "scores gates shared pair_x pair_mid pair_out chosen place starts active"),
     ]
 
@@ -103,13 +104,12 @@ class EagleDraft(Structure):
 
 Signature = tuple[Any, list[Any]]  # result and argument types
 _FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
-_SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5, c_int]
+_SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int]
 _SIGNATURES: dict[str, Signature] = {
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
     "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
-    "keyed_sample": (None, _SAMPLE),
-    "sample_scratch_bytes": (c_int64, [c_int64, c_int64]),
+    "keyed_sample": (c_int, _SAMPLE),
     "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
     "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "draft_rows": (c_int, [c_void_p, c_void_p, c_int]),

@@ -33,7 +33,8 @@ Numbers = Sequence[int] | np.ndarray | Tensor
 
 
 class NativeDecoder:
-    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps.
+    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps. A forked child
+    has no team: it must not decode with several threads.
 
     A process has one team: forwards of several decoders in threads of one process take turns, so
     tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
@@ -202,9 +203,8 @@ def keyed_sample(
                 f"keyed_sample: a CPU tensor of {rows} rows and {dtypes[0]} is needed, got "
                 f"{tuple(tensor.shape)} {tensor.dtype}"
             )
-    lib = library()
-    scratch = torch.empty(lib.tlt_sample_scratch_bytes(rows, vocab), dtype=torch.uint8)
     inputs = (logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr())
     outputs = (token.data_ptr(), logprob.data_ptr())
-    lib.tlt_keyed_sample(*inputs, *outputs, scratch.data_ptr(), max(1, threads))
+    if code := library().tlt_keyed_sample(*inputs, *outputs, max(1, threads)):
+        raise BackendError(f"keyed_sample: {ERRORS[code]}")
     return token, logprob

@@ -193,7 +193,6 @@ class Forward:
             att=self.buffer(pad(shard.heads * c.head_dim)),
             mid=self.buffer(pad(max(shard.inter, shard.shared_inter))),
             units=self.buffer(4),
-            picked=self.buffer(2),
         )
         if c.num_experts:
             self._add_experts(c, shard)

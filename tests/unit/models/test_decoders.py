@@ -244,17 +244,6 @@ def test_many_processes_build_once(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_forked_child_can_run() -> None:
-    """The child has none of the parent's helper threads."""
-    decoder = loaded("native", threads=2)
-    want = Driver(decoder).step([(0, list(range(40)))]).logits
-    pid = os.fork()
-    if pid == 0:
-        same = torch.equal(Driver(decoder).step([(0, list(range(40)))]).logits, want)
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_portable_and_avx2_builds_compute_the_same(tmp_path) -> None:
     """Instruction sets below this CPU's own, which every other test has."""
     code = (

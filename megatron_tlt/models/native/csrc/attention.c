@@ -110,46 +110,36 @@ INLINE void value_kernel(const int M, const int NC, Work *w, long first, long di
         ALL for (int v = 0; v < NC; v++) vstore(&w->acc[m][(first + v) * VW], acc[m][v]);
 }
 
-#define CASES(M, WIDE_T, WIDE_C) \
+/* As many sums as the registers hold, beside what they are made of: of 32 vectors with AVX-512, else of 16. */
+#define SUMS (VW == 16 ? 24 : 12)
+#define FIT(wide, most) ((wide) > (most) ? (most) : (wide) < 1 ? 1 : (wide))
+
+#define CASE(M) \
     static __attribute__((noinline)) void score_##M(Work *w, long tiles, long dim) { \
+        enum { WIDE = FIT(SUMS / (M * TV), SCORE_TILES) }; \
         long t = 0; \
-        for (; t + WIDE_T <= tiles; t += WIDE_T) score_kernel(M, WIDE_T, w, t, dim); \
+        for (; t + WIDE <= tiles; t += WIDE) score_kernel(M, WIDE, w, t, dim); \
         for (; t < tiles; t++) score_kernel(M, 1, w, t, dim); \
     } \
     static __attribute__((noinline)) void value_##M(Work *w, long dim, long from, long count) { \
+        enum { WIDE = FIT(SUMS / M, VALUE_VECTORS) }; \
         long c = 0; \
-        for (; c + WIDE_C <= dim / VW; c += WIDE_C) value_kernel(M, WIDE_C, w, c, dim, from, count); \
+        for (; c + WIDE <= dim / VW; c += WIDE) value_kernel(M, WIDE, w, c, dim, from, count); \
         for (; c < dim / VW; c++) value_kernel(M, 1, w, c, dim, from, count); \
     }
 
 typedef void (*ScoreFn)(Work *, long, long);
 typedef void (*ValueFn)(Work *, long, long, long);
-
-/* As many sums as the registers hold: 32 with AVX-512, else 16. */
-#if VW == 16
-CASES(1, 4, 4) CASES(2, 4, 4) CASES(3, 4, 4) CASES(4, 4, 4)
-#else
-CASES(1, 4, 4) CASES(2, 3, 4) CASES(3, 2, 4) CASES(4, 1, 3)
-#endif
-#if MQ == 4
-static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4};
-static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4};
-#else
-#if VW == 16
-CASES(5, 4, 4) CASES(6, 4, 4)
-#else
-CASES(5, 1, 2) CASES(6, 1, 2)
-#endif
-#if MQ == 6
-static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, score_6};
-static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6};
-#else
-CASES(7, 2, 2) CASES(8, 2, 2) CASES(9, 2, 2) CASES(10, 2, 2) CASES(11, 2, 2) CASES(12, 2, 2)
+CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MQ == 12
+CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, score_6,
                                   score_7, score_8, score_9, score_10, score_11, score_12};
 static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6,
                                   value_7, value_8, value_9, value_10, value_11, value_12};
-#endif
+#else
+static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, score_6};
+static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6};
 #endif
 
 /* Turns the scores of query m into weights; of the chunk's `count` positions [from, valid) are the row's to see. */

@@ -46,34 +46,18 @@ static void embed_unit(void *arg, long row) {
     tlt_norm_row(r, row, m->layer[0].input_norm);
 }
 
-/* One head: optional norm, rotation of the two halves; `out` is zero-padded to Dp. Halves that are not whole vectors
- * pass through padded copies, one lane's arithmetic is the same either way. */
+/* One head: optional norm, rotation of the two halves; `out` is zero-padded to Dp. */
 static void rotate(const Run *r, const float *in, const float *weight, const float *rope, float *out) {
     const long d = r->m->head_dim, half = d / 2;
-    float x[TLT_MAX_HEAD_DIM], w[TLT_MAX_HEAD_DIM];
-    if (d % VW) {
-        memcpy(x, in, (size_t)d * sizeof(float));
-        memset(x + d, 0, (size_t)(r->dp - d) * sizeof(float));
-        in = x;
-        if (weight) {
-            memcpy(w, weight, (size_t)d * sizeof(float));
-            memset(w + d, 0, (size_t)(r->dp - d) * sizeof(float));
-            weight = w;
-        }
-    }
+    float x[TLT_MAX_HEAD_DIM] = {0}, w[TLT_MAX_HEAD_DIM] = {0};
+    memcpy(x, in, (size_t)d * sizeof(float));
     if (weight) {
-        rms_norm(in, weight, d, (d + VW - 1) / VW * VW, r->m->eps, x);
-        in = x;
+        memcpy(w, weight, (size_t)d * sizeof(float));
+        rms_norm(x, w, d, r->dp, r->m->eps, x);
     }
-    long i = 0;
-    for (; i + VW <= half; i += VW) {
-        vf a = vload(in + i), b = vload(in + half + i), c = vload(rope + i), s = vload(rope + half + i);
-        vstore(out + i, a * c - b * s);
-        vstore(out + half + i, b * c + a * s);
-    }
-    for (; i < half; i++) {
-        out[i] = in[i] * rope[i] - in[i + half] * rope[half + i];
-        out[i + half] = in[i + half] * rope[i] + in[i] * rope[half + i];
+    for (long i = 0; i < half; i++) {
+        out[i] = x[i] * rope[i] - x[half + i] * rope[half + i];
+        out[half + i] = x[half + i] * rope[i] + x[i] * rope[half + i];
     }
     memset(out + d, 0, (size_t)(r->dp - d) * sizeof(float));
 }
@@ -84,42 +68,26 @@ static float *kv_plane(const Run *r, long layer, long which) {
     return s->kv + (layer * 2 + which) * tiles * tile_size(r->dp);
 }
 
-/* Unit = one row: rotates its queries. */
-static void query_unit(void *arg, long row) {
-    const Run *r = arg;
-    const TltModel *m = r->m;
-    const long d = m->head_dim;
-    const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)r->s->positions[r->first + row] * d;
-    float tmp[TLT_MAX_HEAD_DIM];
-    for (long h = 0; h < m->heads; h++) {
-        rotate(r, in + h * d, m->layer[r->layer].q_norm, rope, tmp);
-        memcpy(m->q + row * r->q_stride + h * r->dp, tmp, (size_t)r->dp * sizeof(float));
-    }
-}
-
-/* Unit = one row: rotates its keys, writes keys and values into the cache. */
-static void key_unit(void *arg, long row) {
+/* Unit = one row: rotates its queries and keys, writes keys and values into the cache. */
+static void rope_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;
     const TltStep *s = r->s;
+    const TltLayer *l = &m->layer[r->layer];
     const long d = m->head_dim, size = tile_size(r->dp);
     float *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
     const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)s->positions[r->first + row] * d;
     const long slot = s->slots[r->first + row], block = slot / s->block_size, offset = slot % s->block_size;
     float tmp[TLT_MAX_HEAD_DIM];
+    for (long h = 0; h < m->heads; h++) rotate(r, in + h * d, l->q_norm, rope, m->q + row * r->q_stride + h * r->dp);
     for (long h = 0; h < m->kv_heads; h++) {
         long tile = tile_index(m->kv_heads, s->block_size, h, block, offset / TILE);
-        rotate(r, in + (m->heads + h) * d, m->layer[r->layer].k_norm, rope, tmp);
+        rotate(r, in + (m->heads + h) * d, l->k_norm, rope, tmp);
         tlt_store_key(keys + tile * size, offset % TILE, r->dp, tmp);
         memcpy(tmp, in + (m->heads + m->kv_heads + h) * d, (size_t)d * sizeof(float));
         memset(tmp + d, 0, (size_t)(r->dp - d) * sizeof(float));
         tlt_store_value(values + tile * size, offset % TILE, r->dp, tmp);
     }
-}
-
-static void rope_unit(void *arg, long row) {
-    query_unit(arg, row);
-    key_unit(arg, row);
 }
 
 /* Unit = some rows of one sequence x one kv head. */
@@ -182,27 +150,16 @@ static void attend_and_mix(Run *r) {
     finish_half(r, r->layer + 1 < m->layers ? m->layer[r->layer + 1].input_norm : NULL);
 }
 
-/* Columns of whole panels [from, to) of queries, keys and values. */
-static void project(Run *r, long from, long to) {
-    const TltModel *m = r->m;
-    const TltLayer *l = &m->layer[r->layer];
-    const long size = r->in_width * NR, end = to * NR < r->qkv_n ? to * NR : r->qkv_n;
-    tlt_linear(r, r->in, r->in_stride, r->in_width, l->qkv + from * size, end - from * NR, EPI_BIAS,
-               l->qkv_bias ? l->qkv_bias + from * NR : NULL, m->qkv_out + from * NR, r->qkv_stride);
+void tlt_run_keys(Run *r, long index) {
+    const TltLayer *l = &r->m->layer[index];
+    r->layer = index;
+    tlt_linear(r, r->in, r->in_stride, r->in_width, l->qkv, r->qkv_n, EPI_BIAS, l->qkv_bias, r->m->qkv_out, r->qkv_stride);
+    tlt_parallel(r->rows, rope_unit, r);
 }
 
 void tlt_run_layer(Run *r, long index) {
-    r->layer = index;
-    project(r, 0, r->qkv_stride / NR);
-    tlt_parallel(r->rows, rope_unit, r);
+    tlt_run_keys(r, index);
     attend_and_mix(r);
-}
-
-/* A panel may hold the last queries and the first keys; the queries are not read. */
-void tlt_run_keys(Run *r, long index) {
-    r->layer = index;
-    project(r, r->att_n / NR, r->qkv_stride / NR);
-    tlt_parallel(r->rows, key_unit, r);
 }
 
 /* Residual stream of a row behind auxiliary layer number `r->aux`. */
@@ -228,41 +185,24 @@ static void hidden_unit(void *arg, long row) {
     memcpy(end - n, r->m->x + row * r->hp, (size_t)n * sizeof(float));
 }
 
-/* Unit = one wanted row: the final norm, compacted into x. */
+/* Unit = one wanted row of the chunk: the final norm, compacted into x. */
 static void final_norm_unit(void *arg, long i) {
     const Run *r = arg;
-    norm_to(r, r->m->picked[2 * i + 1], r->m->final_norm, i);
-}
-
-/* Final norm and LM head of the picked rows. Consecutive results are written in place in one product; rows are
- * usually asked for in ascending order, so one run is usual. */
-static void head_of_picked(Run *r) {
-    const TltModel *m = r->m;
-    const TltStep *s = r->s;
-    tlt_parallel(r->picked, final_norm_unit, r);
-    for (long i = 0, j; i < r->picked; i = j) {
-        for (j = i + 1; j < r->picked && m->picked[2 * j] == m->picked[2 * j - 2] + 1;) j++;
-        Gemm g = {EPI_STORE, j - i, m->vocab, m->hidden, m->x + i * r->hp, r->hp, m->head, NULL,
-                  s->logits + m->picked[2 * i] * (long)m->vocab, m->vocab, 0};
-        tlt_gemm(&g, r->threads);
-    }
+    norm_to(r, r->s->logit_rows[r->wanted + i] - r->first, r->m->final_norm, i);
 }
 
 void tlt_run_head(Run *r) {
+    const TltModel *m = r->m;
     const TltStep *s = r->s;
+    long count = 0;
     if (s->hidden) tlt_parallel(r->rows, hidden_unit, r);
-    /* Picks the chunk's wanted rows, at most max_rows (the size of x) at a time. */
-    r->picked = 0;
-    for (long i = 0; i < s->logits_rows; i++) {
-        long row = s->logit_rows[i] - r->first;
-        if (row < 0 || row >= r->rows) continue;
-        r->m->picked[2 * r->picked] = (int32_t)i;
-        r->m->picked[2 * r->picked + 1] = (int32_t)row;
-        if (++r->picked < r->m->max_rows) continue;
-        head_of_picked(r);
-        r->picked = 0;
-    }
-    if (r->picked) head_of_picked(r);
+    while (r->wanted + count < s->logits_rows && s->logit_rows[r->wanted + count] < r->first + r->rows) count++;
+    if (!count) return;
+    tlt_parallel(count, final_norm_unit, r);
+    Gemm g = {EPI_STORE, count, m->vocab, m->hidden, m->x, r->hp, m->head, NULL,
+              s->logits + r->wanted * (long)m->vocab, m->vocab, 0};
+    tlt_gemm(&g, r->threads);
+    r->wanted += count;
 }
 
 static void run_chunks(Run *r) {

@@ -15,7 +15,8 @@ typedef struct {
     const float *in;              /* what queries, keys and values are projected from; x by default */
     long in_stride, in_width;     /* elements */
     long first, rows;             /* this chunk */
-    long units, picked;
+    long units;                   /* of attention, see tlt_plan_chunk */
+    long wanted;                  /* wanted rows of earlier chunks */
     long layer, aux;              /* the current layer; number of the auxiliary layer that is exported */
     const float *norm;            /* weight of the coming norm, or NULL */
     const int32_t *first_visible; /* [S] lowest position that a sequence sees, or NULL: all */
@@ -50,7 +51,7 @@ void tlt_run_layer(Run *r, long index);
 /* The experts of the current layer, from x: to the residual stream, under tensor parallelism to `part`. experts.c */
 void tlt_run_experts(Run *r);
 
-/* Only the chunk's keys and values, from x, into the cache. */
+/* The beginning of a layer: the chunk's keys and values, from x, into the cache. */
 void tlt_run_keys(Run *r, long index);
 
 /* Last norm and LM head of the chunk's wanted rows; states of all rows if step->hidden is there. */

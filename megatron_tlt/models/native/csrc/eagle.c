@@ -14,7 +14,8 @@
 #include <math.h>
 
 #include "decoder.h"
-#include "topk.h"
+#include "noise.h"
+#include "sample.h"
 
 typedef struct {
     Run r; /* first: units get a Run, those below cast it to this */
@@ -151,7 +152,9 @@ typedef struct {
     float *gaps, *acceptance;      /* [B][D][K], [B][D] */
     float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
     float *hidden;               /* [B][H] */
-    TopK *best;
+    Best *best;
+    uint64_t *keys; /* [B] of the tokens that are drawn next, */
+    float *heat;    /* and their temperatures */
     long pairs, active;
 } Scratch;
 
@@ -175,7 +178,9 @@ static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *
     c->logits = take(&base, 4 * b * (size_t)e->vocab);
     c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
     c->hidden = take(&base, 4 * b * (size_t)m->hidden);
-    c->best = take(&base, sizeof(TopK) * b * (size_t)topk_pieces(e->vocab));
+    c->best = take(&base, sizeof *c->best * b * (size_t)tlt_pieces(e->vocab));
+    c->keys = take(&base, sizeof *c->keys * b);
+    c->heat = take(&base, sizeof *c->heat * b);
     return base;
 }
 
@@ -241,7 +246,7 @@ static int bucket_of(float gap) {
 }
 
 /* Whether a token is kept whose best candidates are `best`, at draft position l of a row, and drafted on from. */
-static int record(const TltDraft *d, const Scratch *c, long row, long l, const TopK *best, int has_second) {
+static int record(const TltDraft *d, const Scratch *c, long row, long l, const Best *best, int has_second) {
     const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
     const long at = row * d->depth + l;
     const float gap = has_second ? best->score[0] - best->score[1] : INFINITY;
@@ -264,13 +269,17 @@ static int record(const TltDraft *d, const Scratch *c, long row, long l, const T
 /* The candidates at draft position l of the active rows; those that go on stay active. */
 static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
     const int n = d->topk > 1 ? d->topk : (e->model.vocab > 1 ? 2 : 1);
-    TopKRows t = {c->logits, e->vocab, e->vocab, n, c->identity, c->row, d->temperature, d->keys, d->output_len, l,
-                  c->best};
     const long before = c->active;
-    topk_rows(&t, before);
+    for (long i = 0; i < before; i++) {
+        const long row = c->row[i];
+        c->keys[i] = row_key(d->keys[row], d->output_len[row] + l);
+        c->heat[i] = d->temperature[row];
+    }
+    const Scoring drawn = {c->logits, before, e->vocab, e->vocab, n, c->heat, c->keys, c->best};
+    tlt_score(&drawn);
     c->active = 0;
     for (long i = 0; i < before; i++) {
-        const TopK *best = &t.out[i * topk_pieces(e->vocab)];
+        const Best *best = &c->best[i * tlt_pieces(e->vocab)];
         const long row = c->row[i], position = c->next_position[i] + 1L;
         if (!record(d, c, row, l, best, n > 1)) continue;
         const long kept = c->active++;
@@ -306,6 +315,7 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
                        .logit_rows = c->identity, .kv = d->kv, .logits = c->own,
                        .hidden = g->e->hidden_norm ? NULL : c->hidden};
     r->s = &s;
+    r->wanted = 0;
     g->out = c->hidden;
     g->state_of = c->at;
     for (long first = 0; first < c->active; first += r->m->max_rows) {

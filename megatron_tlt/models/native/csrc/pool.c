@@ -38,18 +38,15 @@
 /* The word: stage in the high 22 bits, count in 20, next unit in 22 (room for one vain try per thread). */
 #define UNIT_BITS 22
 #define COUNT_BITS 20
-#define MAX_COUNT ((1L << COUNT_BITS) - 1)
 #define UNIT_OF(w) ((long)((w) & ((1ull << UNIT_BITS) - 1)))
-#define COUNT_OF(w) ((long)(((w) >> UNIT_BITS) & MAX_COUNT))
+#define COUNT_OF(w) ((long)(((w) >> UNIT_BITS) & ((1ull << COUNT_BITS) - 1)))
 #define STAGE_OF(w) ((w) >> (UNIT_BITS + COUNT_BITS))
 
 static pthread_mutex_t one_team = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static int helpers;      /* threads started */
-static int sleeping;     /* helpers asleep, under `lock` */
 static int team_size;    /* threads of the open team; 0 when closed */
-static int registered_atfork;
 
 /* Hot data, each on its own cache line. */
 static uint64_t word __attribute__((aligned(64)));
@@ -57,14 +54,13 @@ static long done __attribute__((aligned(64)));
 static struct {
     TltUnit unit;
     void *arg;
-    long offset;
 } stage __attribute__((aligned(64)));
 
 static void take_units(void) {
     for (;;) {
         uint64_t w = ADD(word, 1);
         if (UNIT_OF(w) >= COUNT_OF(w)) return;
-        stage.unit(stage.arg, stage.offset + UNIT_OF(w));
+        stage.unit(stage.arg, UNIT_OF(w));
         ADD(done, 1);
     }
 }
@@ -90,9 +86,7 @@ static void *helper(void *arg) {
             spin++;
         } else {
             pthread_mutex_lock(&lock);
-            sleeping++;
             while (must_sleep(index)) pthread_cond_wait(&wake, &lock);
-            sleeping--;
             pthread_mutex_unlock(&lock);
             spin = 0;
         }
@@ -100,19 +94,7 @@ static void *helper(void *arg) {
     return NULL;
 }
 
-/* A forked child has no helpers: start afresh there. */
-static void after_fork_in_child(void) {
-    pthread_mutex_init(&one_team, NULL);
-    pthread_mutex_init(&lock, NULL);
-    pthread_cond_init(&wake, NULL);
-    helpers = sleeping = team_size = 0;
-}
-
 static void grow(int wanted) {
-    if (!registered_atfork) {
-        pthread_atfork(NULL, NULL, after_fork_in_child);
-        registered_atfork = 1;
-    }
     while (helpers < wanted) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, helper, (void *)(intptr_t)(helpers + 1))) return;
@@ -127,15 +109,10 @@ void tlt_team_open(int threads) {
     pthread_mutex_lock(&one_team);
     grow(threads - 1);
     if (threads > helpers + 1) threads = helpers + 1;
-    if (threads == 1) {
-        STORE(team_size, 1);
-        return;
-    }
     pthread_mutex_lock(&lock);
     STORE(team_size, threads);
-    int asleep = sleeping;
     pthread_mutex_unlock(&lock);
-    if (asleep) pthread_cond_broadcast(&wake);
+    if (threads > 1) pthread_cond_broadcast(&wake);
 }
 
 void tlt_team_close(void) {
@@ -143,10 +120,13 @@ void tlt_team_close(void) {
     pthread_mutex_unlock(&one_team);
 }
 
-static void run_stage(long offset, long count, TltUnit unit, void *arg) {
+void tlt_parallel(long count, TltUnit unit, void *arg) {
+    if (team_size == 1 || count == 1) {
+        for (long i = 0; i < count; i++) unit(arg, i);
+        return;
+    }
     stage.unit = unit;
     stage.arg = arg;
-    stage.offset = offset;
     STORE(done, 0);
     uint64_t next = STAGE_OF(LOAD(word)) + 1;
     STORE(word, next << (UNIT_BITS + COUNT_BITS) | (uint64_t)count << UNIT_BITS);
@@ -155,13 +135,4 @@ static void run_stage(long offset, long count, TltUnit unit, void *arg) {
         if (spin < SPIN_OPEN) PAUSE(), spin++;
         else sched_yield();
     }
-}
-
-void tlt_parallel(long count, TltUnit unit, void *arg) {
-    if (team_size == 1 || count == 1) {
-        for (long i = 0; i < count; i++) unit(arg, i);
-        return;
-    }
-    for (long at = 0; at < count; at += MAX_COUNT)
-        run_stage(at, count - at < MAX_COUNT ? count - at : MAX_COUNT, unit, arg);
 }

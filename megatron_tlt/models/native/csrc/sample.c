@@ -1,96 +1,102 @@
 /* Keyed Gumbel sampling: token = argmax(logits / T + G), G from a counter-based hash of (row key, token id).
  *
- * The vocabulary is cut into chunks at fixed places; chunks are shared over threads and combined in order, so
+ * The vocabulary is cut into pieces at fixed places; pieces are shared over threads and combined in order, so
  * the result does not depend on the thread count.
  */
+#include "sample.h"
+
 #include <math.h>
+#include <stdlib.h>
 
 #include "noise.h"
 #include "pool.h"
-#include "simd.h"
 #include "tlt.h"
 
 #define PIECE 4096 /* tokens per unit of work */
 
-typedef struct {
-    float max, sum; /* of logits / T: maximum, and sum of exp(x - max) */
-    float best, best_logit;
-    int32_t token;
-} Partial;
+int64_t tlt_pieces(int64_t vocab) { return (vocab + PIECE - 1) / PIECE; }
 
-typedef struct {
-    const float *logits;
-    int64_t rows, vocab, stride, pieces;
-    const float *temperature;
-    const uint64_t *keys;
-    Partial *partial; /* [rows][pieces] */
-} Sampling;
+INLINE int any(vi mask) {
+    uint64_t words[VW / 2], all = 0;
+    memcpy(words, &mask, sizeof mask);
+    for (int i = 0; i < VW / 2; i++) all |= words[i];
+    return all != 0;
+}
 
-static void sample_piece(const Sampling *s, int64_t row, int64_t piece) {
-    const float *logits = s->logits + row * s->stride;
-    const int64_t first = piece * PIECE, last = first + PIECE < s->vocab ? first + PIECE : s->vocab;
-    const float t = s->temperature[row];
-    const vf divisor = vset(t > 0 ? t : 1.0f);
-    Partial out = {-INFINITY, 0, -INFINITY, -INFINITY, (int32_t)first};
-    vf top = vset(-INFINITY), best = vset(-INFINITY), best_x = vset(-INFINITY), sum = vzero();
-    vi best_at = (vi){0} + (int32_t)first;
-    float x[PIECE]; /* logits / T, filled up to whole vectors with what cannot win */
-    const int64_t whole = (last - first) / VW * VW, count = (last - first + VW - 1) / VW * VW;
-    for (int64_t i = 0; i < whole; i += VW) vstore(x + i, vload(logits + first + i) / divisor);
-    for (int64_t i = whole; i < count; i++) x[i] = i < last - first ? logits[first + i] / divisor[0] : -INFINITY;
-    for (int64_t i = 0; i < count; i += VW) top = vmax(top, vload(x + i));
-    out.max = vmax_lanes(top);
-    if (out.max > -INFINITY) {
-        vi lane;
-        for (int i = 0; i < VW; i++) lane[i] = i;
-        for (int64_t i = 0; i < count; i += VW) {
-            vf scaled = vload(x + i);
-            sum = sum + vexp(scaled - vset(out.max));
-            vf noisy = t > 0 ? scaled + gumbel(s->keys[row], first + i) : scaled;
-            vi better = noisy > best;
-            best = vselect(better, noisy, best);
-            best_x = vselect(better, scaled, best_x);
-            best_at = (best_at & ~better) | ((lane + (int32_t)(first + i)) & better);
-        }
+/* Keeps the `n` best; offered in ascending order of token, so equals rank behind. */
+static void offer(Best *best, int n, float score, int32_t token) {
+    int i = n - 1;
+    if (!(score > best->score[i])) return;
+    for (; i > 0 && score > best->score[i - 1]; i--) {
+        best->score[i] = best->score[i - 1];
+        best->token[i] = best->token[i - 1];
     }
-    out.sum = vsum(sum);
-    for (int i = 0; i < VW; i++)
-        if (best[i] > out.best || (best[i] == out.best && best_at[i] < out.token)) {
-            out.best = best[i];
-            out.best_logit = best_x[i];
-            out.token = best_at[i];
-        }
-    s->partial[row * s->pieces + piece] = out;
+    best->score[i] = score;
+    best->token[i] = token;
 }
 
-static void sample_unit(void *arg, long unit) {
-    const Sampling *s = arg;
-    sample_piece(s, unit / s->pieces, unit % s->pieces);
+/* The largest of `count` scores, and the sum of their exponentials below it. */
+static void measure(const float *x, int64_t count, Best *best) {
+    vf top = vset(-INFINITY), sum = vzero();
+    for (int64_t i = 0; i < count; i += VW) top = vmax(top, vload(x + i));
+    best->max = vmax_lanes(top);
+    for (int64_t i = 0; i < count && best->max > -INFINITY; i += VW) sum = sum + vexp(vload(x + i) - vset(best->max));
+    best->sum = vsum(sum);
 }
 
-int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab) {
-    return rows * ((vocab + PIECE - 1) / PIECE) * (int64_t)sizeof(Partial);
+/* Unit = one piece of one row. Passes without branches keep several vectors in flight. */
+static void score_unit(void *arg, long unit) {
+    const Scoring *s = arg;
+    const int64_t pieces = tlt_pieces(s->vocab), row = unit / pieces, first = unit % pieces * PIECE;
+    const int64_t count = s->vocab - first < PIECE ? s->vocab - first : PIECE, whole = count / VW * VW;
+    const float *logits = s->logits + row * s->stride + first, t = s->temperature[row];
+    const vf divisor = vset(t > 0 ? t : 1.0f);
+    Best best = {.sum = 0};
+    float x[PIECE]; /* filled up to whole vectors with what cannot win */
+    for (int i = 0; i < TOPK_MOST; i++) best.score[i] = -INFINITY;
+    for (int64_t v = 0; v < whole; v += VW) vstore(x + v, vload(logits + v) / divisor);
+    for (int64_t v = whole; v % VW || v < count; v++) x[v] = v < count ? logits[v] / divisor[0] : -INFINITY;
+    measure(x, count, &best);
+    for (int64_t v = 0; v < count && t > 0; v += VW) vstore(x + v, vload(x + v) + gumbel(s->keys[row], first + v));
+    for (int64_t v = 0; v < count; v += VW) {
+        if (!any(vload(x + v) > vset(best.score[s->n - 1]))) continue;
+        for (int64_t i = v; i < v + VW && i < count; i++) offer(&best, s->n, x[i], (int32_t)(first + i));
+    }
+    s->best[unit] = best;
 }
 
-/* logits [rows][vocab] fp32 (row length `stride`), temperature [rows] (0: greedy), keys [rows]; scratch of
- * tlt_sample_scratch_bytes. Writes the token and log_softmax(logits / (T or 1))[token]. */
-void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
-                      const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads) {
-    Sampling s = {logits, rows, vocab, stride, (vocab + PIECE - 1) / PIECE, temperature, keys, scratch};
-    if (rows < 1) return;
-    tlt_team_open(rows * s.pieces < threads ? (int)(rows * s.pieces) : threads);
-    tlt_parallel(rows * s.pieces, sample_unit, &s);
+void tlt_score(const Scoring *s) {
+    const int64_t pieces = tlt_pieces(s->vocab);
+    tlt_parallel(s->rows * pieces, score_unit, (void *)s);
+    for (int64_t r = 0; r < s->rows; r++) {
+        Best *all = s->best + r * pieces;
+        for (int64_t p = 1; p < pieces; p++)
+            for (int i = 0; i < s->n; i++) offer(all, s->n, all[p].score[i], all[p].token[i]);
+    }
+}
+
+/* logits [rows][vocab] fp32 (row length `stride`), temperature [rows] (0: greedy), keys [rows]. Writes the token and
+ * log_softmax(logits / (T or 1))[token]. */
+int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
+                     const uint64_t *keys, int32_t *token, float *logprob, int threads) {
+    const int64_t pieces = tlt_pieces(vocab);
+    Best *best = malloc((size_t)(rows * pieces) * sizeof *best);
+    if (rows > 0 && !best) return TLT_NO_MEMORY;
+    const Scoring s = {logits, rows, vocab, stride, 1, temperature, keys, best};
+    tlt_team_open(rows * pieces < threads ? (int)(rows * pieces) : threads);
+    tlt_score(&s);
     tlt_team_close();
     for (int64_t r = 0; r < rows; r++) {
-        const Partial *p = s.partial + r * s.pieces, *best = p;
+        const Best *p = best + r * pieces;
         double max = -INFINITY, sum = 0;
-        for (int64_t i = 0; i < s.pieces; i++) {
-            if (p[i].best > best->best) best = &p[i];
+        for (int64_t i = 0; i < pieces; i++)
             if (p[i].max > max) max = p[i].max;
-        }
-        for (int64_t i = 0; i < s.pieces; i++)
+        for (int64_t i = 0; i < pieces; i++)
             if (p[i].sum > 0) sum += (double)p[i].sum * exp((double)p[i].max - max);
-        token[r] = best->token;
-        logprob[r] = (float)((double)best->best_logit - max - log(sum));
+        token[r] = p->token[0];
+        const float x = logits[r * stride + token[r]] / (temperature[r] > 0 ? temperature[r] : 1.0f);
+        logprob[r] = (float)((double)x - max - log(sum));
     }
+    free(best);
+    return TLT_OK;
 }

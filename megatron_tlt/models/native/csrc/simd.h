@@ -21,7 +21,7 @@
 #define MR 6
 #else
 #define VW 4
-#define MR 4
+#define MR 6
 #endif
 
 #define NV 2            /* vectors in a weight panel */
@@ -54,15 +54,7 @@ INLINE vf vfma(vf a, vf b, vf c) {
 #endif
 }
 
-INLINE vf vmax(vf a, vf b) {
-#if VW == 16
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif VW == 8
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return vselect(a > b, a, b);
-#endif
-}
+INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 
 /* Sum of the lanes, as a balanced tree: the same order every time. */
 INLINE float vsum(vf x) {

@@ -15,7 +15,7 @@ static int check_rows(const TltModel *m, const TltStep *s) {
         if (s->slots[i] < 0 || s->slots[i] >= (long)s->num_blocks * s->block_size) return TLT_BAD_SLOT;
     }
     for (long i = 0; i < s->logits_rows; i++)
-        if (s->logit_rows[i] < 0 || s->logit_rows[i] >= s->tokens) return TLT_BAD_ROW;
+        if (s->logit_rows[i] < (i ? s->logit_rows[i - 1] + 1 : 0) || s->logit_rows[i] >= s->tokens) return TLT_BAD_ROW;
     return TLT_OK;
 }
 

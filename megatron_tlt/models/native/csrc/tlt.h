@@ -5,7 +5,7 @@
  * of a row is the residual stream behind each of the layers `aux`, then the hidden state after the final norm; E experts,
  * F their width, k chosen by a row.
  * Under tensor parallelism heads, I and F are this rank's part; embedding, LM head and routers are whole.
- * All memory is allocated by Python (torch tensors); C keeps no pointer after a call.
+ * What outlives a call is allocated by Python (torch tensors); C keeps no pointer after a call.
  * The field order is repeated in abi.py.
  */
 #ifndef TLT_H
@@ -45,7 +45,6 @@ typedef struct {
     float *resid, *part, *qkv_out;
     float *x, *q, *att, *mid; /* inputs of matrix products */
     int32_t *units;          /* [max_rows][4]: first row, rows, sequence, whether a branch of a draft tree */
-    int32_t *picked;         /* [max_rows][2]: logit index, row */
     /* Of layers with experts, see experts.c; N = max_rows * k pairs of a row and an expert. */
     float *scores, *gates, *shared; /* [max_rows][E + 1 padded], [max_rows][k + 1], [max_rows][Hp] */
     float *pair_x, *pair_mid, *pair_out; /* [N][Hp], [N][F padded], [N][Hp] */
@@ -55,7 +54,8 @@ typedef struct {
 
 typedef struct {
     int32_t tokens, seqs, logits_rows, max_blocks, num_blocks, block_size;
-    const int32_t *token_ids, *positions, *slots, *query_start, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *query_start, *block_tables;
+    const int32_t *logit_rows; /* [R] ascending */
     const int32_t *parents; /* [T] row whose token precedes, -1 for a sequence's first row; NULL: rows follow each other */
     uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
     float *kv;     /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
@@ -77,15 +77,15 @@ enum {
     TLT_BAD_SHAPE = 6,
     TLT_REDUCE_FAILED = 7,
     TLT_BAD_PARENT = 8,
-    TLT_BAD_BRANCH = 9
+    TLT_BAD_BRANCH = 9,
+    TLT_NO_MEMORY = 10
 };
 
 int tlt_panel_width(void);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
 int tlt_copy_slots(float *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
                    const int32_t *dst, int64_t count);
-void tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
-                      const uint64_t *keys, int32_t *token, float *logprob, void *scratch, int threads);
-int64_t tlt_sample_scratch_bytes(int64_t rows, int64_t vocab);
+int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
+                     const uint64_t *keys, int32_t *token, float *logprob, int threads);
 
 #endif

@@ -119,9 +119,9 @@ def test_hidden_states_of_all_rows_come_beside_a_few_logits() -> None:
     driver = fresh(decoder, (5, 9), 1)
     batch = tree_batch(driver, {0: trunk_tree(random.Random(0), 2, 3), 1: trunk_tree(random.Random(1), 4, 0)})
     every = decoder.forward(batch, driver.kv)
-    batch.logit_rows = torch.tensor([8, 1], dtype=torch.int32)
+    batch.logit_rows = torch.tensor([1, 8], dtype=torch.int32)
     some = decoder.forward(batch, driver.kv)
-    assert torch.equal(some.hidden, every.hidden) and torch.equal(some.logits, every.logits[[8, 1]])
+    assert torch.equal(some.hidden, every.hidden) and torch.equal(some.logits, every.logits[[1, 8]])
     batch.all_hidden = False
     assert decoder.forward(batch, driver.kv).hidden is None
 
