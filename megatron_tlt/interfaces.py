@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
         Prompt,
         Sample,
         SamplingParams,
-        TrainBatch,
-        TrainOutput,
         WeightBucket,
     )
 
@@ -88,26 +86,6 @@ class ModelShape(Protocol):
     def shared_expert_intermediate_size(self) -> int: ...
     @property
     def moe_layers(self) -> tuple[int, ...]: ...
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that engines and rewards use."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids without special tokens added. Mutates nothing."""
-
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of the chat template around one user message, open for the answer. Mutates nothing."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. Mutates nothing."""
 
 
 @runtime_checkable
@@ -235,32 +213,4 @@ class KeyedEngine(Protocol):
         """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have` and those withdrawn.
 
         `on_answer` gets each finished answer; `goes_on`: this call continues the `generate` before it.
-        """
-
-
-class Policy(Protocol):
-    """The trained model, sharded over this job's ranks."""
-
-    @property
-    def policy_version(self) -> int: ...
-
-    def train_step(self, batch: TrainBatch) -> TrainOutput:
-        """One or more optimizer steps on this rank's share. Collective. Mutates weights, optimizer, version."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every full tensor under its Hugging Face name, in one order on every rank. Collective."""
-
-
-class WeightSync(Protocol):
-    """Transfers the policy's weights into the local rollout engine."""
-
-    def push(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        drafter: tuple[Mapping[str, Tensor], int] | None = None,
-    ) -> dict[str, float]:
-        """Streams all tensors in buckets, and a drafter with its version; all or nothing. Collective.
-
-        Returns metrics. Raises SyncError.
         """

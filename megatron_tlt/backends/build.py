@@ -27,9 +27,9 @@ from megatron_tlt.rollout.spec.history import AnswerHistory
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.drafter.checkpoint import SavedDrafter
-    from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
@@ -41,7 +41,7 @@ def build_backend(
     sync: SyncSection | None = None,
     *,
     device: torch.device | str = "cpu",
-    tokenizer: Tokenizer | None = None,
+    tokenizer: HFTokenizer | None = None,
     tp: TensorParallel | None = None,
     local_ranks: int = 1,
     load_weights: bool = False,

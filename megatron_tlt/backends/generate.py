@@ -24,8 +24,8 @@ from megatron_tlt.types import Prompt
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.speculation import SpeculationSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.interfaces import Tokenizer
     from megatron_tlt.types import EngineStats, Sample, SamplingParams
 
 
@@ -54,7 +54,7 @@ def generate_file(
     in_jsonl: Path,
     out_jsonl: Path,
     params: SamplingParams,
-    tokenizer: Tokenizer | None,
+    tokenizer: HFTokenizer | None,
     *,
     n: int = 1,
     chat: bool = False,
@@ -108,7 +108,7 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     return count + params.max_tokens
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None, chat: bool) -> list[Prompt]:
+def read_prompts(path: Path, tokenizer: HFTokenizer | None, chat: bool) -> list[Prompt]:
     """The prompts of a JSONL file; `prompt_id` counts them from 0 (empty lines are skipped).
 
     Raises DataError naming file and line.
@@ -168,7 +168,7 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
     return json.dumps(report, indent=1)
 
 
-def _parse(line: str, where: str, tokenizer: Tokenizer | None, chat: bool) -> tuple[str, tuple[int, ...]]:
+def _parse(line: str, where: str, tokenizer: HFTokenizer | None, chat: bool) -> tuple[str, tuple[int, ...]]:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as e:

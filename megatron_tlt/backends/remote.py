@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.process import EngineProcess
     from megatron_tlt.backends.transport import Transport
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.sync.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class RemoteBackend(BaseBackend):
         max_context: int,
         eos_token_ids: Sequence[int] = (),
         drafter_names: frozenset[str] = frozenset(),
-        tokenizer: Tokenizer | None = None,
+        tokenizer: HFTokenizer | None = None,
         keeps_tables: bool = False,
     ):
         """`process` has a started engine. Without weights it refuses to answer until a push has arrived.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_tlt.interfaces import Tokenizer
+from megatron_tlt.data.tokenizer import HFTokenizer
 
 _INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes have not all come
 
@@ -16,7 +16,7 @@ class IncrementalDecoder:
     joined (leading spaces), and those whose bytes are not yet whole characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: HFTokenizer):
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._done = 0  # tokens of the window whose text is out

@@ -11,8 +11,8 @@ import numpy as np
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import Source, open_file
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
-from megatron_tlt.interfaces import Tokenizer
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
@@ -36,7 +36,7 @@ class PromptStream(Protocol):
         """Goes to a position. Raises DataError when it belongs to other data."""
 
 
-def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed: int) -> PromptStream:
+def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured on the same
@@ -64,7 +64,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: Tokenizer, seed
     return stream
 
 
-def held_out_prompts(section: DataSection, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+def held_out_prompts(section: DataSection, tokenizer: HFTokenizer, count: int) -> list[Prompt]:
     """The first `count` prompts of `data.eval`, which evaluations answer; none without it. See `build_prompts`."""
     return [] if section.eval is None else build_prompts(section, "eval", tokenizer, seed=0).next_batch(count)
 
@@ -100,7 +100,7 @@ class SourceStream:
     def __init__(
         self,
         source: Source,
-        tokenizer: Tokenizer,
+        tokenizer: HFTokenizer,
         *,
         seed: int,
         shuffle: bool,

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer from a local directory, behind the small interface of `interfaces.Tokenizer`."""
+"""A Hugging Face tokenizer from a local directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of a
 
 
 class HFTokenizer:
-    """Implements `interfaces.Tokenizer`. Nothing is downloaded."""
+    """The part of a tokenizer that engines, prompts and fine-tuning use. Nothing is downloaded."""
 
     def __init__(self, path: str | Path):
         """Reads the tokenizer's files in `path`. Raises CheckpointError."""

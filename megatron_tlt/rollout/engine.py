@@ -26,7 +26,8 @@ from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import EngineStats, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_tlt.interfaces import ProgressCallback, Tokenizer
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.keyed_noise import SampleKernel
     from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -58,7 +59,7 @@ class Engine:
         limits: SchedulerLimits,
         num_blocks: int,
         block_size: int,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: HFTokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
         tp: TensorParallel | None = None,
         native_sample: NativeSample | None = None,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from megatron_tlt.data.detokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
-    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.data.tokenizer import HFTokenizer
 
 
 class StopStringFinder:
     """Finds the stop strings of one answer; work per token does not grow with the answer's length."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+    def __init__(self, tokenizer: HFTokenizer, stops: Sequence[str]):
         assert all(stops), "empty stop strings are refused at submission"
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = tuple(stops)

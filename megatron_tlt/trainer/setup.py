@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.interfaces import RolloutBackend, Tokenizer
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.eagle.model import PairModel
     from megatron_tlt.observe.samples import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
@@ -151,7 +151,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
 
 def build_models(
-    config: Config, world: World, algorithm: Algorithm, tokenizer: Tokenizer, tp: TensorParallel
+    config: Config, world: World, algorithm: Algorithm, tokenizer: HFTokenizer, tp: TensorParallel
 ) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
     """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
 
@@ -206,7 +206,7 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
 def open_backend(
     config: Config,
     world: World,
-    tokenizer: Tokenizer,
+    tokenizer: HFTokenizer,
     tp: TensorParallel | None = None,
     drafter_trainer: OnlineDrafterTrainer | None = None,
     keep_layers: tuple[int, ...] | None = None,
@@ -389,7 +389,7 @@ def _gpu_monitor(world: World) -> GpuMonitor:
 
 
 def _rollout_cache(
-    config: Config, world: World, tokenizer: Tokenizer, backend: RolloutBackend, params: SamplingParams
+    config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend, params: SamplingParams
 ) -> RolloutCache:
     """The cache of finished answers; without keyed sampling nothing is kept."""
     rollout = config.rollout

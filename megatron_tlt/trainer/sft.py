@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from megatron_tlt.algorithms.base import LossInputs
     from megatron_tlt.config.root import SftConfig
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.interfaces import Tokenizer
 
 
 class CompletionLoss:
@@ -35,7 +35,7 @@ class CompletionLoss:
         return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
 
 
-def read_records(path: Path, tokenizer: Tokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
+def read_records(path: Path, tokenizer: HFTokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
     """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added to the completion.
 
     `chat` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and line for
@@ -75,7 +75,7 @@ def steps_of(
 class SftTrainer:
     """Trains on completions and writes the result."""
 
-    def __init__(self, config: SftConfig, world: World, tokenizer: Tokenizer):
+    def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer):
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
         self._train = read_records(

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.drafter.controller import OnlineDrafterController
-    from megatron_tlt.interfaces import Policy, WeightSync
     from megatron_tlt.resilience.rollout_cache import RolloutCache
+    from megatron_tlt.sync.push import BucketedSync
 
 
 class WeightPush:
@@ -18,10 +19,10 @@ class WeightPush:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: MegatronPolicy,
         drafter: OnlineDrafterController,
         rollout_cache: RolloutCache,
-        sync: WeightSync,
+        sync: BucketedSync,
     ):
         self._policy, self._drafter, self._cache, self._sync = policy, drafter, rollout_cache, sync
 

@@ -25,8 +25,8 @@ from megatron_tlt.sync.served_weights import ServedWeights
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.drafter.checkpoint import SavedDrafter
-    from megatron_tlt.interfaces import Tokenizer
 
 
 def build_trtllm(
@@ -35,7 +35,7 @@ def build_trtllm(
     sync: SyncSection,
     *,
     device: torch.device | str,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: HFTokenizer | None = None,
     drafter: SavedDrafter | None = None,
     keeps_tables: bool = False,
 ) -> TrtllmBackend:

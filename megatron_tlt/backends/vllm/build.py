@@ -25,7 +25,7 @@ from megatron_tlt.sync.served_weights import ServedWeights
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
-    from megatron_tlt.interfaces import Tokenizer
+    from megatron_tlt.data.tokenizer import HFTokenizer
 
 _BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
@@ -36,7 +36,7 @@ def build_vllm(
     sync: SyncSection,
     *,
     device: torch.device | str,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: HFTokenizer | None = None,
     local_ranks: int = 1,
     drafter: SavedDrafter | None = None,
     keep_hidden_states: bool = False,
