@@ -20,6 +20,7 @@ from megatron_tlt.errors import RewardError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
 from megatron_tlt.trainer.evaluation import EvalResult
+from megatron_tlt.trainer.metrics import combined, window_metrics
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.observe.gpu import GpuMonitor
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.evaluation import Evaluator
-    from megatron_tlt.trainer.idle_figures import IdleFigures
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.rollout_phase import RolloutPhase
     from megatron_tlt.trainer.weight_push import WeightPush
@@ -72,12 +73,13 @@ class RLTrainer:
     evaluator: Evaluator | None
     checkpoints: CheckpointManager
     metrics: RunMetrics
-    idle_figures: IdleFigures
+    gpu: GpuMonitor
     rollout_cache: RolloutCache
     nonfinite: NonFiniteGuard
     shutdown: GracefulShutdown
     progress: Progress = field(default_factory=Progress)
     _before: dict[str, Any] | None = None  # the state before the step under way
+    _windows: list[dict[str, float]] = field(default_factory=list)  # metrics of its idle windows
 
     def run(self) -> bool:
         """Trains to `train.num_steps`; True if a signal ended it before, saved. Collective."""
@@ -109,8 +111,9 @@ class RLTrainer:
         """One RL step. A signal before the update drops it; after that it is finished."""
         started = time.perf_counter()
         self._before = self._state()
+        self._windows.clear()
         groups = self._sample_groups()
-        stats, cache_figures = self.backend.take_stats(), self.rollout_cache.end_step()
+        stats, mine = self.backend.take_stats(), self.rollout_cache.end_step()
         with self._phase("exchange"):
             table, sequences = self.assembler.exchange(groups)
         with self._phase("logprobs"):
@@ -124,10 +127,9 @@ class RLTrainer:
         self.progress.step += 1
         self._before = None
         with self._phase("log"):
-            figures = {**self.idle_figures.take(), **self.rollout.take_figures(), **cache_figures}
-            figures |= self.drafter.buffer_metrics()
+            mine |= combined(self._windows) | self.rollout.take_metrics() | self.drafter.buffer_metrics()
             seconds = time.perf_counter() - started
-            self.metrics.log(self.progress.step, seconds, metrics, stats, groups, figures)
+            self.metrics.log(self.progress.step, seconds, metrics, stats, groups, mine)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._maybe_evaluate()
         self._maybe_save()
@@ -159,9 +161,10 @@ class RLTrainer:
         """Samples that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
         with self._phase("rollout"):
             samples = self.rollout.generate(prompts)  # returns when this replica has no request left
-        with self._phase("idle"), self.idle_figures.gpu_measured():
+        with self._phase("idle"):
+            self.gpu.start()
             report = self.idle_window.run(self.drafter.train_step)  # until every replica is done
-        self.idle_figures.add(report)
+        self._windows.append(window_metrics(report, self.gpu.stop(), self.rollout.is_group_leader))
         self.shutdown.sync("rollout", self.rollout.is_cut_short)
         return samples
 

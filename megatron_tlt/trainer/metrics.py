@@ -1,4 +1,4 @@
-"""Metrics and events of a run: gathers the ranks' figures once a step and writes them through `observe/`."""
+"""Metrics and events of a run: gathers those of the ranks once a step and writes them through `observe/`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, rank_row, step_row
 from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
-from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.idle.window import WindowReport
     from megatron_tlt.trainer.evaluation import EvalResult
     from megatron_tlt.types import EngineStats, SampleGroup
 
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
+_DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
+_LEAST_DRAFTED = 1000  # tokens: fewer are too few to judge acceptance by
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
@@ -50,7 +52,7 @@ class RunMetrics:
         self._first_step = 0
         self._started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
-        self._acceptance = AcceptanceMonitor()
+        self._has_warned = False
 
     def start(self, steps_done: int) -> None:
         """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
@@ -85,12 +87,6 @@ class RunMetrics:
         """A line of the progress display (rank 0)."""
         self._progress.note(text)
 
-    def warn(self, text: str) -> None:
-        """A warning in the log and a line of the progress display (rank 0)."""
-        if self._world.is_main:
-            _log.warning(text)
-        self._progress.note(f"warning: {text}")
-
     def log(
         self,
         step: int,
@@ -98,18 +94,18 @@ class RunMetrics:
         metrics: Mapping[str, float],
         stats: EngineStats,
         groups: Sequence[SampleGroup],
-        mine: Mapping[str, float] | None = None,
+        mine: Mapping[str, float],
     ) -> None:
         """Writes everything of one step. Collective: phase times, engine counters and `mine` are gathered here.
 
-        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's figures,
+        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics,
         see `combined`.
         """
         curve = curve_attrs(stats)
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        own = {**(mine or {}), **self._peaks.take(), **_counters(stats)}
+        own = {**mine, **self._peaks.take(), **_counters(stats)}
         figures = rank_row(stats, groups, self._config.rollout.max_tokens)
         gathered = self._world.all_gather_object((phases, own, figures))
         all_phases = [of_rank for of_rank, _, _ in gathered]
@@ -119,8 +115,11 @@ class RunMetrics:
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row)
-        for warning in self._acceptance.check(row):
-            self.warn(warning)
+        if not self._has_warned and (warning := acceptance_warning(row)):
+            self._has_warned = True
+            if self._world.is_main:
+                _log.warning(warning)
+            self._progress.note(f"warning: {warning}")
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)
         if self._metrics is not None:
@@ -181,11 +180,25 @@ class RunMetrics:
                 part.close()
 
 
-def combined(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of all ranks as one: maxima of names in _max and _peak_mib, means of those in _mean, else sums."""
+def window_metrics(report: WindowReport, gpu: Mapping[str, float], is_group_leader: bool) -> dict[str, float]:
+    """Metrics of one idle window of a rank, `gpu` (what NVML measured in it) among them, named for `combined`.
+
+    The ranks of a replica train as one, so only its leader counts micro-steps.
+    """
+    row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
+    if is_group_leader:
+        row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
+    if report.stop_seconds is not None:
+        row["idle/stop_ms_max"] = 1e3 * max(0.0, report.stop_seconds)
+    row |= {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
+    return row | {name if name == "gpu/energy_j" else f"{name}_max": value for name, value in gpu.items()}
+
+
+def combined(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several windows or ranks as one: maxima of names in _max and _peak_mib, means in _mean, else sums."""
     result = {}
-    for name in sorted({name for figures in ranks for name in figures}):
-        values = [figures[name] for figures in ranks if name in figures]
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows if name in row]
         total = max(values) if name.endswith(("_max", "_peak_mib")) else sum(values)
         result[name] = total / len(values) if name.endswith("_mean") else total
     return result
@@ -215,3 +228,12 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
         "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
         "spec/share": emitted / max(1.0, row["engine/generated_tokens"]),
     }
+
+
+def acceptance_warning(row: Mapping[str, float]) -> str | None:
+    """The warning of a step with a drafter that is always or never right. No answer shows such a bug: it is only slow."""
+    drafted, rate = row["engine/spec_drafted_tokens"], row.get("spec/accept_rate")
+    if rate not in (0.0, 1.0) or drafted < _LEAST_DRAFTED:
+        return None
+    why = "are drafts verified at all?" if rate else "was the drafter trained on this policy's hidden states?"
+    return f"of {drafted:.0f} tokens drafted in a step {'all' if rate else 'none'} were accepted: {why}"

@@ -87,8 +87,8 @@ class RolloutPhase:
         home = {prompt.prompt_id: i % self._num_replicas for i, prompt in enumerate(prompts)}
         return self._stolen.return_home(samples, home)
 
-    def take_figures(self) -> dict[str, float]:
-        """This rank's figures since the last call; see `RunMetrics.log`."""
+    def take_metrics(self) -> dict[str, float]:
+        """This rank's metrics since the last call; see `RunMetrics.log`."""
         return {} if self._stolen is None else {"idle/stolen_requests": self._stolen.take_count()}
 
     def _steal_and_generate(self, stolen: StolenRequests, prompts: Sequence[Prompt]) -> list[Sample]:

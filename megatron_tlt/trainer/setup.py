@@ -43,7 +43,6 @@ from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
-from megatron_tlt.trainer.idle_figures import IdleFigures
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
 from megatron_tlt.trainer.stolen_requests import StolenRequests
@@ -143,7 +142,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         evaluator=build_evaluator(config, world, held_out, backend, rewards),
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
-        idle_figures=IdleFigures(_gpu_monitor(world), tp.rank == 0),
+        gpu=_gpu_monitor(world),
         rollout_cache=rollout_cache,
         nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
         shutdown=shutdown,

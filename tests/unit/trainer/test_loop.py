@@ -9,6 +9,7 @@ from typing import Any
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
+from megatron_tlt.idle.window import WindowReport
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup
 
@@ -74,12 +75,12 @@ def test_answers_that_are_not_trained_on_are_remembered_too() -> None:
         prompts=SimpleNamespace(next_batch=lambda n: PROMPTS[:n]),
         backend=backend,
         rollout=Rollout(),
-        idle_window=SimpleNamespace(run=lambda step_fn: None),
+        idle_window=SimpleNamespace(run=lambda step_fn: WindowReport((), 0, 0, 0, 0, 0, 0, None)),
         drafter=SimpleNamespace(begin_step=lambda version: None, train_step=None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
         metrics=SimpleNamespace(span=lambda *_: nullcontext()),
-        idle_figures=SimpleNamespace(gpu_measured=nullcontext, add=lambda report: None),
+        gpu=SimpleNamespace(start=lambda: None, stop=dict),
         rollout_cache=SimpleNamespace(begin_step=lambda *_: None),
         shutdown=SimpleNamespace(sync=lambda *_: None),
         **dict.fromkeys(unused),
