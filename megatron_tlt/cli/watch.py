@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from megatron_tlt.observe.runfiles import RunData
-
 _STEPS, _RANKS = 8, 16  # rows of the two tables
-_EVERY_S = 1.0
+_EVERY_S = 2.0  # between two views
 
 
 def add_watch(commands: Any) -> None:
@@ -56,11 +53,10 @@ def view(run_dir: Path) -> tuple[RenderableType, bool]:
     from rich.console import Group
     from rich.text import Text
 
-    from megatron_tlt.observe.metrics import METRICS_FILE
     from megatron_tlt.observe.progress import steps_table
-    from megatron_tlt.observe.summary import SUMMARY_FILE
+    from megatron_tlt.observe.runfiles import read_run
 
-    run = _run(run_dir, (_size(run_dir / METRICS_FILE), _size(run_dir / SUMMARY_FILE)))
+    run = read_run(run_dir, with_answers=False)
     status = read_status(run_dir)
     parts: list[RenderableType] = []
     if run.evals:
@@ -73,15 +69,3 @@ def view(run_dir: Path) -> tuple[RenderableType, bool]:
     parts += [Text(headline), Text(table, no_wrap=True, overflow="crop")]
     is_over = status.condition != "running" if status.rows else run.is_finished
     return Group(*parts), is_over
-
-
-@lru_cache(maxsize=1)
-def _run(run_dir: Path, sizes: tuple[int, ...]) -> RunData:
-    """The run's metrics and summary, read again when one of them has another size."""
-    from megatron_tlt.observe.runfiles import read_run
-
-    return read_run(run_dir, with_answers=False)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else -1

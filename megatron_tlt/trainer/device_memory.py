@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.config.planning.engine import kv_cache_bytes
-from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory, without_cache
+from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
@@ -71,8 +71,6 @@ def cache_bytes(config: Config, world: World) -> int | None:
     taken = max(outside + _LATER, reserve)
     left = total - taken - max(allocated, beside_cache(config, stages))
     found = world.all_gather_object((left, outside, allocated))
-    if (short := without_cache(stages) + taken - reserve - total) > 0:
-        logger.warning("rank %d: %.2f GiB less are free than updates need by plan", world.rank, short / GIB)
     rank, (left, outside, allocated) = min(enumerate(found), key=lambda one: one[1][0])
     if left >= planned:
         return planned

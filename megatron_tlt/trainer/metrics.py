@@ -231,7 +231,7 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def acceptance_warning(row: Mapping[str, float]) -> str | None:
-    """The warning of a step with a drafter that is always or never right. No answer shows such a bug: it is only slow."""
+    """Of a step whose drafter was always or never right. No answer shows such a bug: it is only slow."""
     drafted, rate = row["engine/spec_drafted_tokens"], row.get("spec/accept_rate")
     if rate not in (0.0, 1.0) or drafted < _LEAST_DRAFTED:
         return None

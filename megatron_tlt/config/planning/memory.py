@@ -220,12 +220,6 @@ def beside_cache(config: Config, stages: list[RankMemory]) -> int:
     return max(s.of_phase(phase) - s.parts[KV] - s.parts[RESERVE] for s in stages for phase in there)
 
 
-def without_cache(stages: list[RankMemory]) -> int:
-    """Bytes of the fullest phase in which the KV cache is not there, the reserve included; 0 if it always is."""
-    there = stages[0].only.get(KV, PHASES)
-    return max((s.of_phase(phase) for s in stages for phase in PHASES if phase not in there), default=0)
-
-
 def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
     """The host's memory of a node whose ranks are all of the stage that needs most there, the first rank included."""
     each = max(sum(size for name, size in stage.host.items() if name != _SAVED) for stage in stages)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatron_tlt.cli import watch
 from megatron_tlt.cli.main import main
-from megatron_tlt.observe import runfiles
 from megatron_tlt.resilience.heartbeat import Heartbeat, StatusFiles, write_status
 from tests.helpers.synthetic_run import write_run
 
@@ -53,20 +52,6 @@ def test_watching_ends_with_the_run(tmp_path, capsys, monkeypatch):
 def test_a_finished_run_without_heartbeats_is_over_and_an_unfinished_one_may_go_on(tmp_path):
     assert watch.view(write_run(tmp_path / "done", steps=2))[1]
     assert not watch.view(write_run(tmp_path / "begun", steps=2, num_steps=5))[1]
-
-
-def test_only_metrics_that_have_grown_are_read_again(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "r", num_steps=9)
-    read = []
-    read_rows = runfiles.read_rows
-    monkeypatch.setattr(runfiles, "read_rows", lambda path, *rest: read.append(path.name) or read_rows(path, *rest))
-    for _ in range(3):
-        watch.view(folder)
-    assert read == ["metrics.jsonl"]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "time": 1.0}\n')
-    watch.view(folder)
-    assert read == ["metrics.jsonl"] * 2
 
 
 def test_ranks_left_out_are_shown_by_another_command(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """The assembler on one rank, and the placement rule for many."""
 
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,
-    SentAnswer,
     group_samples,
     place,
     share_answers,
@@ -230,17 +228,3 @@ def test_the_table_and_the_figures_of_a_step_do_not_grow_with_tokens():
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100
     assert sizes[0] < 24 * 100 + 1000
-
-
-def test_an_answer_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each():
-    prompt = Prompt(1, "q", tuple(range(40)), "?")
-    routes = np.zeros((1040, 48, 8), np.uint8)
-    plain = Sample(1, 0, list(range(1000)), [-0.5] * 1000, "", "stop", 0)
-    for sample, limit in ((plain, 8), (replace(plain, routes=routes), 8 + 48 * 8)):
-        sent = SentAnswer.of(2, prompt, sample)
-        assert len(pickle.dumps(sent, protocol=5)) <= 1040 * limit + 800
-        sequence = pickle.loads(pickle.dumps(sent, protocol=5)).sequence()
-        assert sequence.token_ids.tolist() == [*prompt.token_ids, *sample.token_ids] and sequence.prompt_len == 40
-        assert sequence.token_ids.dtype == np.int64 and len(sequence.loss_mask) == 1000
-        assert sequence.rollout_logprobs.tolist() == sample.logprobs
-    assert sequence.routes.dtype == np.uint8 and sequence.routes.shape == routes.shape
