@@ -155,7 +155,7 @@ class Shard:
     def __init__(self, config: ModelConfig, rank: int, size: int):
         """Raises ConfigError for a size that does not divide the model."""
         self.rank, self.size = rank, size
-        if problems := list(tp_problems(config, "rollout.tp", size)):
+        if problems := list(tp_problems(config.architecture, "rollout.tp", size)):
             raise ConfigError(problems)
         self.heads = config.num_heads // size
         self.kv_heads = config.num_kv_heads // size

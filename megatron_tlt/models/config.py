@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.experts import moe_fields, moe_layer_shapes, moe_problems, moe_to_hf, names_on_disk
 
@@ -143,6 +144,13 @@ class ModelConfig:
             experts = {name: getattr(self, name) for name in MOE_FIELDS}
             out |= moe_to_hf(experts, self.family, self.num_layers)
         return out
+
+    @property
+    def architecture(self) -> ArchitectureConfig:
+        """The shape as checks and memory plan take it."""
+        same = {name: getattr(self, name) for name in ArchitectureConfig.model_fields if name != "dense_layers"}
+        dense = [layer for layer in range(self.num_layers) if layer not in self.moe_layers]
+        return ArchitectureConfig(**same, dense_layers=tuple(dense) if self.num_experts else ())
 
     @property
     def has_mixed_layers(self) -> bool:

@@ -62,7 +62,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
     """
     if world.device.type == "cpu":
         return None
-    shape = ModelConfig.from_hf(config.model.path)
+    shape = ModelConfig.from_hf(config.model.path).architecture
     stages = estimate_memory(config, shape, world.size, "cuda")
     planned, reserve = stages[0].parts[KV], stages[0].parts[RESERVE]
     if config.rollout.backend == "trtllm":  # takes a share of what it finds

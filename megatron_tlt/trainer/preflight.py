@@ -33,40 +33,42 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     the model is not, `model.architecture` must say what is planned.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
-    shape, positions = model_facts(config)
-    problems = find_problems(config, shape, num_ranks, None, positions)
-    problems += model_problems(config) + tokenizer_problems(config) + weight_problems(config, shape)
-    problems += resume_problems(config) + input_problems(config)
+    problems = _problems(config, num_ranks, None) + _problems_of_large_files(config)
     if config.model.architecture is None:
         problems += missing_model(config)
-    field, path = _written_directory(config)
+    field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
     problems += output_directory_problems(field, path, must_be_writable=False)
-    if isinstance(config, Config):
-        problems += speculation_problems(config, shape)
     if problems:
         raise ConfigError(problems)
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
+    shape = None if (model := _model(config)) is None else model.architecture
     return "\n".join([render_check(config, shape, num_ranks), *absent])
 
 
-def check_on(
-    config: Config | SftConfig,
-    world: World,
-    found_before: Sequence[ConfigProblem] = (),
-) -> None:
+def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
-    problems = [*found_before, *missing_files(config), *model_problems(config), *tokenizer_problems(config)]
-    shape, positions = model_facts(config)
-    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    problems += find_problems(config, shape, world.size, device, positions)
-    problems += input_problems(config)
-    found = []
-    if world.is_main:  # it looks into many files, which a run that goes on may be removing
-        found = weight_problems(config, shape) + resume_problems(config)
-        found += speculation_problems(config, shape) if isinstance(config, Config) else []
-    problems += world.broadcast_object(found)
+    problems = [*found_before, *missing_files(config)]
+    problems += _problems(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    # One rank looks into many files, which a run that goes on may be removing.
+    problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
+
+
+def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
+    model = _model(config)
+    shape, positions = (None, None) if model is None else (model.architecture, model.max_position_embeddings)
+    found = find_problems(config, shape, num_ranks, device, positions)
+    return found + model_problems(config) + tokenizer_problems(config) + input_problems(config)
+
+
+def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
+    """Of weights, the checkpoint to resume from and the drafter, where they are on this machine."""
+    model = _model(config)
+    found = weight_problems(config, model)
+    if isinstance(config, Config):
+        found += resume_problems(config) + speculation_problems(config, model)
+    return found
 
 
 def without_checkpoints(config: Config) -> Config:
@@ -76,30 +78,22 @@ def without_checkpoints(config: Config) -> Config:
     return config.model_copy(update={"model": model, "checkpoint": checkpoint})
 
 
-def model_facts(config: Config | SftConfig) -> tuple[ModelConfig | None, int | None]:
-    """(shape, longest context) of the model directory; (None, None) if it is not here or cannot be read."""
-    if not (Path(config.model.path) / "config.json").is_file() or model_problems(config):
-        return None, None
-    model = ModelConfig.from_hf(config.model.path)
-    return model, model.max_position_embeddings
+def _model(config: Config | SftConfig) -> ModelConfig | None:
+    """The model's description; None if it is not here or cannot be read."""
+    if missing_model(config) or model_problems(config):
+        return None
+    return ModelConfig.from_hf(config.model.path)
 
 
 def model_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     """A model directory on this machine whose config.json cannot be read or describes no supported model."""
-    if not (Path(config.model.path) / "config.json").is_file():
+    if missing_model(config):
         return []
     try:
         ModelConfig.from_hf(config.model.path)
     except CheckpointError as error:
         return [ConfigProblem("model.path", config.model.path, str(error))]
     return []
-
-
-def _written_directory(config: Config | SftConfig) -> tuple[str, str]:
-    """(field, path) of the directory that a run writes."""
-    if isinstance(config, SftConfig):
-        return "sft.out", config.sft.out
-    return "train.run_dir", config.train.run_dir
 
 
 def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -133,9 +127,9 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     return problems
 
 
-def resume_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+def resume_problems(config: Config) -> list[ConfigProblem]:
     """A checkpoint on this machine that a run is to resume from and cannot. Reads no tensor."""
-    if isinstance(config, SftConfig) or not Path(config.checkpoint.resume).exists():
+    if not Path(config.checkpoint.resume).exists():
         return []
     return checkpoint_problems(config.checkpoint.resume)
 

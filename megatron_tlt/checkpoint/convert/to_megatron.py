@@ -129,7 +129,8 @@ def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
     if min(tp, pp) < 1:
         raise ConfigError.of("--tp, --pp", f"{tp}, {pp}", "must be 1 or more")
     source = HfDir(hf)
-    if problems := [*tp_problems(source.config, "--tp", tp), *pp_problems(source.config, "--pp", pp)]:
+    shape = source.config.architecture
+    if problems := [*tp_problems(shape, "--tp", tp), *pp_problems(shape, "--pp", pp)]:
         raise ConfigError(problems)
     return Plan(source, tp, pp, choose_dtype(source.dtypes.values(), dtype))
 

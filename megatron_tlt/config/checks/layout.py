@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigError, ConfigProblem
-from megatron_tlt.interfaces import ModelShape
 
 Device = Literal["cpu", "cuda"]
 Problems = Iterator[ConfigProblem]
@@ -51,7 +51,7 @@ _ENGINE_VERSIONS = {"p2p": (1, 10), "a2a": (2, 10), "all_gather": (2, 18)}
 
 
 def cp_problems(
-    config: Config | SftConfig, shape: ModelShape | None, device: Device | None, engine: str | None = None
+    config: Config | SftConfig, shape: ArchitectureConfig | None, device: Device | None, engine: str | None = None
 ) -> Problems:
     """A form of context parallelism that layers, heads, type, or the installed Transformer Engine do not have.
 
@@ -86,7 +86,7 @@ def _installed_engine() -> str | None:
         return None
 
 
-def check_experts(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
+def check_experts(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
     """megatron's requirements of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
     if actor.measure_replay and actor.router_replay == "off":
@@ -115,7 +115,7 @@ def check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
         )
 
 
-def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
+def tp_problems(shape: ArchitectureConfig | None, path: str, tp: int) -> Problems:
     """Dimensions of the model that a tensor-parallel size does not divide."""
     if shape is None:
         return
@@ -123,31 +123,30 @@ def tp_problems(shape: ModelShape | None, path: str, tp: int) -> Problems:
         "query heads": shape.num_heads,
         "key/value heads": shape.num_kv_heads,
         "intermediate size": shape.intermediate_size if len(shape.moe_layers) < shape.num_layers else 0,
-        "shared expert's width": getattr(shape, "shared_expert_intermediate_size", 0),
+        "shared expert's width": shape.shared_expert_intermediate_size,
     }  # not the vocabulary: actor and engine pad it
     if path == "rollout.tp":  # the actor's experts are whole
-        dimensions["experts' width"] = getattr(shape, "moe_intermediate_size", 0)
+        dimensions["experts' width"] = shape.moe_intermediate_size
     bad = [f"{name} {size}" for name, size in dimensions.items() if size % tp]
     if bad:
         yield ConfigProblem(path, tp, f"must divide the model's {', '.join(bad)}")
 
 
-def pp_problems(shape: ModelShape | None, path: str, pp: int) -> Problems:
+def pp_problems(shape: ArchitectureConfig | None, path: str, pp: int) -> Problems:
     """A pipeline-parallel size that does not divide the model's layers."""
     if shape is not None and shape.num_layers % pp:
         yield ConfigProblem(path, pp, f"must divide the model's {shape.num_layers} layers")
 
 
-def check_architecture(config: Config | SftConfig, shape: ModelShape | None) -> Problems:
+def check_architecture(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
     promised = config.model.architecture
-    if promised is None or shape is None or shape is promised:
+    if promised is None or shape is None:
         return
-    for name in type(promised).model_fields:
-        there = getattr(shape, name, None)
-        if there is not None and there != getattr(promised, name):
+    for name, value in promised:
+        if (there := getattr(shape, name)) != value:
             allowed = f"contradicts {config.model.path}, which has {there!r}"
-            yield ConfigProblem(f"model.architecture.{name}", getattr(promised, name), allowed)
+            yield ConfigProblem(f"model.architecture.{name}", value, allowed)
 
 
 def check_batch(config: Config, num_ranks: int) -> Problems:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import kv_bytes_per_token
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.interfaces import ModelShape
 from megatron_tlt.types import CAPABILITIES
 
 Problems = Iterator[ConfigProblem]
 
 
 def check_rollout(
-    config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None
+    config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
 ) -> Problems:
     """The engine's layout, kernels and memory."""
     rollout = config.rollout
@@ -46,7 +46,7 @@ def check_rollout(
             )
 
 
-def _check_experts(config: Config, shape: ModelShape) -> Problems:
+def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
     """Engines to which a push does not bring experts, or that hand out no layers' outputs of such a model."""
     backend = config.rollout.backend
     if backend == "trtllm":
@@ -58,7 +58,7 @@ def _check_experts(config: Config, shape: ModelShape) -> Problems:
         yield ConfigProblem("drafter.kind", "eagle3", allowed)
 
 
-def _check_kv_cache(config: Config, shape: ModelShape) -> Problems:
+def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     """One request of full length must fit, or the engine could never finish it."""
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
@@ -76,7 +76,7 @@ def longest_request(config: Config) -> int:
     return config.data.max_prompt_tokens + answer
 
 
-def check_idle(config: Config, shape: ModelShape | None, num_ranks: int, device: Device | None) -> Problems:
+def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
     """Training the drafter needs a trainable drafter, at least two replicas, and room for hidden states."""
     if config.idle.work_stealing and config.rollout.tp > 1:
         allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"

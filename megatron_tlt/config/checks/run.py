@@ -1,7 +1,6 @@
 """All cross-checks of a run, which need no weights.
 
-Every check yields all its problems; nothing raises. The model comes as an
-`interfaces.ModelShape`, so that this floor imports no model code; None skips the checks that need it.
+Every check yields all its problems; nothing raises. Without the model's shape (None) the checks that need it are skipped.
 """
 
 from __future__ import annotations
@@ -22,32 +21,42 @@ from megatron_tlt.config.checks.layout import (
 )
 from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
 from megatron_tlt.config.checks.rollout import check_context, check_idle, check_positions, check_rollout
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.interfaces import ModelShape
 
 
 def check_config(
-    config: Config,
-    shape: ModelShape | None,
+    config: Config | SftConfig,
+    shape: ArchitectureConfig | None,
     num_ranks: int,
     device: Device | None = None,
     max_positions: int | None = None,
 ) -> list[ConfigProblem]:
-    """All problems of an RL run on `num_ranks` ranks; an empty list means it can run.
+    """All problems of a run on `num_ranks` ranks; an empty list means it can run.
 
     `device` is what the ranks will use (None: `distributed.device`, unknown if that is auto); `max_positions` the
     longest context the model was made for, in tokens.
     """
     device = resolve_device(config, device)
     shape = shape if shape is not None else config.model.architecture
-    return [
+    problems = [
         *check_world(config, num_ranks, device),
         *tp_problems(shape, "actor.tp", config.actor.tp),
         *pp_problems(shape, "actor.pp", config.actor.pp),
         *cp_problems(config, shape, device),
         *check_experts(config, shape),
         *check_architecture(config, shape),
+    ]
+    if isinstance(config, SftConfig):
+        return [
+            *problems,
+            *_check_replay(config),
+            *check_positions(config.model.max_context, max_positions),
+            *check_optimizer(config.optimizer, config.sft.num_steps),
+        ]
+    return [
+        *problems,
         *check_rollout(config, shape, num_ranks, device),
         *check_idle(config, shape, num_ranks, device),
         *check_backend(config, device),
@@ -59,29 +68,6 @@ def check_config(
         *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
         *check_stop(config),
         *check_watchdog(config),
-    ]
-
-
-def check_sft(
-    config: SftConfig,
-    shape: ModelShape | None,
-    num_ranks: int,
-    device: Device | None = None,
-    max_positions: int | None = None,
-) -> list[ConfigProblem]:
-    """All problems of a fine-tuning run; arguments as in `check_config`."""
-    device = resolve_device(config, device)
-    shape = shape if shape is not None else config.model.architecture
-    return [
-        *check_world(config, num_ranks, device),
-        *tp_problems(shape, "actor.tp", config.actor.tp),
-        *pp_problems(shape, "actor.pp", config.actor.pp),
-        *cp_problems(config, shape, device),
-        *check_experts(config, shape),
-        *_check_replay(config),
-        *check_architecture(config, shape),
-        *check_positions(config.model.max_context, max_positions),
-        *check_optimizer(config.optimizer, config.sft.num_steps),
     ]
 
 

@@ -34,7 +34,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.interfaces import ModelShape
+from megatron_tlt.config.model import ArchitectureConfig
 
 # Elements of one fp32 chunk in `actor.logprob`; a test compares.
 CHUNK_ELEMENTS: dict[Device, int] = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -61,7 +61,7 @@ class Slice:
 
 
 def layer_bytes(
-    shape: ModelShape, at: Slice, redone: Collection[str] = (), has_experts: bool = False
+    shape: ArchitectureConfig, at: Slice, redone: Collection[str] = (), has_experts: bool = False
 ) -> float:
     """What one layer keeps for backward, if the modules `redone` (`actor.recompute_modules`) are computed again."""
     normed = shape.family in ("qwen3", "qwen3_moe")
@@ -86,18 +86,18 @@ def layer_bytes(
     return kept + experts + 4 * 4 * at.tokens / at.sequence * shape.num_experts
 
 
-def _expert_rows(shape: ModelShape, at: Slice) -> float:
+def _expert_rows(shape: ArchitectureConfig, at: Slice) -> float:
     return _IMBALANCE * shape.num_experts_per_tok * at.tokens / at.sequence
 
 
-def gradient_bytes(shape: ModelShape, at: Slice) -> float:
+def gradient_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     """Temporaries of one layer's way back; of experts also their rows on the way to their ranks and back."""
     wide = 2 * shape.hidden_size / at.sequence + 2 * shape.intermediate_size / at.tp
     rows = _expert_rows(shape, at) * (3 * shape.hidden_size + 3 * shape.moe_intermediate_size)
     return at.element * (at.tokens * wide + (rows if at.expert_layers else 0))
 
 
-def attention_bytes(shape: ModelShape, at: Slice) -> float:
+def attention_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     """Temporaries of one layer's context parallel attention."""
     A, K = shape.num_heads, shape.num_kv_heads
     heads = {"p2p": at.cp * A + 8 * K, "a2a": 3 * (A + 2 * K), "all_gather": 6 * at.cp * K}[at.comm]
@@ -111,7 +111,7 @@ def mask_bytes(at: Slice) -> float:
     return (at.longest / (2 * at.cp)) ** 2 * (2 * at.cp + 1) * at.element
 
 
-def head_bytes(shape: ModelShape, at: Slice) -> float:
+def head_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     """Final norm, LM head and loss of one micro-batch, forward and backward."""
     logits = at.tokens * shape.vocab_size / at.tp
     chunks = _CHUNKS * 4 * min(logits, CHUNK_ELEMENTS[at.device])
@@ -119,7 +119,7 @@ def head_bytes(shape: ModelShape, at: Slice) -> float:
     return at.element * (4 * at.tokens * shape.hidden_size + 2 * logits) + max(chunks, weight)
 
 
-def update_bytes(shape: ModelShape, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
+def update_bytes(shape: ArchitectureConfig, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
     """The most that lives at once in an update. `modules`: what selective recompute redoes."""
     total = again = 0.0
     for layers, has_experts in ((at.layers, False), (at.expert_layers, True)):

@@ -21,6 +21,7 @@ Compared with what the trainer allocates in tests/unit/config/planning/test_draf
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import has_packed_head
 from megatron_tlt.config.planning.parameters import (
     MIB,
@@ -31,7 +32,6 @@ from megatron_tlt.config.planning.parameters import (
 )
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
-from megatron_tlt.interfaces import ModelShape
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
 _BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
@@ -40,7 +40,7 @@ _BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
 _EAGLE3_KEPT, _EAGLE3_FIRST = 28, 17
 
 
-def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def drafter_state_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Weights, their mean, two moments; in bf16 a master copy as well."""
     if not config.idle.train_drafter:
         return 0
@@ -50,7 +50,7 @@ def drafter_state_bytes(config: Config, shape: ModelShape, device: Device) -> in
     return count * weights + count * sharded // config.rollout.tp
 
 
-def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Gradients, activations and temporaries of one micro-step."""
     if not config.idle.train_drafter:
         return 0
@@ -71,7 +71,7 @@ def drafter_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     return states + max(loss, back, gradients)
 
 
-def drafter_head_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def drafter_head_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """The LM head from a window's first micro-step to its merge, where the engine does not keep it in one piece."""
     packed = has_packed_head(config, device)
     in_one_piece = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
@@ -80,14 +80,14 @@ def drafter_head_bytes(config: Config, shape: ModelShape, device: Device) -> int
     return shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
 
 
-def drafter_merge_bytes(config: Config, shape: ModelShape) -> int:
+def drafter_merge_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """The bucket through which replicas' drafters are merged, and the one before it."""
     if not config.idle.train_drafter:
         return 0
     return 2 * min(_BUCKET_BYTES, 4 * drafter_parameters(config, shape))
 
 
-def drafter_push_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def drafter_push_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """The mean as it goes to the engine, where no rank keeps it whole."""
     if not config.idle.train_drafter or config.rollout.tp == 1:
         return 0
@@ -101,7 +101,7 @@ def hidden_state_bytes(config: Config, device: Device) -> int:
     return int(config.drafter.sizes(device).buffer_mib * MIB) * (1 + (config.hidden_states_of == "actor"))
 
 
-def collected_bytes(config: Config, shape: ModelShape) -> int:
+def collected_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Hidden states of a micro-batch as the actor hands them out: the rows to be copied and, under sequence or context
     parallel, all of them gathered before; under context parallel twice, for they are put in order.
     """
@@ -113,7 +113,7 @@ def collected_bytes(config: Config, shape: ModelShape) -> int:
     return micro_batch_tokens(config) * actor.cp * config.drafter.state_parts * shape.hidden_size * row
 
 
-def drafter_save_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def drafter_save_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """The copy that a checkpoint is written from, in the host's memory of the first rank.
 
     With t > 1 it is put together there, in pageable memory, before it is copied; else the copy of a GPU is pinned.

@@ -17,6 +17,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     MIB,
     decoder_parameters,
@@ -26,20 +27,19 @@ from megatron_tlt.config.planning.parameters import (
     kv_bytes_per_token,
 )
 from megatron_tlt.config.root import Config
-from megatron_tlt.interfaces import ModelShape
 
 LOADED = "experts as they load"  # the part's name
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 
 
-def kv_cache_bytes(config: Config, shape: ModelShape, requests: int) -> int:
+def kv_cache_bytes(config: Config, shape: ArchitectureConfig, requests: int) -> int:
     """A cache for so many requests of the longest context, in whole blocks."""
     blocks = requests * -(-config.model.max_context // config.rollout.block_size) + 1
     return blocks * config.rollout.block_size * kv_bytes_per_token(config, shape)
 
 
-def engine_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def engine_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Weights of one rank of an engine. The native decoder (packed weights) holds the whole LM head on every rank."""
     rollout = config.rollout
     table = shape.vocab_size * shape.hidden_size
@@ -56,7 +56,7 @@ def has_packed_head(config: Config, device: Device) -> bool:
     return rollout.backend == "embedded" and device == "cpu" and rollout.kernels != "torch"
 
 
-def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
+def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
     """What an engine in a process of its own takes beside weights and cache. A push: in vLLM a layer's experts, that
     came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the policy's
     tables on the rank.
@@ -73,7 +73,7 @@ def process_bytes(config: Config, shape: ModelShape) -> dict[str, int]:
     }
 
 
-def drafter_weight_bytes(config: Config, shape: ModelShape) -> int:
+def drafter_weight_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """The engine's own copy of the trained drafter, whole on every rank."""
     section = config.rollout.speculation
     return section.uses_eagle * drafter_parameters(config, shape) * element_bytes(config.rollout.dtype)
@@ -85,7 +85,7 @@ def suffix_bytes(config: Config) -> int:
     return 2 * section.suffix.history_mib * MIB * section.uses_suffix
 
 
-def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int:
+def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
     Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products, and
@@ -103,7 +103,7 @@ def rollout_step_bytes(config: Config, shape: ModelShape, device: Device) -> int
     return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
 
 
-def row_bytes(config: Config, shape: ModelShape) -> int:
+def row_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """A forward's temporaries that each of its rows has: see `rollout_step_bytes`."""
     tp, chosen = config.rollout.tp, shape.num_experts_per_tok
     row = (2 + state_parts(config)) * shape.hidden_size + 4 * shape.intermediate_size // tp

@@ -18,10 +18,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import row_bytes, state_parts
 from megatron_tlt.config.planning.parameters import MIB, element_bytes, route_bytes
 from megatron_tlt.config.root import Config
-from megatron_tlt.interfaces import ModelShape
 
 _SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
 _STRIDE = 8  # then of larger powers of two
@@ -72,7 +72,7 @@ def graph_bytes(config: Config, device: Device) -> int:
     return config.rollout.graph_memory_mib * MIB * has_graphs(config, device)
 
 
-def least_graph_bytes(config: Config, shape: ModelShape) -> int:
+def least_graph_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Output buffers and shared temporary memory: without room for them no large forward is captured."""
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0

@@ -18,11 +18,11 @@ from typing import Literal
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
 from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pinned_bytes, stage_parameters
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.interfaces import ModelShape
 
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
@@ -63,7 +63,7 @@ class RankMemory:
 
 def estimate_memory(
     config: Config | SftConfig,
-    shape: ModelShape,
+    shape: ArchitectureConfig,
     num_ranks: int,
     device: Device | None = None,
     limit_gib: float | None = None,
@@ -89,7 +89,7 @@ def estimate_memory(
 
 
 def _policy_parts(
-    config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device
+    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> dict[str, int]:
     count, experts = stage_parameters(shape, dims, stage)
     element = element_bytes(config.actor.dtype)
@@ -103,7 +103,7 @@ def _policy_parts(
     }
 
 
-def _sft_stage(config: SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device) -> RankMemory:
+def _sft_stage(config: SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device) -> RankMemory:
     parts = _policy_parts(config, shape, dims, stage, device) | _runtime(config, device)
     return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
 
@@ -115,7 +115,7 @@ def _runtime(config: Config | SftConfig, device: Device) -> dict[str, int]:
     return {RESERVE: int(config.cluster.reserve_gib * GIB)}
 
 
-def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: Device) -> RankMemory:
+def _stage(config: Config, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
     weights = parts["weights"] + parts.get("experts", 0)
@@ -146,7 +146,7 @@ def _stage(config: Config, shape: ModelShape, dims: Dims, stage: int, device: De
 
 
 def _host_parts(
-    config: Config, shape: ModelShape, parts: dict[str, int], dims: Dims, device: Device
+    config: Config, shape: ArchitectureConfig, parts: dict[str, int], dims: Dims, device: Device
 ) -> dict[str, int]:
     """What lies in the host's memory where the device has its own."""
     before = parts["drafter training"]
@@ -189,7 +189,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
 
 
 def _kv_cache(
-    config: Config, shape: ModelShape, stages: list[RankMemory], device: Device, limit_gib: float | None
+    config: Config, shape: ArchitectureConfig, stages: list[RankMemory], device: Device, limit_gib: float | None
 ) -> int:
     """The configured cache; by default what all running requests need at full length, on CUDA at most what remains.
 
@@ -227,7 +227,7 @@ def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
 
 
 def check_memory(
-    config: Config | SftConfig, shape: ModelShape, num_ranks: int, device: Device | None = None
+    config: Config | SftConfig, shape: ArchitectureConfig, num_ranks: int, device: Device | None = None
 ) -> list[ConfigProblem]:
     """Graphs that their budget has no room for; nodes whose ranks need more than `cluster.host_gib`; the fullest stage,
     if a rank needs more than `cluster.memory_gib`.
@@ -262,7 +262,7 @@ def _check_host(config: Config | SftConfig, stages: list[RankMemory]) -> Iterato
         yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, f"{needs} (a rank: {shares}, ...)")
 
 
-def _check_graphs(config: Config, shape: ModelShape, device: Device | None) -> Iterator[ConfigProblem]:
+def _check_graphs(config: Config, shape: ArchitectureConfig, device: Device | None) -> Iterator[ConfigProblem]:
     """The budget holds the buffers of all graphs and the temporary memory of the largest."""
     least, budget = -(-graphs.least_graph_bytes(config, shape) // MIB), config.rollout.graph_memory_mib
     if graphs.has_graphs(config, resolve_device(config, device) or "cpu") and budget < least:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
-from megatron_tlt.interfaces import ModelShape
 
 GIB = 2**30
 MIB = 2**20
@@ -20,29 +20,29 @@ def pinned_bytes(size: int) -> int:
     return 2 * size
 
 
-def layer_parameters(shape: ModelShape) -> int:
+def layer_parameters(shape: ArchitectureConfig) -> int:
     """Parameters of one dense decoder layer; biases and head norms (well under 1 %) are left out."""
     return _attention_parameters(shape) + 3 * shape.hidden_size * shape.intermediate_size
 
 
-def _attention_parameters(shape: ModelShape) -> int:
+def _attention_parameters(shape: ArchitectureConfig) -> int:
     """Of a layer, all but its MLP or experts."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     return attention + 2 * shape.hidden_size
 
 
-def _unrouted_parameters(shape: ModelShape) -> int:
+def _unrouted_parameters(shape: ArchitectureConfig) -> int:
     """Of a layer with experts, all but the experts that the router chooses from."""
     router = shape.hidden_size * (shape.num_experts + 3 * shape.shared_expert_intermediate_size)
     return _attention_parameters(shape) + router
 
 
-def expert_parameters(shape: ModelShape, experts: float) -> int:
+def expert_parameters(shape: ArchitectureConfig, experts: float) -> int:
     """Parameters of so many experts of one layer."""
     return int(3 * experts * shape.hidden_size * shape.moe_intermediate_size)
 
 
-def decoder_parameters(shape: ModelShape, experts: float | None = None) -> int:
+def decoder_parameters(shape: ArchitectureConfig, experts: float | None = None) -> int:
     """Parameters of all layers. `experts`: count so many of each layer with experts; default: all."""
     routed = shape.num_experts if experts is None else experts
     sparse = _unrouted_parameters(shape) + expert_parameters(shape, routed)
@@ -50,19 +50,19 @@ def decoder_parameters(shape: ModelShape, experts: float | None = None) -> int:
     return dense * layer_parameters(shape) + len(shape.moe_layers) * sparse
 
 
-def total_parameters(shape: ModelShape) -> int:
+def total_parameters(shape: ArchitectureConfig) -> int:
     """Parameters of the whole model."""
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     return decoder_parameters(shape) + embeddings + shape.hidden_size
 
 
-def active_parameters(shape: ModelShape) -> int:
+def active_parameters(shape: ArchitectureConfig) -> int:
     """Parameters that one token passes: of experts those that it takes. All of a dense model's."""
     unused = decoder_parameters(shape) - decoder_parameters(shape, shape.num_experts_per_tok)
     return total_parameters(shape) - unused
 
 
-def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> tuple[int, int]:
+def stage_parameters(shape: ArchitectureConfig, dims: Dims, stage: int) -> tuple[int, int]:
     """P: parameters of one rank of a pipeline stage, without its experts, and of its experts.
 
     A tied head on another stage is a second copy. TP does not cut experts, EP does.
@@ -78,7 +78,7 @@ def stage_parameters(shape: ModelShape, dims: Dims, stage: int) -> tuple[int, in
     return count // dims.tp, experts // dims.ep
 
 
-def drafter_parameters(config: Config, shape: ModelShape) -> int:
+def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
     """Parameters of the trained drafter: one layer and `fc` (2H x H). Of kind eagle3 `fc` is 3H x H, queries, keys and
     values read 2H, and there is an LM head; its layer is counted in the policy's sizes.
     """
@@ -89,12 +89,12 @@ def drafter_parameters(config: Config, shape: ModelShape) -> int:
     return count + h * h + wider + draft_vocabulary(config, shape) * h
 
 
-def draft_vocabulary(config: Config, shape: ModelShape) -> int:
+def draft_vocabulary(config: Config, shape: ArchitectureConfig) -> int:
     """Tokens of a drafter of kind eagle3: at most the policy's, where the configuration does not say."""
     return config.drafter.draft_vocab_size or shape.vocab_size
 
 
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
     heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
@@ -104,6 +104,6 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
 
 
-def route_bytes(shape: ModelShape) -> int:
+def route_bytes(shape: ArchitectureConfig) -> int:
     """Bytes of the numbers of one token's experts, all layers: one byte each up to 256 experts, else two."""
     return shape.num_experts_per_tok * len(shape.moe_layers) * (1 if shape.num_experts <= 256 else 2)

@@ -19,10 +19,10 @@ from dataclasses import replace
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.activations import Slice, update_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.interfaces import ModelShape
 
 
 def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
@@ -53,7 +53,7 @@ def _longest(config: Config | SftConfig) -> int:
 
 
 def activation_bytes(
-    config: Config | SftConfig, shape: ModelShape, dims: Dims, stage: int, device: Device = "cpu"
+    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
 ) -> int:
     """What an update takes on one rank of a stage beside its state; see `activations.py`.
 
@@ -86,7 +86,7 @@ def rotation_rows(max_context: int, tp: int, cp: int) -> int:
     return max_context + 2 * cp * tp
 
 
-def rotation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, device: Device) -> int:
+def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, device: Device) -> int:
     """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
     if device != "cuda" or config.actor.layer_spec == "local":
         return 0
@@ -94,7 +94,7 @@ def rotation_bytes(config: Config | SftConfig, shape: ModelShape, dims: Dims, de
     return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
-def push_bytes(config: Config, shape: ModelShape, dims: Dims) -> int:
+def push_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:
     """A bucket of full tensors, and the parts and the join of the largest one where ranks hold parts."""
     widths = 2 * shape.intermediate_size, 2 * shape.num_experts * shape.moe_intermediate_size  # experts are one stack
     largest = max(shape.vocab_size, *widths) * shape.hidden_size * element_bytes(config.actor.dtype)

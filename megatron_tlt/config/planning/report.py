@@ -6,40 +6,36 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device, check_grid, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
-from megatron_tlt.config.checks.run import check_config, check_sft
+from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.graphs import captured_shapes, graph_rows, has_graphs
 from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem, aligned
-from megatron_tlt.interfaces import ModelShape
 
 MAX_GRID_ROWS = 16
 
 
 def find_problems(
     config: Config | SftConfig,
-    shape: ModelShape | None,
+    shape: ArchitectureConfig | None,
     num_ranks: int,
     device: Device | None = None,
     max_positions: int | None = None,
 ) -> list[ConfigProblem]:
     """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
-    if isinstance(config, Config):
-        problems = check_config(config, shape, num_ranks, device, max_positions)
-    else:
-        problems = check_sft(config, shape, num_ranks, device, max_positions)
+    problems = check_config(config, shape, num_ranks, device, max_positions)
     shape = shape if shape is not None else config.model.architecture
-    is_grid = not any(check_grid(config, num_ranks))
-    if shape is not None and is_grid:
+    if shape is not None and not any(check_grid(config, num_ranks)):
         problems += check_memory(config, shape, num_ranks, device)
     return problems
 
 
 def render_check(
-    config: Config | SftConfig, shape: ModelShape | None, num_ranks: int, device: Device | None = None
+    config: Config | SftConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None = None
 ) -> str:
     """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `find_problems`).
 
@@ -92,7 +88,7 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
 
 
 def _memory(
-    config: Config | SftConfig, shape: ModelShape | None, num_ranks: int, device: Device | None
+    config: Config | SftConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
 ) -> list[str]:
     if shape is None:
         return [f"Memory: unknown ({config.model.path} is not here and model.architecture is not set)"]
@@ -122,12 +118,12 @@ def _memory(
     return lines
 
 
-def full_requests(config: Config, shape: ModelShape, cache_bytes: int) -> int:
+def full_requests(config: Config, shape: ArchitectureConfig, cache_bytes: int) -> int:
     """Requests of full length that an engine's KV cache of `cache_bytes` a rank holds."""
     return cache_bytes // (longest_request(config) * kv_bytes_per_token(config, shape))
 
 
-def _cache_line(config: Config, shape: ModelShape, cache_bytes: int, device: Device | None) -> list[str]:
+def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, device: Device | None) -> list[str]:
     """What the cache holds; on CUDA without a limit nothing is known but that one request must fit."""
     if config.rollout.backend == "trtllm":
         share = config.rollout.trtllm.kv_cache_fraction

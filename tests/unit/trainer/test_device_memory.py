@@ -48,7 +48,7 @@ def gpu(monkeypatch):
     shape = recipe.model.architecture
     stages, state = estimate_memory(recipe, shape, 8, "cuda"), SimpleNamespace(outside=GIB, allocated=30 * GIB)
     total = 79 * GIB
-    monkeypatch.setattr(device_memory.ModelConfig, "from_hf", lambda path: shape)
+    monkeypatch.setattr(device_memory.ModelConfig, "from_hf", lambda path: SimpleNamespace(architecture=shape))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: state.allocated)
     free = lambda device: (total - state.outside - state.allocated, total)  # noqa: E731

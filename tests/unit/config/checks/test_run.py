@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_tlt.config.checks.layout import cp_problems
-from megatron_tlt.config.checks.run import check_config, check_sft
+from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import SftConfig
@@ -213,7 +213,7 @@ def test_all_problems_are_found_together():
 
 def test_sft_checks_its_layout():
     values = {"model": {"path": "m"}, "sft": {"train_path": "a", "out": "b"}, "actor": {"pp": 3}}
-    found = {p.path for p in check_sft(build_config(values, root=SftConfig), SHAPE, 3)}
+    found = {p.path for p in check_config(build_config(values, root=SftConfig), SHAPE, 3)}
     assert found == {"actor.pp"}
     replays = build_config(values | {"actor": {"router_replay": "rollout"}}, root=SftConfig)
-    assert {p.path for p in check_sft(replays, None, 3)} == {"actor.router_replay"}, "no rollout recorded any"
+    assert {p.path for p in check_config(replays, None, 3)} == {"actor.router_replay"}, "no rollout recorded any"
