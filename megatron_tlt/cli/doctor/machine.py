@@ -9,10 +9,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.cli.doctor.findings import Finding, Output, Status, last_line, run_program
+from megatron_tlt.cli.doctor.findings import Finding, Output, last_line, run_program
 from megatron_tlt.cli.doctor.two_ranks import MET
 
 _DISK_GIB = 10.0
@@ -22,32 +21,19 @@ _GPU_FIELDS = "name,memory.total,driver_version"
 
 
 def check_gpu() -> Finding:
-    """The GPUs and their driver, as `nvidia-smi` sees them."""
-    program = shutil.which("nvidia-smi")
-    is_there = bool(list(Path("/dev").glob("nvidia[0-9]*")))
-    if program is None:
-        if is_there:
-            return Finding(
-                "GPU", "failed", "/dev/nvidia0 without nvidia-smi", "install NVIDIA's driver (its utilities)"
-            )
-        return Finding("GPU", "absent", "none: everything runs on the CPU")
-    return judge_gpu(run_program([program, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"]), is_there)
-
-
-def judge_gpu(answer: Output, is_there: bool) -> Finding:
-    """`check_gpu` from the output of `nvidia-smi`, and whether there is a device file."""
-    if answer.code != 0:
-        status: Status = "failed" if is_there else "absent"
-        hint = (
-            "load the driver's kernel module (modprobe nvidia), or give the container the GPUs (--gpus all)"
-        )
-        reason = last_line(answer.err) or last_line(answer.out)
-        return Finding("GPU", status, f"nvidia-smi does not answer: {reason}", hint)
+    """The GPUs and their driver, as `nvidia-smi` sees them. One whose driver does not answer counts where there is a
+    device file.
+    """
+    answer = run_program(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader"])
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines() if line.strip()]
-    if not rows:
-        return Finding("GPU", "absent", "nvidia-smi lists none")
-    kinds = sorted({f"{row[0]} ({row[1]})" for row in rows})
-    return Finding("GPU", "ok", f"{len(rows)} x {', '.join(kinds)}, driver {rows[0][-1]}")
+    if answer.code == 0 and rows:
+        kinds = sorted({f"{row[0]} ({row[1]})" for row in rows})
+        return Finding("GPU", "ok", f"{len(rows)} x {', '.join(kinds)}, driver {rows[0][-1]}")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return Finding("GPU", "absent", "none: everything runs on the CPU")
+    hint = "install NVIDIA's driver, load its module (modprobe nvidia), or give the container the GPUs (--gpus all)"
+    reason = last_line(answer.err) or last_line(answer.out)
+    return Finding("GPU", "failed", f"nvidia-smi does not answer: {reason}", hint)
 
 
 def check_disk(run_dir: Path) -> Finding:
@@ -144,19 +130,14 @@ def check_two_ranks(launcher: str | None, mpiexec: str | None) -> Finding:
         _TWO_RANKS_S,
         {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    return judge_two_ranks(answer, start, time.monotonic() - began)
-
-
-def judge_two_ranks(answer: Output, start: Sequence[str], seconds: float) -> Finding:
-    """`check_two_ranks` from the output of the ranks."""
-    with_ = " ".join(start)
+    by = " ".join(start)
     if answer.code == 0 and MET in answer.out:
         line = next(line for line in answer.out.splitlines() if MET in line)
-        return Finding("two ranks", "ok", f"{line}, {seconds:.1f} s ({with_})")
+        return Finding("two ranks", "ok", f"{line}, {time.monotonic() - began:.1f} s ({by})")
     errors = [line for line in answer.err.splitlines() if "Error" in line]
     why = errors[-1].strip() if errors else last_line(answer.err) or f"exit code {answer.code}"
     hint = (
-        f"run it by hand: {with_} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60; ranks that see a world of "
+        f"run it by hand: {by} python -m mpi4py -m megatron_tlt.cli.doctor.two_ranks 60; ranks that see a world of "
         "1 were started by the mpiexec of another MPI than mpi4py's (row MPI): MPIEXEC=... launch/local.sh"
     )
     return Finding("two ranks", "failed", why, hint)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.cli.doctor.findings import Finding, Status, last_line, run_program
+from megatron_tlt.cli.doctor.findings import Finding, last_line, run_program
 
 _PYTHONS = ((3, 11), (3, 12))
 _LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
@@ -21,7 +21,6 @@ _PRINT_MPI_VERSIONS = (
     "print(mpi4py.__version__); print(MPI.Get_library_version().splitlines()[0])"
 )
 _TRANSFORMER_ENGINE = (2, 9), (2, 12)  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
-_CUDNN = 90300  # as torch counts: 9.3.0, of Transformer Engine 2.11's documentation
 
 
 def check_python() -> Finding:
@@ -71,13 +70,15 @@ def check_mpi() -> Finding:
 
 
 def check_torch(has_gpu: bool) -> Finding:
-    """torch's build fits the machine."""
-    cuda = torch.version.cuda
-    detail = f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'})"
-    if has_gpu and cuda is None:
-        return Finding(
-            "torch", "failed", f"{detail}, but there is a GPU", "pip install -r requirements-gpu.txt"
-        )
+    """torch's build fits the machine, and has NCCL where there is a GPU."""
+    cuda, has_nccl = torch.version.cuda, torch.distributed.is_nccl_available()
+    build = [f"CUDA {cuda}" if cuda else "without CUDA"]
+    if has_nccl:
+        build.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    detail = f"{torch.__version__} ({', '.join(build)})"
+    if has_gpu and not (cuda and has_nccl):
+        detail = f"{detail}, but there is a GPU, which needs CUDA and NCCL"
+        return Finding("torch", "failed", detail, "pip install -r requirements-gpu.txt")
     if has_gpu and not torch.cuda.is_available():
         hint = (
             f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides all GPUs; see nvidia-smi"
@@ -86,73 +87,29 @@ def check_torch(has_gpu: bool) -> Finding:
     return Finding("torch", "ok", detail)
 
 
-def check_nccl(has_gpu: bool) -> Finding:
-    """torch's NCCL."""
-    if not torch.distributed.is_nccl_available():
-        detail = "torch was built without it"
-        if has_gpu:
-            return Finding("NCCL", "failed", detail, "pip install -r requirements-gpu.txt")
-        return Finding("NCCL", "absent", f"{detail}; ranks on CPU use gloo")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    return Finding("NCCL", "ok", version)
-
-
 def check_transformer_engine(has_gpu: bool) -> Finding:
     """Transformer Engine: faster layers, fused Adam and FP8, on a GPU only."""
-    return judge_transformer_engine(_version("transformer-engine"), torch.backends.cudnn.version(), has_gpu)
-
-
-def judge_transformer_engine(version: str | None, cudnn: int | None, has_gpu: bool) -> Finding:
-    """`check_transformer_engine` from the versions of Transformer Engine and of torch's cuDNN (None: there is none)."""
-    name = "Transformer Engine"
+    name, version = "Transformer Engine", _version("transformer-engine")
+    hint = "pip install --no-build-isolation -r requirements-gpu.txt, or use NVIDIA's PyTorch container"
     if version is None:
-        hint = "pip install --no-build-isolation -r requirements-gpu.txt, or use NVIDIA's PyTorch container"
         detail = "not installed: actor.layer_spec=local, no FP8"
         return Finding(name, "warning" if has_gpu else "absent", detail, hint if has_gpu else "")
     low, high = _TRANSFORMER_ENGINE
-    if not low <= _numbers(version) < high:
-        hint = "pip install --no-build-isolation -r requirements-gpu.txt"
+    if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
         wanted = f">= {'.'.join(map(str, low))}, < {'.'.join(map(str, high))}"
         return Finding(name, "warning", f"{version}; megatron-core 0.16.1 accepts {wanted}", hint)
-    if has_gpu and (cudnn or 0) < _CUDNN:
-        return Finding(name, "warning", f"{version}, with cuDNN {cudnn}", f"it needs cuDNN >= {_CUDNN}")
     return Finding(name, "ok", version)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number."""
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-def check_apex(has_gpu: bool) -> Finding:
-    """apex, and that it is NVIDIA's: the one on PyPI is something else, and megatron would import it."""
+def check_apex() -> Finding:
+    """That an installed apex is NVIDIA's: the one on PyPI is something else, and megatron would import it."""
     spec = importlib.util.find_spec("apex")
-    folder = (
-        Path(next(iter(spec.submodule_search_locations)))
-        if spec and spec.submodule_search_locations
-        else None
-    )
-    has_kernels = importlib.util.find_spec("amp_C") is not None
-    return judge_apex(folder, has_kernels, _version("transformer-engine") is not None, has_gpu)
-
-
-def judge_apex(folder: Path | None, has_kernels: bool, has_engine: bool, has_gpu: bool) -> Finding:
-    """`check_apex` from where the package lies (None: there is none) and whether Transformer Engine is installed,
-    whose FusedAdam megatron takes first.
-    """
-    hint = (
-        "NVIDIA's is at github.com/NVIDIA/apex and in its PyTorch container; `pip install apex` gets another"
-    )
-    if folder is None:
-        if has_engine:
-            return Finding("apex", "absent", "not installed: Transformer Engine's FusedAdam is used")
-        status: Status = "warning" if has_gpu else "absent"
-        return Finding("apex", status, "not installed: torch's optimizers are used", hint if has_gpu else "")
+    if spec is None or not spec.submodule_search_locations:
+        return Finding("apex", "absent", "not installed: optimizers are Transformer Engine's or torch's")
+    folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / "multi_tensor_apply").is_dir():
-        detail = f"{folder} is not NVIDIA's apex, and megatron would import it"
-        return Finding("apex", "failed", detail, f"pip uninstall apex; {hint}")
-    if not has_kernels:
-        return Finding("apex", "warning", f"NVIDIA's, in {folder}, without its CUDA kernels (amp_C)", hint)
+        hint = "pip uninstall apex; NVIDIA's is at github.com/NVIDIA/apex and in its PyTorch container"
+        return Finding("apex", "failed", f"{folder} is not NVIDIA's apex, and megatron would import it", hint)
     return Finding("apex", "ok", f"NVIDIA's, in {folder}")
 
 

@@ -1,6 +1,6 @@
 """All cross-checks of a run, which need no weights.
 
-Every check yields all its problems; nothing raises. Without the model's shape (None) the checks that need it are skipped.
+Every check yields all its problems; nothing raises. Without the model's shape (None) those that need it are skipped.
 """
 
 from __future__ import annotations
