@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     import numpy as np
     from torch import Tensor
@@ -80,12 +79,6 @@ class RolloutBackend(Protocol):
         the engine is idle again. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
         """
 
-    def release(self) -> None:
-        """Frees the KV cache's memory until `resume`; no answer changes. A second call does nothing."""
-
-    def resume(self) -> None:
-        """Allocates it again; `generate` does so by itself."""
-
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running answer has so far, int [B]. Mutates nothing."""
 
@@ -144,28 +137,7 @@ class RolloutBackend(Protocol):
 
 
 class KeyedEngine(Protocol):
-    """The further operations of a backend with keyed sampling, whose answers do not depend on the engine."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests that the engine works on. Mutates nothing."""
-
-    @property
-    def num_unstarted(self) -> int:
-        """Requests of a `generate` under way that `withdraw` can take. Mutates nothing."""
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether the next step may make requests of prompts that are on their way into the cache. Mutates nothing."""
-
-    def holding(self) -> AbstractContextManager[None]:
-        """The KV cache stays from one `generate` in this block to the next."""
-
-    def withdraw(self, count: int) -> list[tuple[int, int]]:
-        """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
-
-        To be called by its `on_progress`. Mutates the queue.
-        """
+    """A backend with keyed sampling: its answers do not depend on the engine, so some may come from elsewhere."""
 
     def generate(
         self,

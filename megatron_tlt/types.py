@@ -209,27 +209,21 @@ class BackendCapabilities:
     drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
-EMBEDDED_CAPABILITIES = BackendCapabilities(
-    *(True, True, True, True, True, True, True, True), drafters=("none", "suffix", "eagle", "hybrid")
-)
-TRTLLM_CAPABILITIES = BackendCapabilities(
-    *(False, False, False, False, False, False, False, False), drafters=("none", "eagle")
-)
-VLLM_CAPABILITIES = BackendCapabilities(
-    keyed_sampling=True,
-    selectors=True,
-    hidden_states=True,
-    logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
-    stop_strings=True,
-    tensor_parallel=False,
-    withdraw=True,
-    routes=True,
-    drafters=("none", "suffix", "eagle", "hybrid"),
-)
+_DRAFTERS = ("none", "suffix", "eagle", "hybrid")
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": EMBEDDED_CAPABILITIES,
-    "trtllm": TRTLLM_CAPABILITIES,
-    "vllm": VLLM_CAPABILITIES,
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, drafters=_DRAFTERS),
+    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, drafters=("none", "eagle")),
+    "vllm": BackendCapabilities(
+        keyed_sampling=True,
+        selectors=True,
+        hidden_states=True,
+        logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
+        stop_strings=True,
+        tensor_parallel=False,
+        withdraw=True,
+        routes=True,
+        drafters=_DRAFTERS,
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 from megatron_tlt.types import (
-    EMBEDDED_CAPABILITIES,
+    CAPABILITIES,
     BackendCapabilities,
     EngineStats,
     HiddenStateSample,
@@ -68,7 +68,7 @@ class EmbeddedBackend(BaseBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         """What this engine supports: everything."""
-        return EMBEDDED_CAPABILITIES
+        return CAPABILITIES["embedded"]
 
     @property
     def engine(self) -> Engine:

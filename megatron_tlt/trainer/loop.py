@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.evaluation import Evaluator
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.rollout_phase import RolloutPhase
-    from megatron_tlt.trainer.weight_push import WeightPush
     from megatron_tlt.types import Prompt, Sample
 
 
@@ -69,7 +69,7 @@ class RLTrainer:
     algorithm: Algorithm
     assembler: BatchAssembler
     policy: MegatronPolicy
-    weight_push: WeightPush
+    sync: BucketedSync
     evaluator: Evaluator | None
     checkpoints: CheckpointManager
     metrics: RunMetrics
@@ -190,8 +190,14 @@ class RLTrainer:
         return metrics
 
     def _push_weights(self) -> dict[str, float]:
+        """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
         with self._phase("push"):
-            return self.weight_push.push()
+            version, drafter = self.policy.policy_version, self.drafter.unpublished()
+            weights = self.rollout_cache.fingerprint(self.policy.named_weights())  # read on its way to the engine
+            metrics = self.sync.push(weights, version, drafter)
+            if drafter is not None:
+                self.drafter.mark_published(drafter[1])
+        return metrics
 
     def _maybe_save(self) -> None:
         with self._phase("checkpoint"):

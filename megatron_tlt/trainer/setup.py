@@ -46,7 +46,6 @@ from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
 from megatron_tlt.trainer.stolen_requests import StolenRequests
-from megatron_tlt.trainer.weight_push import WeightPush
 from megatron_tlt.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         algorithm=algorithm,
         assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
         policy=policy,
-        weight_push=WeightPush(policy, drafter, rollout_cache, BucketedSync(config.sync, backend, world)),
+        sync=BucketedSync(config.sync, backend, world),
         evaluator=build_evaluator(config, world, held_out, backend, rewards),
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
@@ -182,16 +181,8 @@ def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
 
 def sampling_params(config: Config) -> SamplingParams:
     """How training rollouts are sampled."""
-    section = config.rollout
-    return SamplingParams(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-        max_tokens=section.max_tokens,
-        stop=section.stop,
-        seed=config.train.seed,
-    )
+    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
+    return SamplingParams(**{name: getattr(config.rollout, name) for name in names}, seed=config.train.seed)
 
 
 def tensor_parallel(world: World, size: int) -> TensorParallel:

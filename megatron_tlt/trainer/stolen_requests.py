@@ -20,16 +20,20 @@ from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.work_stealing import request_ranges
 
 if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.backends.vllm.backend import VllmBackend
     from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.messages import RequestRange
-    from megatron_tlt.interfaces import KeyedEngine, ProgressCallback
+    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 
 class StolenRequests:
     """One rank's queue as victim (`idle.work_stealing.RequestQueue`), and its rollouts as thief."""
 
-    def __init__(self, engine: KeyedEngine, params: SamplingParams, num_samples: int, world: World):
+    def __init__(
+        self, engine: EmbeddedBackend | VllmBackend, params: SamplingParams, num_samples: int, world: World
+    ):
         self._engine, self._params, self._num_samples, self._world = engine, params, num_samples, world
         self._count = 0
 

@@ -131,12 +131,3 @@ def test_sft_lowers_the_held_out_loss_and_writes_a_model(run, tmp_path):
     losses = [float(x.split("held-out")[1].split()[0]) for x in done.stdout.splitlines() if "held-out" in x]
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
     assert dict(iter_weights(tmp_path / "out")).keys() == dict(iter_weights(run / "model")).keys()
-
-
-def test_check_shows_the_grid_or_every_problem(run, capsys):
-    arguments = ["check", str(run / "tiny.yaml"), "--ranks", "4"]
-    assert main([*arguments, "actor.tp=2", "actor.cp=2"]) == 0
-    assert "tp 2 x pp 1 x cp 2 x dp 1" in capsys.readouterr().out
-    assert main([*arguments, "actor.tp=3", "rollout.tp=3"]) == 2
-    error = capsys.readouterr().err
-    assert "number of ranks" in error and "rollout.tp = 3" in error

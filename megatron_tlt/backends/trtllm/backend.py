@@ -15,7 +15,7 @@ from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_sampling_params
 from megatron_tlt.errors import BackendError
 from megatron_tlt.types import (
-    TRTLLM_CAPABILITIES,
+    CAPABILITIES,
     BackendCapabilities,
     EngineStats,
     HiddenStateSample,
@@ -39,7 +39,7 @@ class TrtllmBackend(RemoteBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         """What this engine supports."""
-        return TRTLLM_CAPABILITIES
+        return CAPABILITIES["trtllm"]
 
     def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
         return {"seed": request_seed(seed, prompt_id, sample_index)}

@@ -19,7 +19,7 @@ from megatron_tlt.backends.vllm.args import request_args
 from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
-    VLLM_CAPABILITIES,
+    CAPABILITIES,
     BackendCapabilities,
     EngineStats,
     HiddenStateSample,
@@ -57,7 +57,7 @@ class VllmBackend(RemoteBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         """What this engine supports."""
-        return VLLM_CAPABILITIES
+        return CAPABILITIES["vllm"]
 
     def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
         return {"key": request_key(seed, prompt_id, sample_index), "prompt_id": prompt_id}

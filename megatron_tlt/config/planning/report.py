@@ -9,7 +9,6 @@ from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.graphs import captured_shapes, graph_rows, has_graphs
 from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
@@ -106,7 +105,6 @@ def _memory(
     lines += _table(header, rows)
     if isinstance(config, Config):
         lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
-        lines += _graph_line(config, resolve_device(config, device))
     if stages[0].host:
         lines.append(
             "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
@@ -136,17 +134,6 @@ def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, dev
     running = config.rollout.max_running_requests
     return [
         f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"
-    ]
-
-
-def _graph_line(config: Config, device: Device | None) -> list[str]:
-    if device is None or not has_graphs(config, device):
-        return []
-    rollout, rows = config.rollout, graph_rows(config)
-    count = len(captured_shapes(rollout.max_running_requests, rows, rollout.speculation.rows_each))
-    budget = f"rollout.graph_memory_mib = {rollout.graph_memory_mib}"
-    return [
-        f"  CUDA graphs: forwards of {count} shapes, of up to {rows} rows, captured at the start within {budget}"
     ]
 
 

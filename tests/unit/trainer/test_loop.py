@@ -68,7 +68,7 @@ def test_answers_that_are_not_trained_on_are_remembered_too() -> None:
         {"model": {"path": "m"}, "algorithm": section, "train": {"prompts_per_step": 3}}
     )
     backend = Backend()
-    unused = ("assembler", "policy", "weight_push", "evaluator", "checkpoints", "nonfinite")
+    unused = ("assembler", "policy", "sync", "evaluator", "checkpoints", "nonfinite")
     trainer = RLTrainer(
         config=config,
         world=OneRank(),

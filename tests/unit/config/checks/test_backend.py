@@ -9,8 +9,7 @@ import pytest
 from megatron_tlt.backends.trtllm.args import series
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.run import check_config
-from megatron_tlt.config.load import build_config, load_engine
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.config.load import build_config
 
 BASE: dict[str, Any] = {
     "model": {"path": "m", "max_context": 512},
@@ -82,12 +81,6 @@ def test_check_and_adapter_know_the_same_versions(version: str) -> None:
         assert set(problems(f"rollout.trtllm.version='{version}'")) == {"rollout.trtllm.version"}
     else:
         assert problems(f"rollout.trtllm.version='{version}'") == {}
-
-
-@pytest.mark.parametrize("override", ["rollout.backend=trtllm", "rollout.trtllm.python=p"])
-def test_generate_is_the_embedded_engine(override: str) -> None:
-    with pytest.raises(ConfigError, match="not read by generate"):
-        load_engine([override])
 
 
 VLLM = ("rollout.backend=vllm",)

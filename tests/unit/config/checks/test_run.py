@@ -207,10 +207,6 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
 
 
-def test_all_problems_are_found_together():
-    assert len(paths("actor.tp=3", "rollout.temperature=0", "rollout.max_tokens=4000")) >= 4
-
-
 def test_sft_checks_its_layout():
     values = {"model": {"path": "m"}, "sft": {"train_path": "a", "out": "b"}, "actor": {"pp": 3}}
     found = {p.path for p in check_config(build_config(values, root=SftConfig), SHAPE, 3)}

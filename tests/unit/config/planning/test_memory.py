@@ -219,14 +219,12 @@ def test_what_is_given_back_is_there_in_its_phase_only():
     assert f"{freed.of_phase('rollout') / GIB:.2f}" in text and "in the rollout" in text
 
 
-def test_graphs_are_planned_shown_and_have_room_for_their_buffers():
+def test_graphs_are_planned_and_have_room_for_their_buffers():
     shape, cuda = shape_of("qwen2.5-7b"), ["distributed.device=cuda", "rollout.dtype=bf16"]
     stage = estimate_memory(config_of(*cuda), shape, 1)[0]
     assert stage.parts["graphs"] == 2048 * 2**20 and "graphs" not in stage.only
     for off in ("rollout.cuda_graphs=false", "rollout.numerics=invariant", "distributed.device=cpu"):
         assert not estimate_memory(config_of(*cuda, off), shape, 1)[0].parts["graphs"], off
-    text = render_check(config_of(*cuda, "rollout.max_running_requests=8"), shape, 1)
-    assert "forwards of 4 shapes, of up to 512 rows, captured at the start within rollout.graph_memory_mib" in text
     # Logits, hidden states, three rows of the residual stream and four of the MLP, of 1,536 rows in bf16.
     least = -(-1536 * 2 * (152064 + 3584 + 3 * 3584 + 4 * 18944) // 2**20)
     assert not check_memory(config_of(*cuda, f"rollout.graph_memory_mib={least}"), shape, 1)
