@@ -196,9 +196,7 @@ class HiddenStateSample:
 class BackendCapabilities:
     """What a kind of rollout engine supports; `check` refuses a configuration that needs more."""
 
-    keyed_sampling: (
-        bool  # an answer is a function of seed, prompt and policy: equal bit for bit with any drafter
-    )
+    keyed_sampling: bool  # an answer is a function of seed, prompt and policy, the same bits with any drafter
     selectors: bool  # our selectors decide how much each step drafts
     hidden_states: bool  # the policy's hidden states of answers can be had, to train a drafter
     logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
@@ -262,13 +260,9 @@ class StepMeasurement:
     num_running: int  # B, requests in the step
     num_rows: int  # rows fed to the policy: B and the drafted nodes that were verified
     draft_seconds: float  # of proposing; 0 for plain decoding
-    step_seconds: (
-        float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
-    )
+    step_seconds: float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
     num_emitted: int  # tokens emitted by all B requests
-    reached: (
-        np.ndarray
-    )  # int64 [L], drafted nodes at each position (from 0) whose parent was emitted; plain: [0]
+    reached: np.ndarray  # int64 [L], drafted nodes at each position (from 0) whose parent was emitted; plain: [0]
     accepted: np.ndarray  # int64 [L], drafted nodes at each position that were emitted; plain: [0]
 
 
@@ -284,14 +278,11 @@ class SpeculationStats:
     instead_tokens: int = 0  # accepted in the same rows
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
-    by_batch: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # running requests: [row steps, emitted tokens]
+    by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    switches: list[tuple[float, bool]] = field(
-        default_factory=list
-    )  # (seconds of time.perf_counter, whether steps have drafted tokens from then on); at first they have none
+    switches: list[tuple[float, bool]] = field(default_factory=list)
+    """(seconds of time.perf_counter, whether steps have drafted tokens from then on); at first they have none."""
 
     @property
     def accept_length(self) -> float:
@@ -311,7 +302,5 @@ class EngineStats:
     near_ties: int = 0
     seconds: float = 0.0
     started: float = 0.0  # seconds of time.perf_counter that the curve counts from
-    running_curve: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (seconds since start, running requests)
+    running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -76,9 +76,9 @@ def estimate_memory(
     limit = limit_gib if limit_gib is not None else config.cluster.memory_gib
     actor = config.actor
     dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
-    if not isinstance(config, Config):
-        return [_sft_stage(config, shape, dims, stage, device) for stage in range(dims.pp)]
     stages = [_stage(config, shape, dims, stage, device) for stage in range(dims.pp)]
+    if not isinstance(config, Config):
+        return stages
     if device == "cuda" and limit is not None:
         for stage in stages:
             stage.parts["fragments"] = int(_FRAGMENT_SHARE * limit * GIB)
@@ -91,9 +91,12 @@ def estimate_memory(
 def _policy_parts(
     config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> dict[str, int]:
+    """What every run has, and what is not allocated through PyTorch."""
     count, experts = stage_parameters(shape, dims, stage)
     element = element_bytes(config.actor.dtype)
+    runtime = {"runtime": _INTERPRETER_BYTES} if device == "cpu" else {RESERVE: int(config.cluster.reserve_gib * GIB)}
     return {
+        **runtime,
         "weights": count * element,
         **({"experts": experts * element} if shape.num_experts else {}),
         "gradients": (count + experts) * 4,
@@ -103,21 +106,13 @@ def _policy_parts(
     }
 
 
-def _sft_stage(config: SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device) -> RankMemory:
-    parts = _policy_parts(config, shape, dims, stage, device) | _runtime(config, device)
-    return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
-
-
-def _runtime(config: Config | SftConfig, device: Device) -> dict[str, int]:
-    """What is not allocated through PyTorch."""
-    if device == "cpu":
-        return {"runtime": _INTERPRETER_BYTES}
-    return {RESERVE: int(config.cluster.reserve_gib * GIB)}
-
-
-def _stage(config: Config, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device) -> RankMemory:
+def _stage(
+    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
+) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
+    if not isinstance(config, Config):
+        return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
     weights = parts["weights"] + parts.get("experts", 0)
     parts |= {
         "reference": weights if config.algorithm.kl_coef > 0 else 0,
@@ -133,31 +128,24 @@ def _stage(config: Config, shape: ArchitectureConfig, dims: Dims, stage: int, de
         "drafter merge": drafter.drafter_merge_bytes(config, shape),
         "drafter push": drafter.drafter_push_bytes(config, shape, device),
         "push bucket": policy.push_bytes(config, shape, dims),
-        **_runtime(config, device),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
-    host = _host_parts(config, shape, parts, dims, device)
-    if device == "cpu":
-        del host["optimizer"], host["checkpoint"]  # the first is among the parts; the second is as before
-        return RankMemory(stage, parts | host, _only(config, device))
-    return RankMemory(stage, parts, _only(config, device), host=host)
-
-
-def _host_parts(
-    config: Config, shape: ArchitectureConfig, parts: dict[str, int], dims: Dims, device: Device
-) -> dict[str, int]:
-    """What lies in the host's memory where the device has its own."""
-    before = parts["drafter training"]
-    return {
-        "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + (parts["weights"] + parts.get("experts", 0)) // (dims.dp * dims.cp),
+    before = parts["drafter training"]  # what a window goes back to if training fails in it
+    host = {
         "hidden states": drafter.hidden_state_bytes(config, device),
-        "drafter before a window": pinned_bytes(before) if device == "cuda" else before,
+        "drafter before a window": before if device == "cpu" else pinned_bytes(before),
         _SAVED: drafter.drafter_save_bytes(config, shape, device),
         "suffix drafter": engine.suffix_bytes(config),
     }
+    if device == "cpu":
+        return RankMemory(stage, parts | host, _only(config, device))
+    state = {
+        "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
+        "checkpoint": parts["optimizer"] + weights // (dims.dp * dims.cp),
+    }
+    return RankMemory(stage, parts, _only(config, device), host=state | host)
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
@@ -167,19 +155,14 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "actor's hidden states": ("update",),
         "rollout step": ("rollout",),
         "drafter step": ("idle window",),
-        "drafter's LM head": (
-            "idle window",
-            "update",
-            "merge",
-        ),  # from a window's first micro-step to its merge
+        "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
         "drafter push": ("push",),
         "push bucket": ("push",),
         engine.LOADED: ("push",),
     }
-    if config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache":
-        only[KV] = ("rollout",)
-    if config.rollout.release_cache:
+    sleeps = config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache"
+    if sleeps or config.rollout.release_cache:
         only[KV] = ("rollout",)
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
@@ -243,11 +226,8 @@ def check_memory(
         return problems
     phase = worst.fullest
     there = {name: size for name, size in worst.parts.items() if phase in worst.only.get(name, PHASES)}
-    shares = ", ".join(
-        f"{name} {size / GIB:.1f}" for name, size in sorted(there.items(), key=lambda part: -part[1])[:3]
-    )
     needs = f"needs {worst.total / GIB:.1f} GiB in the {phase}"
-    allowed = f"a rank of pipeline stage {worst.stage} {needs} ({shares}, ...)"
+    allowed = f"a rank of pipeline stage {worst.stage} {needs} ({_largest(there)}, ...)"
     return [*problems, ConfigProblem("cluster.memory_gib", limit, allowed)]
 
 
@@ -256,10 +236,14 @@ def _check_host(config: Config | SftConfig, stages: list[RankMemory]) -> Iterato
     needed = node_host_bytes(stages, cluster.ranks_per_node)
     if needed > cluster.host_gib * GIB:
         fullest = max(stages, key=lambda stage: sum(stage.host.values()))
-        parts = sorted(fullest.host.items(), key=lambda part: -part[1])[:3]
-        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         needs = f"{cluster.ranks_per_node} ranks of a node need {needed / GIB:.1f} GiB of its host's memory"
-        yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, f"{needs} (a rank: {shares}, ...)")
+        allowed = f"{needs} (a rank: {_largest(fullest.host)}, ...)"
+        yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, allowed)
+
+
+def _largest(parts: dict[str, int]) -> str:
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
 
 
 def _check_graphs(config: Config, shape: ArchitectureConfig, device: Device | None) -> Iterator[ConfigProblem]:
