@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     rewards.close()
     backend.close()
     if world.is_main:
-        text = json.dumps(result.to_json(), indent=2)
+        text = json.dumps(asdict(result), indent=2)
         print(text, flush=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,11 +39,11 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. `pass_at[k]` is a mean over prompts; `stderr` is that of pass@1 over prompts."""
+    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1. `asdict` of it is JSON-able."""
 
     step: int
     num_prompts: int
-    pass_at: dict[int, float]
+    pass_at: dict[str, float]
     stderr: float
     reward: float
     mean_length: float
@@ -57,15 +57,6 @@ class EvalResult:
         values = {f"eval/pass@{k}": v for k, v in self.pass_at.items()}
         names = ("stderr", "reward", "mean_length", "p95_length", "truncated")
         return values | {f"eval/{name}": float(getattr(self, name)) for name in names}
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-able form, for checkpoints and the summary."""
-        return asdict(self) | {"pass_at": {str(k): v for k, v in self.pass_at.items()}}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> EvalResult:
-        """The inverse of `to_json`."""
-        return cls(**(data | {"pass_at": {int(k): v for k, v in data["pass_at"].items()}}))
 
 
 class Evaluator:
@@ -137,7 +128,7 @@ def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
     return EvalResult(
         step=step,
         num_prompts=len(total),
-        pass_at={k: float(np.mean([pass_at_k(c, n, k) for c, n in pairs])) for k in ks},
+        pass_at={str(k): float(np.mean([pass_at_k(c, n, k) for c, n in pairs])) for k in ks},
         stderr=stderr,
         reward=float(columns["reward"].mean()),
         mean_length=float(columns["length"].mean()),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import RewardError
@@ -239,7 +239,7 @@ class RLTrainer:
         return {
             "step": self.progress.step,
             "prompts": self.prompts.state_dict(),
-            "evaluations": [e.to_json() for e in self.progress.evaluations],
+            "evaluations": [asdict(e) for e in self.progress.evaluations],
             "engine": self.backend.state_dict(),
             "upkeep": self.rollout.state_dict(),  # the name that checkpoints of every version have
         }
@@ -252,7 +252,7 @@ class RLTrainer:
             self.backend.load_state_dict(state.get("engine", {}))
             self.rollout.load_state_dict(state.get("upkeep", {}))
             self.drafter.load_state_dict(self.checkpoints.load_drafter())
-            evaluations = [EvalResult.from_json(e) for e in state["evaluations"]]
+            evaluations = [EvalResult(**e) for e in state["evaluations"]]
             self.progress = Progress(state["step"], evaluations)
         self.metrics.start(self.progress.step)
 

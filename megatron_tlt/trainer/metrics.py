@@ -148,7 +148,7 @@ class RunMetrics:
         self._progress.close()
         if not self._world.is_main:
             return
-        accuracies = [Accuracy(e.step, e.pass_at[1], e.stderr, e.num_prompts) for e in evaluations]
+        accuracies = [Accuracy(e.step, e.pass_at["1"], e.stderr, e.num_prompts) for e in evaluations]
         paths = {"metrics": self._run_dir / METRICS_FILE, "events": self._run_dir / "events"}
         if self._config.observe.tensorboard:
             paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR

@@ -78,14 +78,12 @@ class SftTrainer:
     def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer):
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
-        self._train = read_records(
-            Path(sft.train_path), tokenizer, sft.chat_template, config.model.max_context
-        )
-        self._eval: list[TrainSequence] = []
-        if sft.eval_path is not None:
-            self._eval = read_records(
-                Path(sft.eval_path), tokenizer, sft.chat_template, config.model.max_context
-            )
+
+        def read(path: str) -> list[TrainSequence]:
+            return read_records(Path(path), tokenizer, sft.chat_template, config.model.max_context)
+
+        self._train = read(sft.train_path)
+        self._eval = [] if sft.eval_path is None else read(sft.eval_path)
         self.policy = MegatronPolicy(
             world,
             config.model,
