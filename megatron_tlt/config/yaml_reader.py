@@ -22,10 +22,6 @@ _FLOAT = re.compile(
 )
 
 
-class DuplicateKeyError(yaml.constructor.ConstructorError):
-    """One mapping names a key twice."""
-
-
 class CoreLoader(yaml.SafeLoader):
     """SafeLoader with the scalar types of YAML 1.2 and unique keys."""
 
@@ -41,7 +37,8 @@ def _construct_mapping(loader: CoreLoader, node: yaml.MappingNode) -> dict[Any, 
         if not isinstance(key, yaml.ScalarNode):
             continue  # `? [a, b]`: PyYAML itself refuses keys that cannot be hashed
         if key.value in seen:
-            raise DuplicateKeyError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            problem = f"the key {key.value!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         seen.add(key.value)
     loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)

@@ -241,7 +241,6 @@ class RLTrainer:
             "prompts": self.prompts.state_dict(),
             "evaluations": [asdict(e) for e in self.progress.evaluations],
             "engine": self.backend.state_dict(),
-            "upkeep": self.rollout.state_dict(),  # the name that checkpoints of every version have
         }
 
     def _resume(self) -> None:
@@ -250,7 +249,6 @@ class RLTrainer:
         if state is not None:
             self.prompts.load_state_dict(state["prompts"])
             self.backend.load_state_dict(state.get("engine", {}))
-            self.rollout.load_state_dict(state.get("upkeep", {}))
             self.drafter.load_state_dict(self.checkpoints.load_drafter())
             evaluations = [EvalResult(**e) for e in state["evaluations"]]
             self.progress = Progress(state["step"], evaluations)

@@ -12,10 +12,10 @@ may cut the rollout short.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.stolen_requests import StolenRequests
     from megatron_tlt.types import Prompt, Sample
 
-_KEPT_LENGTHS = 256  # of answers, in a checkpoint
 _FIRST_LENGTH = 256.0  # tokens that an answer is expected to have before any has ended
 
 
@@ -120,12 +119,3 @@ class RolloutPhase:
             self._on_progress(running, waiting, generated_tokens)
 
         return report
-
-    def state_dict(self) -> dict[str, Any]:
-        """Lengths of the last answers, thinned evenly: JSON-able."""
-        every = -(-len(self._lengths) // _KEPT_LENGTHS)
-        return {"lengths": self._lengths[::every].tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned."""
-        self._lengths = np.array(state.get("lengths") or [_FIRST_LENGTH])

@@ -56,4 +56,5 @@ def test_progress_goes_to_watchdog_coordinator_and_display():
     assert reported == left and speed > 0
     assert seen.shown == [(2, 1, 10)]
     assert seen.asked == [1, 3], "the share of the second of two replicas"
-    assert phase.state_dict() == {"lengths": [7.0]}
+    phase.generate(PROMPTS)
+    assert seen.heartbeats[-1]["left"] == tokens_left(np.array([3, 5]), 1, np.array([7.0])), "of the last answers"
