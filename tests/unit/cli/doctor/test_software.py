@@ -59,6 +59,8 @@ def test_a_build_of_torch_without_cuda_is_wrong_where_there_is_a_gpu(monkeypatch
     wrong = software.check_torch(True)
     assert wrong.status == "failed" and "requirements-gpu.txt" in wrong.hint
     monkeypatch.setattr(software.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(software.torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(software.torch.cuda.nccl, "version", lambda: (2, 27, 5))
     monkeypatch.setattr(software.torch.cuda, "is_available", lambda: False)
     assert "sees no GPU" in software.check_torch(True).detail
 
