@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.mpi import ROOT, run_ranks
+from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
 from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results
 from tests.mpi.workers.actor_layouts import HIDDEN, ZERO_ADVANTAGES
@@ -68,14 +68,6 @@ def test_hidden_states_of_a_step_stay_within_their_budget() -> None:
     found = case("hidden_states_budget")
     assert found["full"] and found["same"], "a choice by the answers, not by their order"
     assert found["counted"] == [18, 18, 9]
-
-
-@pytest.mark.nightly
-def test_drafters_trained_on_either_source_draft_alike() -> None:
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
-    (found,) = results(run_ranks(1, "tests/mpi/workers/actor_replay.py", env=path).stdout)
-    assert found["engine"] > 3 * found["start"]
-    assert found["actor"] == pytest.approx(found["engine"], rel=0.02)
 
 
 def test_an_update_waits_for_its_device_as_often_with_more_layers() -> None:

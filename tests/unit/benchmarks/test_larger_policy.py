@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo_traces import generate
 
 from benchmarks.lib.larger_policy import deepen, widen, widen_drafter
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import SamplingParams
-from tests.helpers.demo import POLICY, demo_chunks
 from tests.helpers.engines import speculating_engine
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import make_model
 
-DRAFTER = ROOT / "assets" / "demo-drafter"
+POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
 EAGLE = {"drafter": "eagle", "selector": "fixed", "draft_len": 4}
 
 
@@ -67,7 +68,7 @@ def test_answers_and_accepted_drafts_are_those_of_the_small_policy(tmp_path: Pat
     wide = widen(POLICY, 512, tmp_path / "policy", hidden_size=256)
     large = ModelConfig.from_hf(wide)
     widen_drafter(DRAFTER, small, large, tmp_path / "drafter")
-    prompts = [chunk.token_ids[: chunk.prompt_len].tolist() for chunk in demo_chunks(6, seed=7)]
+    prompts = [HFTokenizer(POLICY).encode_chat(example.prompt) for example in generate(6, seed=7)]
 
     def answers(policy: Path, drafter: Path, config: ModelConfig):
         weights = load_drafter(drafter, config).weights
