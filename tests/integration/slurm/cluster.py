@@ -110,18 +110,6 @@ class Cluster:
         text = _CONF.format(**facts, kill_wait=kill_wait, first_job=1000 + os.getpid() % 60000 * 1000)
         conf.write_text(text)
         (home / "etc/gres.conf").write_text(f"AutoDetect=off\nName=gpu File={home}/dev/gpu[0-7]\n")
-        self._add_pyxis()
-
-    def _add_pyxis(self) -> None:
-        """Builds the stand-in for pyxis and has every srun and sbatch load it."""
-        version = re.search(r"(\d+)\.(\d+)\.(\d+)", self.run("slurmd", "-V"))
-        assert version is not None
-        major, minor, micro = map(int, version.groups())
-        target = self.home / "etc/fakepyxis.so"
-        number = f"-DSLURM_VERSION={major << 16 | minor << 8 | micro}"
-        source = Path(__file__).with_name("fakepyxis.c")
-        subprocess.run(["cc", "-shared", "-fPIC", "-Wall", number, "-o", target, source], check=True)
-        (self.home / "etc/plugstack.conf").write_text(f"required {target}\n")
 
     def up(self) -> None:
         """Starts the daemons; returns when every node is idle."""

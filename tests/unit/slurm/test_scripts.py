@@ -119,6 +119,13 @@ def in_common(script, job="", node_answers=True):
     return done.stdout.strip()
 
 
+def test_a_container_gets_its_image_directory_and_mounts():
+    given = "root='/r s' attempt=/log CONTAINER=image MOUNTS=/data:/data SLURM_NTASKS_PER_NODE=2; cd /tmp"
+    words = in_common(f"{given}; set_srun_words; printf '%s\\n' \"${{srun_words[@]}}\"").splitlines()
+    assert {"--container-image=image", "--container-workdir=/tmp", "--no-container-mount-home"} <= set(words)
+    assert "--container-mounts=/r s:/r s,/tmp:/tmp,/log:/log,/data:/data" in words
+
+
 @pytest.mark.parametrize(
     ("state", "restarts", "requeued"),
     [("RUNNING", 1, "no"), ("RUNNING", 2, "yes"), ("PENDING", 1, "yes"), ("COMPLETING", 1, "no")],
