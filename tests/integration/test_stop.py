@@ -109,7 +109,7 @@ def test_a_dropped_evaluation_is_made_up_for(ended):
 
 
 def start(config, run_dir, *overrides):
-    command = [*launcher(2, forks=False), "-m", "megatron_tlt", "train"]  # for its exit code
+    command = [*launcher(2), "-m", "megatron_tlt", "train"]
     command += [str(config), f"train.run_dir={run_dir}", "train.num_steps=500", "eval.every=0", *overrides]
     return subprocess.Popen(
         command, env=rank_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -8,10 +8,10 @@ from tests.helpers.mpi import run_ranks
 
 pytestmark = pytest.mark.mpi
 WORKER = "tests/mpi/workers/idle_ranks.py"
-MANY = ["orders", "at_once", "never_idle", "slow_step", "steals"]
 SCENARIOS = {
-    2: [*MANY, "leak:1000"],
-    3: [*MANY, "raises", "slow_leader"],  # not a power of two: a barrier alone takes up to log2(ranks) micro-steps
+    2: ["orders", "steals", "leak:1000"],
+    # Not a power of two: a barrier alone takes up to log2(ranks) micro-steps.
+    3: ["orders", "never_idle", "slow_step", "steals", "slow_leader"],
     8: ["orders", "steals", "leak:150"],
 }
 
@@ -23,9 +23,7 @@ def test_windows(ranks):
     lines = [line.split(" ", 2)[1:] for line in out.splitlines() if line.startswith("ok ")]
     figures = {name: json.loads(text) for name, text in lines}
     assert list(figures) == [scenario.split(":")[0] for scenario in SCENARIOS[ranks]]
-    assert out.count("drafter training is off for the rest of the run: loss is nan") == ("raises" in figures)
-    if "steals" in figures:
-        assert figures["steals"]["stolen"] > 0
+    assert figures["steals"]["stolen"] > 0
     if "slow_leader" in figures:
         assert figures["slow_leader"]["outstanding"] == 1
 

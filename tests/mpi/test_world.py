@@ -1,11 +1,9 @@
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.helpers.mpi import ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import run_one, run_ranks
 
 pytestmark = pytest.mark.mpi
 
@@ -34,14 +32,7 @@ def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out():
 
 def test_the_world_must_have_the_size_that_the_launcher_promised():
     # No launcher at all, but an environment that claims five tasks: what a wrong --mpi flag looks like.
-    env = {**rank_environment(), "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
-    code = (
-        "from megatron_tlt.distributed.world import World\n"
-        "from megatron_tlt.config.run import DistributedSection\n"
-        "World.start(DistributedSection())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "srun started 5 ranks, but MPI has 1" in done.stderr
+    claims = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
+    code, said = run_one("tests/mpi/workers/exchange.py", check=False, **claims)
+    assert code != 0
+    assert "srun started 5 ranks, but MPI has 1" in said

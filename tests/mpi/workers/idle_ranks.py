@@ -17,7 +17,6 @@ from contextlib import closing
 from mpi4py import MPI
 
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.messages import RequestRange
 from megatron_tlt.idle.policy import IdlePolicy, share_of_queue
@@ -88,16 +87,6 @@ def orders() -> None:
     say_ok(windows=len(some), steps=trained)
 
 
-def at_once() -> None:
-    with closing(IdleCoordinator(WORLD)) as coordinator:
-        window = IdleWindow(coordinator, EAGER)
-        for _ in range(40):
-            WORLD.Barrier()
-            window.begin()
-            check(window.run(step))
-    say_ok()
-
-
 def never_idle() -> None:
     """One rank is always the slowest by far: the others are sent the expected wait, and train the whole time."""
     with closing(IdleCoordinator(WORLD)) as coordinator:
@@ -150,33 +139,6 @@ def leak(windows: str) -> None:
 def rss_kib() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
-
-
-def raises() -> None:
-    """One rank's drafter fails in the first window: it warns once and trains no more; windows go on."""
-    calls = 0
-
-    def step_fn() -> dict[str, float]:
-        nonlocal calls
-        calls += 1
-        if RANK == 1:
-            raise DrafterError("loss is nan")
-        return step()
-
-    with closing(IdleCoordinator(WORLD)) as coordinator:
-        window = IdleWindow(coordinator, EAGER)
-        for _ in range(3):
-            WORLD.Barrier()
-            window.begin()
-            work(coordinator, 0.2 if RANK == 0 else 0.0)
-            check(window.run(step_fn))
-            reasons = ["loss is nan" if i == 1 else None for i in range(SIZE)]
-            assert WORLD.allgather(window.disabled_reason) == reasons
-    if RANK == 1:
-        assert calls == 1  # it trains no more
-    elif RANK > 1:
-        assert calls > 3
-    say_ok()
 
 
 def slow_step() -> None:

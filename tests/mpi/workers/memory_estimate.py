@@ -1,8 +1,7 @@
-"""Bytes that an update and a rollout take, beside `check`'s estimate. Arguments: scratch directory, cases as JSON.
+"""Bytes that an update takes, beside `check`'s estimate. Arguments: scratch directory, cases as JSON.
 
-A case is [what, model, overrides]: "update" trains one step of full micro-batches on all ranks, "rollout" answers on
-one rank with the PyTorch decoder. What lies there before counts by the tensors' storages, the rest by every allocation
-of PyTorch's allocator.
+A case is [model, overrides]: one step of full micro-batches on all ranks. What lies there before counts by the tensors'
+storages, the rest by every allocation of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -15,17 +14,14 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.actor.policy import MegatronPolicy
-from megatron_tlt.backends.build import build_backend
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning.memory import estimate_memory
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.types import Prompt, SamplingParams, TrainSequence
+from megatron_tlt.types import TrainSequence
 from tests.helpers.live_bytes import live_bytes
-from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, train_batch
 
 LENGTH = 256  # of a sequence
@@ -87,42 +83,14 @@ def storages(policy: Any) -> int:
     return sum(found.values())
 
 
-def rollout(folder: Path, config: ModelConfig, overrides: list[str]) -> dict[str, Any]:
-    """The whole engine: weights, cache, and the steps of a batch that fills it."""
-    tree = {"model": {"path": str(folder), "max_context": LENGTH}, "rollout": {"kernels": "torch"}}
-    section = build_config(tree, overrides)
-    save_hf(folder, config, random_weights(config))
-    with live_bytes() as built:
-        backend = build_backend(section.rollout, section.model, load_weights=True)
-    count = section.rollout.max_running_requests
-    prompts = [Prompt(i, str(i), tuple(range(i, i + 200)), "") for i in range(count)]
-    with live_bytes() as counted:
-        backend.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), 1)
-    estimate = estimate_memory(section, config, 1, "cpu")[0]
-    names = ("engine weights", "KV cache", "rollout step")
-    return {
-        "counted": {"built": built.end, "step": counted.peak, "all": built.end + counted.peak},
-        "estimate": {
-            "built": sum(estimate.parts[name] for name in names[:2]),
-            "step": estimate.parts["rollout step"],
-            "all": sum(estimate.parts[name] for name in names),
-        },
-    }
-
-
 def main() -> None:
     world = World.start(DistributedSection(device="cpu"), threads=1)
-    for number, (what, fields, overrides) in enumerate(json.loads(sys.argv[2])):
+    for number, (fields, overrides) in enumerate(json.loads(sys.argv[2])):
         folder, config = model_of(Path(sys.argv[1]) / str(number), fields)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config.to_hf()))
         world.barrier()
-        made = (
-            update(world, folder, config, overrides)
-            if what == "update"
-            else rollout(folder, config, overrides)
-        )
-        say(world, case=what, number=number, ranks=world.all_gather_object(made))
+        say(world, ranks=world.all_gather_object(update(world, folder, config, overrides)))
     world.close()
 
 
