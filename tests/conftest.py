@@ -17,12 +17,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/mpi starts ranks, so it carries the marker `mpi`; tests/gpu needs a GPU."""
+    """Everything under tests/mpi starts ranks, so it carries the marker `mpi`; tests/gpu needs a GPU. Files with slow
+    tests come first: with two workers none of them is left for the end.
+    """
     here = Path(__file__).parent
     for item in items:
         top = item.path.relative_to(here).parts[0]
         if top in ("mpi", "gpu"):
             item.add_marker(top)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.mpi import ROOT, rank_environment
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_a_run_killed_six_times_equals_one_left_alone(tmp_path):

@@ -20,8 +20,12 @@ from megatron_tlt.models.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, results, save_model
 
-WORKER = "tests/mpi/workers/convert.py"
-GRID = '{"tp":2,"pp":2}'
+WORKER = "tests/mpi/workers/actor_checkpoint.py"
+
+
+def at(kind: str, tp: int = 2, **layout: Any) -> str:
+    """A layout of the worker, in words without spaces."""
+    return json.dumps({"model": kind, "tp": tp, **layout}, separators=(",", ":"))
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +48,18 @@ def four_ranks(root: Path) -> list[dict[str, Any]]:
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    each = {"layout": {"tp": 2, "pp": 2}, "flags": {"non_homogeneous_layers": True}}
-    apart = {"layout": {"tp": 2, "pp": 2}, "flags": {"singleton_local_shards": True}}
     commands = [
-        *(f"start {kind} {root}/{kind}-mg {GRID}" for kind in KINDS),
-        f"start qwen2 {root}/qwen2-tp4 {GRID}",
-        f'start qwen3 {root}/qwen3-mg {{"tp":2,"sequence_parallel":true}}',
-        f'start llama {root}/llama-mg {{"tp":2,"pp":2,"dtype":"bf16"}}',
-        f"start qwen3 {root}/damaged {GRID}",
-        f"start qwen3 {root}/llama-mg {GRID}",
-        *(f"save {kind} {root}/run-{kind} {GRID}" for kind in KINDS),
-        f"foreign qwen2 {root}/each {json.dumps(each, separators=(',', ':'))}",
-        f"foreign llama {root}/apart {json.dumps(apart, separators=(',', ':'))}",
-        f"start qwen2 {root}/each {GRID}",
-        f"start llama {root}/apart {GRID}",
+        *(f"start {root}/{kind}-mg {at(kind, pp=2)}" for kind in KINDS),
+        f"start {root}/qwen2-tp4 {at('qwen2', pp=2)}",
+        f"start {root}/qwen3-mg {at('qwen3', sequence_parallel=True)}",
+        f"start {root}/llama-mg {at('llama', pp=2, dtype='bf16')}",
+        f"start {root}/damaged {at('qwen3', pp=2)}",
+        f"start {root}/llama-mg {at('qwen3', pp=2)}",
+        *(f"once {root}/run-{kind} {at(kind, pp=2)}" for kind in KINDS),
+        f"foreign {root}/each {at('qwen2', pp=2, flags={'non_homogeneous_layers': True})}",
+        f"foreign {root}/apart {at('llama', pp=2, flags={'singleton_local_shards': True})}",
+        f"start {root}/each {at('qwen2', pp=2)}",
+        f"start {root}/apart {at('llama', pp=2)}",
     ]
     return results(run_ranks(4, WORKER, str(root), " + ".join(commands)).stdout)
 

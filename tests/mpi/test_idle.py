@@ -26,7 +26,3 @@ def test_windows(ranks):
     assert figures["steals"]["stolen"] > 0
     if "slow_leader" in figures:
         assert figures["slow_leader"]["outstanding"] == 1
-
-
-def test_ranks_of_a_tensor_parallel_group_train_together():
-    assert "ok" in run_ranks(4, "tests/mpi/workers/idle_groups.py", timeout=120).stdout

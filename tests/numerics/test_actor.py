@@ -12,8 +12,7 @@ import pytest
 
 from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
-from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results
-from tests.mpi.workers.actor_layouts import HIDDEN, ZERO_ADVANTAGES
+from tests.mpi.workers.actor_common import HIDDEN, KINDS, MOE_KINDS, ZERO_ADVANTAGES, results
 from tests.numerics.actor_expected import expected_root, one_rank_results
 
 

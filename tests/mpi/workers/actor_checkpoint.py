@@ -7,6 +7,9 @@ count LAYOUT:  bytes of tensors that a save takes, and of the files that the ran
 ledger LAYOUT: bytes that a save and a load take on the device and on the host, of a policy whose device is a ledger
 refuse:        checkpoints of another optimizer and another model
 full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
+start LAYOUT:  a policy from Hugging Face's files and one from Megatron's in DIR, one update each: the same bits?
+once LAYOUT:   one update and a save; its weights beside it in after.pt
+foreign LAYOUT: weights alone, written by megatron-core with other sharding flags ("flags" of the layout)
 """
 
 from __future__ import annotations
@@ -194,7 +197,64 @@ def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
             say(world, case="refuse", label=label, error=str(error))
 
 
+def start(world: World, root: Path, megatron: Path, layout: dict[str, Any]) -> None:
+    """Both ways to start, one update each."""
+    seen = []
+    try:
+        for where in (None, str(megatron)):
+            policy = build(world, root, {**layout, "megatron_path": where})
+            before = copy_of(policy.named_weights())
+            metrics = update(policy, 1)
+            seen.append((before, metrics["loss"], metrics["grad_norm"], copy_of(policy.named_weights())))
+    except CheckpointError as error:
+        say(world, case="start", error=str(error))
+        return
+    (a, loss_a, norm_a, after_a), (b, loss_b, norm_b, after_b) = seen
+    say(
+        world,
+        case="start",
+        same_start=a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a),
+        same_loss=(loss_a, norm_a) == (loss_b, norm_b),
+        same_after=all(torch.equal(after_a[n], after_b[n]) for n in a),
+        moved=all(not torch.equal(b[n], after_b[n]) for n in a),
+        grad_norm=norm_b,
+    )
+
+
+def once(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """One update, one checkpoint."""
+    policy = build(world, root, dict(layout))
+    update(policy, 1)
+    policy.start_save(checkpoints / "step-000001", {}).wait()
+    weights = copy_of(policy.named_weights())
+    if world.is_main:
+        torch.save(weights, checkpoints / "after.pt")
+
+
+def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -> None:
+    """What megatron-core writes for another program: weights under its own choice of keys."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_tlt.actor.device import cpu_as_cuda
+    from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
+
+    flags = layout.pop("flags")
+    policy = build(world, root, layout)
+    strategy = ThreadSaveStrategy(policy.groups.dp)
+    metadata = {**flags, "dp_cp_group": policy.groups.dp}
+    with cpu_as_cuda():
+        state = {"model": policy.model.module.sharded_state_dict(metadata=metadata)}
+        request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        assert strategy.writer is not None and request is not None
+        strategy.writer.start({})
+        strategy.writer.join()
+        assert strategy.writer.failure() is None
+        for finish in request.finalize_fns:
+            finish()
+
+
 VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count, "ledger": ledger}
+VERBS |= {"start": start, "once": once, "foreign": foreign}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tiny models, batches and losses of the actor's tests. No megatron, no transformers at the top."""
+"""Tiny models, batches, losses and cases of the actor's tests. No megatron, no transformers at the top."""
 
 from __future__ import annotations
 
@@ -11,10 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.algorithm import AlgorithmName
 from megatron_tlt.types import TrainBatch, TrainSequence
 
 KINDS = ("qwen2", "qwen3", "llama")
 MOE_KINDS = ("qwen3_moe", "qwen2_moe")  # the second with a dense layer and shared experts
+_SP = {"tp": 2, "sequence_parallel": True}
+# By ranks: layouts with the forward that hands hidden states out. How ranks that share an answer gather them is
+# independent of it.
+HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
+    1: [*(({}, forward) for forward in ("update", "old log-probs", "scoring")), ({"recompute": "full"}, "update")],
+    2: [
+        *(({"pp": 2}, "update"), ({"pp": 2}, "scoring"), ({}, "update")),
+        *(({**_SP, "recompute": "full"}, "update"), ({"cp": 2}, "old log-probs")),
+    ],
+    4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
+}
+# Which answers an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
+ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
 
 _BASE = {

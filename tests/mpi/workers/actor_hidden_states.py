@@ -13,8 +13,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.whole_texts import read_hidden_states
-from tests.mpi.workers.actor_common import WeightedNll, say, sequences, share, train_batch
-from tests.mpi.workers.actor_layouts import HIDDEN
+from tests.mpi.workers.actor_common import HIDDEN, WeightedNll, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import copy_of, make_policy
 
 LAYERS = (0, 2)  # of four: with two stages, one on each

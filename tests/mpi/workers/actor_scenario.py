@@ -36,12 +36,13 @@ def make_policy(
     keep_reference: bool = True,
     seed: int = 0,
     random_init: bool = False,
+    megatron_path: str | None = None,
     **actor: Any,
 ) -> MegatronPolicy:
     """A policy of the tiny model in `directory` at the layout in `actor`."""
     return MegatronPolicy(
         world,
-        ModelSection(path=str(directory), max_context=512),
+        ModelSection(path=str(directory), megatron_path=megatron_path, max_context=512),
         ActorSection(**{"micro_batch_tokens": 160, **actor}),
         optimizer,
         loss or ClippedRatio(),

@@ -15,8 +15,7 @@ from megatron_tlt.config.algorithm import AlgorithmName, AlgorithmSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.trainer.batch_assembly import BatchAssembler
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
-from tests.mpi.workers.actor_common import VOCAB, relative_error, say
-from tests.mpi.workers.actor_layouts import ZERO_ADVANTAGES
+from tests.mpi.workers.actor_common import VOCAB, ZERO_ADVANTAGES, relative_error, say
 from tests.mpi.workers.actor_scenario import ADAM, copy_of, make_policy, named_gradients
 
 MAX_TOKENS, TEMPERATURE = 24, 0.8

@@ -1,6 +1,6 @@
-"""Answers the same requests with the prompts split over the ranks, and with the ranks as one sharded engine.
+"""Answers the same requests with the ranks as one sharded engine.
 
-Rank 0 writes to argv[1]: {"split": answers, family + "/tp": {"answers", "near_ties"}}, where answers are
+Rank 0 writes to argv[1]: {family + "/tp": {"answers", "near_ties"}}, where answers are
 {"prompt,sample": [tokens, logprobs]}; and on two ranks {kernels + " " + drafting: ...} of one engine that drafts and
 collects hidden states, see `drafting`.
 """
@@ -56,23 +56,14 @@ def main() -> None:
         config, jobs = small_config(family), random_jobs(131, 12, seed=9, longest=24)
         config = replace(config, num_kv_heads=max(2, config.num_kv_heads))  # for two ranks
         weights = random_weights(config)
-
-        if family == "qwen3":
-            mine = [job for job in jobs if job[0] % world.size == world.rank]
-            split: Answers = {}
-            for part in world.all_gather_object(answer_all(make_engine(config, weights, max_running=8), mine)):
-                split |= part
-            results["split"] = encode(split)
-
-        if config.num_heads % world.size == 0:
-            native = make_engine(config, weights, tp=everyone, num_blocks=9, budget=60)
-            sharded = answer_all(native, jobs)
-            assert native.take_stats().preemptions > 0
-            assert all(other == sharded for other in world.all_gather_object(sharded)), "ranks diverged"
-            counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
-            assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
-            ties = counting.take_stats().near_ties
-            results[f"{family}/tp"] = {"answers": encode(sharded), "near_ties": ties}
+        native = make_engine(config, weights, tp=everyone, num_blocks=9, budget=60)
+        sharded = answer_all(native, jobs)
+        assert native.take_stats().preemptions > 0
+        assert all(other == sharded for other in world.all_gather_object(sharded)), "ranks diverged"
+        counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
+        assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
+        ties = counting.take_stats().near_ties
+        results[f"{family}/tp"] = {"answers": encode(sharded), "near_ties": ties}
     if world.size == 2:
         results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
     if world.is_main:

@@ -46,6 +46,7 @@ RECIPES = [
     if load_config(path).rollout.backend == "embedded"
 ]
 ALLOWED = 0.05  # of the plan
+pytestmark = pytest.mark.slow
 
 
 class Ranks:
